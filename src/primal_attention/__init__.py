@@ -1,0 +1,36 @@
+"""Primal-Attention: self-attention as an asymmetric kernel SVD in its primal form."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .nn.objective import ksvd_loss
+from .nn.primal import PrimalAttention
+
+if TYPE_CHECKING:
+    from .ksvd import KernelSVD
+
+__version__ = "0.1.0"
+
+# Names that need an extra, or that few people need at once, are loaded when somebody asks for them.
+_LAZY = {
+    "KernelSVD": ("primal_attention.ksvd", "ksvd"),
+}
+
+__all__ = ["KernelSVD", "PrimalAttention", "__version__", "ksvd_loss"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'primal_attention' has no attribute {name!r}")
+    import importlib
+
+    module, extra = _LAZY[name]
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as missing:
+        raise ImportError(f"{name} needs {missing.name!r}: pip install 'primal-attention[{extra}]'") from missing
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,60 @@
+"""Bad input, said in one line: the argument, what came, and what would work."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def positive(name: str, value: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an integer (got {value!r})")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1 (got {value})")
+
+
+def widths(embed_dim: int, num_heads: int) -> None:
+    positive("embed_dim", embed_dim)
+    positive("num_heads", num_heads)
+    if embed_dim % num_heads:
+        raise ValueError(f"embed_dim must be divisible by num_heads (embed_dim={embed_dim}, num_heads={num_heads})")
+
+
+def probability(name: str, value: float) -> None:
+    if not 0.0 <= value < 1.0:
+        raise ValueError(f"{name} must be in [0, 1) (got {value})")
+
+
+def one_of(name: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))} (got {value!r})")
+
+
+def rank(rank: int, head_dim: int, landmarks: int | None) -> None:
+    """More directions than can be independent are allowed, as the published settings use them, but not silently."""
+    positive("rank", rank)
+    independent = head_dim if landmarks is None else min(head_dim, landmarks)
+    if rank > independent:
+        source = f"head width {head_dim}" + ("" if landmarks is None else f", landmarks {landmarks}")
+        warnings.warn(
+            f"rank={rank} is above what the layer can keep independent: {independent} directions at most ({source})",
+            stacklevel=3,
+        )
+
+
+def tokens(x: Tensor, embed_dim: int, packed: bool) -> None:
+    shape, ndim = ("(total, embed_dim)", 2) if packed else ("(batch, tokens, embed_dim)", 3)
+    if x.ndim != ndim or x.shape[-1] != embed_dim:
+        raise ValueError(f"x must have shape {shape} with embed_dim={embed_dim} (got {tuple(x.shape)})")
+    if not packed and x.shape[1] == 0:
+        raise ValueError("x must hold at least one token (got 0)")
+
+
+def padding_mask(mask: Tensor, x: Tensor) -> None:
+    if mask.dtype != torch.bool:
+        raise TypeError(f"key_padding_mask must be a bool tensor, True at padding (got {mask.dtype})")
+    if mask.shape != x.shape[:2]:
+        raise ValueError(f"key_padding_mask must have shape {tuple(x.shape[:2])}, as x (got {tuple(mask.shape)})")

@@ -1,0 +1,54 @@
+"""The KSVD objective as a loss: what training adds so that the layers stay close to a kernel SVD (Lemma 4.2: J = 0)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from .primal import PrimalAttention
+
+
+def primal_layers(model: nn.Module) -> dict[str, PrimalAttention]:
+    """The Primal-Attention layers of a model by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, PrimalAttention)}
+
+
+def ksvd_loss(
+    model: nn.Module,
+    reduction: Literal["sample", "batch"] = "sample",
+    *,
+    layers: Literal["mean", "sum"] = "mean",
+) -> Tensor:
+    """The loss Σ_l J_l² of the last forward in training mode, to be weighted by η and added to the task's loss.
+
+    reduction "sample" is mean_b J_b², "batch" is (mean_b J_b)². `layers` averages over the layers, as the published
+    runs do, or sums over them, as the paper writes it.
+    """
+    if reduction not in ("sample", "batch"):
+        raise ValueError(f"reduction must be 'sample' or 'batch' (got {reduction!r})")
+    if layers not in ("mean", "sum"):
+        raise ValueError(f"layers must be 'mean' or 'sum' (got {layers!r})")
+    found = primal_layers(model)
+    if not found:
+        raise ValueError(
+            f"model has no PrimalAttention layer ({type(model).__name__}): there is no KSVD objective to add"
+        )
+    losses = [_layer_loss(name, layer, reduction) for name, layer in found.items()]
+    total = torch.stack([loss.to(losses[0].device) for loss in losses])
+    return total.mean() if layers == "mean" else total.sum()
+
+
+def _layer_loss(name: str, layer: PrimalAttention, reduction: str) -> Tensor:
+    j = layer.objective
+    if j is None:
+        raise RuntimeError(f"layer {name!r} has no objective yet: call the model in training mode before ksvd_loss")
+    if torch.is_grad_enabled() and not j.requires_grad and layer.sqrt_lambda.requires_grad:
+        raise RuntimeError(
+            f"the objective of layer {name!r} carries no gradient: its forward ran without one "
+            "(with activation checkpointing, pass use_reentrant=False)"
+        )
+    if j.numel() == 0:
+        return j.sum()
+    return j.square().mean() if reduction == "sample" else j.mean().square()

@@ -1,0 +1,1 @@
+"""Functions of tensors: no parameters, no state."""

@@ -1,0 +1,52 @@
+"""How sequences lie in a tensor: padded (B, N, …) with a mask, or packed (total, …) with boundaries.
+
+The equations are written for the padded layout; packed input is laid out as padded and back. The fused kernels read
+packed input as it is.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def check_boundaries(cu_seqlens: Tensor, total: int) -> None:
+    """Raise unless the boundaries start at 0, never decrease and end at `total`.
+
+    Looking at the values waits for the device, so a tensor that passed once is marked and not looked at again, and
+    inside torch.compile the look is left out.
+    """
+    if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"cu_seqlens must be a 1-D int32 tensor of at least two boundaries (got {cu_seqlens.dtype}, "
+            f"shape {tuple(cu_seqlens.shape)})"
+        )
+    if torch.compiler.is_compiling():
+        return
+    seal = (cu_seqlens._version, total)
+    if getattr(cu_seqlens, "_primal_checked", None) == seal:
+        return
+    bounds = cu_seqlens.tolist()
+    if bounds[0] != 0:
+        raise ValueError(f"cu_seqlens must start at 0 (got {bounds[0]})")
+    for left, right in zip(bounds, bounds[1:], strict=False):
+        if right < left:
+            raise ValueError(f"cu_seqlens must not decrease (got {right} after {left})")
+    if bounds[-1] != total:
+        raise ValueError(f"cu_seqlens must end at the number of tokens, {total} (got {bounds[-1]})")
+    cu_seqlens._primal_checked = seal  # type: ignore[attr-defined]
+
+
+def padded_positions(cu_seqlens: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """For each slot of a padded (sequences, width) layout: its row in the packed tensor, and whether it holds a token."""
+    start, length = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
+    slot = torch.arange(width, device=cu_seqlens.device)
+    valid = slot < length[:, None]  # (sequences, width)
+    return torch.where(valid, start[:, None] + slot, 0), valid
+
+
+def packed_positions(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """For each packed row: its sequence, and its place in that sequence."""
+    row = torch.arange(total, device=cu_seqlens.device)
+    sequence = torch.searchsorted(cu_seqlens[1:].long().contiguous(), row, right=True)
+    return sequence, row - cu_seqlens.long()[sequence]

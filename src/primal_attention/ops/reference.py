@@ -1,0 +1,182 @@
+"""Primal-Attention, the equations line by line: any dtype, any device. The ground truth of every fast path.
+
+In the letters of the paper, per head, with X_h the head's columns of the block's raw input:
+
+    W_{e|X} = f(X_h)ᵀ W_e,   e_i = W_{e|X}ᵀ φ(q_i),      W_{r|X} = f(X_h)ᵀ W_r,   r_i = W_{r|X}ᵀ φ(k_i)
+    o_i = W_o [e_i; r_i] + b_o,   heads side by side, then the usual output projection.
+
+Shapes: B sequences, N tokens, H heads of width p, n landmarks, s = rank. `valid` is a (B, N) bool mask or None; the
+valid tokens in their order are the sequence, wherever they stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import feature_maps
+from .sampling import landmark_indices, ragged_landmark_indices, token_of_rank
+
+Phi = Callable[[Tensor], Tensor]
+
+
+class Scores(NamedTuple):
+    """The projection scores of the tokens on the two sets of directions; (B, H, N, s) each."""
+
+    e: Tensor
+    r: Tensor
+
+
+class RunningState(NamedTuple):
+    """Causal, not data-dependent: what is left of the past. Nothing here grows with the context."""
+
+    query_sum: Tensor  # (B, H, p)
+    key_sum: Tensor  # (B, H, p)
+    weight: Tensor  # (B, H): how many tokens the sums hold, decayed as they are
+    feature_sum: Tensor | None = None  # (B, H, p): Σ φ_k, only for the softmax map's D̂
+
+
+class LandmarkState(NamedTuple):
+    """Causal and data-dependent: the projection weights so far, and how many tokens came."""
+
+    w_e_x: Tensor  # (B, H, p, s)
+    w_r_x: Tensor  # (B, H, p, s)
+    position: Tensor  # (B,)
+    steps: int  # an upper bound of `position` that costs no look at the device
+    feature_sum: Tensor | None = None
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Sums, states and the objective are kept in at least float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """(B, N, H·p) → (B, H, N, p)."""
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def landmark_rows(x_h: Tensor, landmarks: int, valid: Tensor | None = None) -> Tensor:
+    """f(X_h): evenly spaced rows of each sequence's own valid tokens; zero rows for an empty sequence."""
+    if valid is None:
+        return x_h[:, :, landmark_indices(x_h.shape[2], landmarks, x_h.device)]  # (B, H, n, p)
+    lengths = valid.sum(dim=1)
+    rows = token_of_rank(valid, ragged_landmark_indices(lengths, landmarks))  # (B, n)
+    picked = x_h.gather(2, rows[:, None, :, None].expand(-1, x_h.shape[1], -1, x_h.shape[3]))
+    return picked * (lengths > 0)[:, None, None, None]
+
+
+def projection_weights(rows: Tensor, w: Tensor) -> Tensor:
+    """W_{·|X} = f(X)ᵀ W. rows: (B, H, n, p), w: (H, n, s) → (B, H, p, s)."""
+    return rows.mT @ w
+
+
+def running_sum(
+    z: Tensor, decay: Tensor | None = None, valid: Tensor | None = None, start: Tensor | None = None
+) -> Tensor:
+    """s_i = γ·s_{i−1} + z_i over the valid tokens, in at least float32; a padded token repeats what stood before it.
+
+    z: (B, H, N, p), decay γ: (H,), start: (B, H, p). With decay the recurrence is solved by doubling: after k rounds
+    s_i holds the last 2^k terms and a_i the product of their factors.
+    """
+    s = z.to(wide(z.dtype))
+    if valid is not None:
+        s = s * valid[:, None, :, None]
+    if decay is None:
+        s = s.cumsum(dim=2)
+        return s if start is None else s + start[:, :, None]
+    a = decay.to(s.dtype)[None, :, None, None].expand(s.shape[0], -1, s.shape[2], 1)
+    if valid is not None:
+        a = torch.where(valid[:, None, :, None], a, 1.0)
+    reach = 1
+    while reach < z.shape[2]:
+        s = torch.cat([s[:, :, :reach], s[:, :, reach:] + a[:, :, reach:] * s[:, :, :-reach]], dim=2)
+        a = torch.cat([a[:, :, :reach], a[:, :, reach:] * a[:, :, :-reach]], dim=2)
+        reach *= 2
+    return s if start is None else s + a * start[:, :, None]
+
+
+def running_weight(z: Tensor, decay: Tensor | None, valid: Tensor | None, start: Tensor | None) -> Tensor:
+    """The sum of the weights in `running_sum` of z, (B, H, N, 1): the divisor that makes a mean of it."""
+    ones = torch.ones_like(z[..., :1], dtype=wide(z.dtype))
+    return running_sum(ones, decay, valid, None if start is None else start[..., None])
+
+
+def project(phi: Tensor, w_x: Tensor) -> Tensor:
+    """e_i = W_{e|X}ᵀ φ(x_i). phi: (B, H, N, p), w_x: (B, H, p, s) or (H, p, s) → (B, H, N, s)."""
+    return phi @ w_x.to(phi.dtype)
+
+
+def energy(scores: Tensor) -> Tensor:
+    """Σ_i e_i² per direction, in at least float32: (B, H, N, s) → (B, H, s)."""
+    return scores.to(wide(scores.dtype)).square().sum(dim=2)
+
+
+def causal_landmark_scores(
+    phi: Tensor, x_h: Tensor, w: Tensor, grid: Tensor, position: Tensor, decay: Tensor | None, valid: Tensor | None
+) -> Tensor:
+    """e_i = W_{e|X≤i}ᵀ φ(x_i), W_{e|X≤i} = Σ_{j: g_j ≤ i} γ^(i − g_j) x_{g_j} W_e[j]ᵀ, without ever forming W_{e|X≤i}.
+
+    grid g: (n,) positions of the landmarks; position: (B, N) of each token in its sequence. Equals
+    ((φ(q) f(X)ᵀ) ⊙ [g_j ≤ i]) W_e: the landmarks are n keys whose values are the rows of W_e.
+    """
+    rows, present = causal_landmark_rows(x_h, grid, position, valid)  # (B, H, n, p), (B, n)
+    seen = (grid[None, None] <= position[..., None]) & present[:, None]  # (B, N, n)
+    similarity = phi @ rows.mT  # (B, H, N, n)
+    if decay is not None:
+        similarity = similarity * landmark_decay(decay, grid, position, similarity.dtype)
+    return similarity.masked_fill(~seen[:, None], 0.0) @ w.to(phi.dtype)
+
+
+def causal_landmark_rows(x_h: Tensor, grid: Tensor, position: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The rows of this stretch of the sequence that stand on the grid, and which grid points it holds."""
+    first = position[:, :1] if valid is None else position[:, :1] - valid[:, :1].long() + 1
+    rank = grid[None] - first  # (B, n): the grid point's place in this stretch
+    count = torch.full_like(rank[:, :1], x_h.shape[2]) if valid is None else valid.sum(dim=1, keepdim=True)
+    present = (rank >= 0) & (rank < count)
+    rank = rank.clamp(min=0).minimum((count - 1).clamp(min=0))
+    rows = rank if valid is None else token_of_rank(valid, rank)
+    picked = x_h.gather(2, rows[:, None, :, None].expand(-1, x_h.shape[1], -1, x_h.shape[3]))
+    return picked * present[:, None, :, None], present
+
+
+def landmark_decay(decay: Tensor, grid: Tensor, position: Tensor, dtype: torch.dtype) -> Tensor:
+    """γ_h^(i − g_j), (B, H, N, n); 1 where the landmark lies ahead (its caller masks those)."""
+    age = (position[..., None] - grid).clamp(min=0)[:, None]  # (B, 1, N, n)
+    gamma = decay.to(wide(dtype))[None, :, None, None]
+    return (gamma.log() * age).exp().to(dtype)
+
+
+def objective(
+    energy_e: Tensor,
+    energy_r: Tensor,
+    sqrt_lambda: Tensor,
+    trace: Tensor,
+    tokens: Tensor | int,
+    form: Literal["mean", "sum"] = "mean",
+) -> Tensor:
+    """J_b = ½ Σ_i ‖√Λ e_i‖² + ½ Σ_i ‖√Λ r_i‖² − Tr(W_eᵀ W_r), averaged over the heads: (B,), in at least float32.
+
+    form "mean" averages the energies over the tokens, as training does (Λ is learned and absorbs the scale);
+    form "sum" is the paper's J. energies: (B, H, s), trace: (B or 1, H), tokens: (B,) or one number.
+    """
+    lam = sqrt_lambda.to(wide(sqrt_lambda.dtype)).square()
+    half = 0.5 * ((energy_e + energy_r) * lam).sum(dim=(1, 2)) / sqrt_lambda.shape[0]
+    if form == "mean":
+        half = half / (max(tokens, 1) if isinstance(tokens, int) else tokens.clamp(min=1))
+    return half - trace.mean(dim=1)
+
+
+def weight_trace(w_e: Tensor, w_r: Tensor) -> Tensor:
+    """Tr(W_eᵀ W_r) per head in at least float32: (…, H, n, s) → (…, H)."""
+    dtype = wide(w_e.dtype)
+    return (w_e.to(dtype) * w_r.to(dtype)).sum(dim=(-2, -1))
+
+
+def softmax_normalise(phi_q: Tensor, phi_k: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Remark 4.1's D̂ over each sequence's valid tokens, not causal."""
+    kept = phi_k if valid is None else phi_k * valid[:, None, :, None]
+    return feature_maps.normalise_both(phi_q, phi_k, kept.to(wide(phi_k.dtype)).sum(dim=2, keepdim=True))
