@@ -155,7 +155,7 @@ class PrimalAttention(nn.Module):
         phi = self._custom_map(z)
         if phi.shape != z.shape:
             raise ValueError(
-                f"feature_map must keep the head width {self.head_dim} (it turned {tuple(z.shape)} into {tuple(phi.shape)})"
+                f"feature_map must keep the head width {self.head_dim} ({tuple(z.shape)} became {tuple(phi.shape)})"
             )
         return phi
 
@@ -182,7 +182,7 @@ class PrimalAttention(nn.Module):
         return_scores: bool = False,
         return_state: bool = False,
     ) -> Any:
-        """y of the shape of x; with `return_scores` and `return_state` a tuple (y, scores, state) of what was asked for.
+        """y of the shape of x; with `return_scores` or `return_state` a tuple (y, scores, state) of what was asked.
 
         Args:
             x: (B, N, embed_dim), or (total, embed_dim) with `cu_seqlens`.
@@ -287,7 +287,7 @@ class PrimalAttention(nn.Module):
         return RunningState(sums[0], sums[1], torch.zeros_like(sums[0, ..., 0]), feature_sum)
 
     def step(self, x_t: Tensor, state: State, key_padding_mask: Tensor | None = None) -> tuple[Tensor, State]:
-        """One token of each sequence: x_t (B, embed_dim) → y_t, equal to row t of the full pass, and the state after it.
+        """One token of each sequence: x_t (B, embed_dim) → y_t, row t of the full pass, and the state after it.
 
         key_padding_mask: (B,) bool, True where a sequence has no token at this step.
         """

@@ -6,6 +6,8 @@ packed input as it is.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -29,7 +31,7 @@ def check_boundaries(cu_seqlens: Tensor, total: int) -> None:
     bounds = cu_seqlens.tolist()
     if bounds[0] != 0:
         raise ValueError(f"cu_seqlens must start at 0 (got {bounds[0]})")
-    for left, right in zip(bounds, bounds[1:], strict=False):
+    for left, right in pairwise(bounds):
         if right < left:
             raise ValueError(f"cu_seqlens must not decrease (got {right} after {left})")
     if bounds[-1] != total:
@@ -38,7 +40,7 @@ def check_boundaries(cu_seqlens: Tensor, total: int) -> None:
 
 
 def padded_positions(cu_seqlens: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """For each slot of a padded (sequences, width) layout: its row in the packed tensor, and whether it holds a token."""
+    """For each slot of a padded (sequences, width) layout: its row in the packed tensor, and if it holds a token."""
     start, length = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
     slot = torch.arange(width, device=cu_seqlens.device)
     valid = slot < length[:, None]  # (sequences, width)
