@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..ops.modes import State
+
 
 def positive(name: str, value: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
@@ -58,3 +60,11 @@ def padding_mask(mask: Tensor, x: Tensor) -> None:
         raise TypeError(f"key_padding_mask must be a bool tensor, True at padding (got {mask.dtype})")
     if mask.shape != x.shape[:2]:
         raise ValueError(f"key_padding_mask must have shape {tuple(x.shape[:2])}, as x (got {tuple(mask.shape)})")
+
+
+def state(state: State, kind: type[State], batch: int) -> None:
+    if not isinstance(state, kind):
+        raise TypeError(f"state must be a {kind.__name__}, as initial_state gives it (got {type(state).__name__})")
+    held = state[0].shape[0]
+    if held != batch:
+        raise ValueError(f"state must hold as many sequences as x, {batch} (got {held})")

@@ -99,7 +99,10 @@ class PrimalAttention(nn.Module):
         for linear in (self.qk_proj, self.score_proj, self.out_proj):
             linear.reset_parameters()
         for w in (self.w_e, self.w_r):
-            nn.init.orthogonal_(w)
+            # The QR decomposition behind it does not exist in half precision.
+            start = nn.init.orthogonal_(torch.empty_like(w, dtype=eq.wide(w.dtype)))
+            with torch.no_grad():
+                w.copy_(start)
         nn.init.uniform_(self.sqrt_lambda)
         if self.decay_logit is not None:
             # Time scales 1 / (1 − γ) from about one token to some four hundred.
@@ -198,11 +201,15 @@ class PrimalAttention(nn.Module):
             checks.padding_mask(key_padding_mask, x)
         if (state is not None or return_state) and not self.causal:
             raise ValueError("state needs a causal layer (causal=False): only the causal modes stream")
+        if state is not None:
+            checks.state(state, LandmarkState if self.data_dependent else RunningState, x.shape[0])
         if cu_seqlens is not None:
-            layout.check_boundaries(cu_seqlens, x.shape[0])
+            layout.check_boundaries(cu_seqlens, x.shape[0], max_seqlen)
             if state is not None or return_state:
                 raise ValueError("state and cu_seqlens exclude each other: stream padded batches instead")
-        self._check_length(x, key_padding_mask, state, max_seqlen if cu_seqlens is not None else None)
+        elif max_seqlen is not None:
+            raise ValueError(f"max_seqlen={max_seqlen} has a meaning only with cu_seqlens")
+        self._check_length(x, key_padding_mask, state, cu_seqlens, max_seqlen)
         result = attend(
             x,
             self._weights(),
@@ -236,22 +243,26 @@ class PrimalAttention(nn.Module):
         y, self._objective = tie(result.y, j)
         return y
 
-    def _check_length(self, x: Tensor, mask: Tensor | None, state: State | None, packed_length: int | None) -> None:
+    def _check_length(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        state: State | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> None:
         if self.max_length is None:
             return
-        new = packed_length if packed_length is not None else x.shape[-2]
         past = state.steps if isinstance(state, LandmarkState) else 0
-        if past + new <= self.max_length:
-            return
-        # The bound counts padding too: only a sequence that really is longer is an error.
-        if mask is not None or isinstance(state, LandmarkState):
-            longest = torch.zeros((), dtype=torch.int64) if mask is None else (~mask).sum(dim=1)
-            longest = longest + (x.shape[-2] if mask is None else 0)
-            if isinstance(state, LandmarkState):
-                longest = longest + state.position
-            new, past = int(longest.max()), 0
-        if past + new > self.max_length:
-            raise ValueError(f"max_length={self.max_length} is exceeded by a sequence of {past + new} tokens")
+        longest = past + (x.shape[-2] if max_seqlen is None else max_seqlen)
+        # This bound counts padding and, when packed, the other sequences too: only a sequence that really is longer is
+        # an error. Inside torch.compile the look at the device is left out.
+        if longest > self.max_length and (mask is not None or state is not None or cu_seqlens is not None):
+            if torch.compiler.is_compiling():
+                return
+            longest = _longest(x, mask, state, cu_seqlens)
+        if longest > self.max_length:
+            raise ValueError(f"max_length={self.max_length} is exceeded by a sequence of {longest} tokens")
 
     def kernel_factors(self, x: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """φ′_q, φ′_k, (B, H, N, n or p), with K = φ′_q φ′_kᵀ: the kernel without forming it."""
@@ -261,7 +272,7 @@ class PrimalAttention(nn.Module):
             checks.padding_mask(key_padding_mask, x)
             valid = ~key_padding_mask
             x = x.masked_fill(key_padding_mask[..., None], 0.0)
-        self._check_length(x, key_padding_mask, None, None)
+        self._check_length(x, key_padding_mask)
         q, k = self.qk_proj(x).chunk(2, dim=-1)
         return kernel_factors(x, q, k, self.mode, self._feature_map(), valid=valid, decay=self.decay)
 
@@ -307,6 +318,17 @@ class PrimalAttention(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # The objective belongs to one forward and its graph; a copy of the layer starts without it.
         return {**self.__dict__, "_objective": None}
+
+
+def _longest(x: Tensor, mask: Tensor | None, state: State | None, cu_seqlens: Tensor | None) -> int:
+    """How many tokens the longest sequence has, those before `state` included."""
+    if cu_seqlens is not None:
+        lengths = cu_seqlens.diff()
+    else:
+        lengths = x.new_full(x.shape[:1], x.shape[1], dtype=torch.int64) if mask is None else (~mask).sum(dim=1)
+    if isinstance(state, LandmarkState):
+        lengths = lengths + state.position
+    return int(lengths.max()) if lengths.numel() else 0
 
 
 def _check_causal_arguments(

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 
-def check_boundaries(cu_seqlens: Tensor, total: int) -> None:
-    """Raise unless the boundaries start at 0, never decrease and end at `total`.
+def check_boundaries(cu_seqlens: Tensor, total: int, max_seqlen: int | None = None) -> None:
+    """Raise unless the boundaries start at 0, never decrease, end at `total` and lie at most `max_seqlen` apart.
 
     Looking at the values waits for the device, so a tensor that passed once is marked and not looked at again, and
     inside torch.compile the look is left out.
@@ -25,7 +25,7 @@ def check_boundaries(cu_seqlens: Tensor, total: int) -> None:
         )
     if torch.compiler.is_compiling():
         return
-    seal = (cu_seqlens._version, total)
+    seal = (cu_seqlens._version, total, max_seqlen)
     if getattr(cu_seqlens, "_primal_checked", None) == seal:
         return
     bounds = cu_seqlens.tolist()
@@ -36,6 +36,9 @@ def check_boundaries(cu_seqlens: Tensor, total: int) -> None:
             raise ValueError(f"cu_seqlens must not decrease (got {right} after {left})")
     if bounds[-1] != total:
         raise ValueError(f"cu_seqlens must end at the number of tokens, {total} (got {bounds[-1]})")
+    longest = max(right - left for left, right in pairwise(bounds))
+    if max_seqlen is not None and not max(longest, 1) <= max_seqlen:
+        raise ValueError(f"max_seqlen must be at least {max(longest, 1)}, the longest of cu_seqlens (got {max_seqlen})")
     cu_seqlens._primal_checked = seal  # type: ignore[attr-defined]
 
 
