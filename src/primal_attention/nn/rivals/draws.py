@@ -1,0 +1,66 @@
+"""Random projections and hashes: drawn from a seed, kept as buffers, fixed in eval, redrawn in training.
+
+Not built on torch's global random numbers in the forward pass: a seed makes a layer reproducible wherever it stands.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .. import checks
+
+
+class RandomBuffers(nn.Module):
+    """Mixin of layers with random buffers, made by `draw`.
+
+    seed: None takes one from torch's global generator, so that torch.manual_seed fixes it.
+    redraw_every: training forwards between two draws; None keeps the first draw for ever. A compiled forward does not
+    count: call `redraw` between steps there.
+    """
+
+    def start_draws(self, seed: int | None, redraw_every: int | None) -> None:
+        if redraw_every is not None:
+            checks.positive("redraw_every", redraw_every)
+        self.seed = int(torch.randint(2**31, ())) if seed is None else seed
+        self.redraw_every = redraw_every
+        self.draws = 0
+        self._forwards_since_draw = 0
+
+    def draw(self, generator: torch.Generator) -> dict[str, Tensor]:
+        """Fresh values of the buffers by name, on the generator's device."""
+        raise NotImplementedError
+
+    def redraw(self) -> None:
+        """Draw the random buffers again. The n-th draw of a seed is always the same."""
+        reference = next(self.parameters())
+        self._forwards_since_draw = 0
+        self.draws += 1
+        if reference.is_meta:
+            return
+        # One stream of seeds per layer; the odd factor keeps neighbouring seeds' streams apart.
+        generator = torch.Generator(reference.device).manual_seed((self.seed * 0x9E3779B1 + self.draws) % 2**63)
+        for name, value in self.draw(generator).items():
+            # A new tensor, not a copy into the old one: an earlier forward may still be waiting for its backward.
+            setattr(self, name, value.to(reference.dtype))
+
+    def count_forward(self) -> None:
+        if not self.training or self.redraw_every is None or torch.compiler.is_compiling():
+            return
+        self._forwards_since_draw += 1
+        if self._forwards_since_draw > self.redraw_every:
+            self.redraw()
+            self._forwards_since_draw = 1
+
+
+def gaussian(generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=generator, device=generator.device)
+
+
+def orthogonal_gaussian(generator: torch.Generator, rows: int, columns: int) -> Tensor:
+    """(rows, columns): orthogonal in blocks of `columns` rows, each row distributed as a Gaussian vector."""
+    blocks = -(-rows // columns)
+    q, r = torch.linalg.qr(gaussian(generator, blocks, columns, columns))
+    q = q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)  # uniform over rotations, not as QR happens to sign them
+    directions = q.mT.flatten(0, 1)[:rows]
+    return directions * gaussian(generator, rows, columns).norm(dim=1, keepdim=True)
