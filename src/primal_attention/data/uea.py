@@ -22,6 +22,13 @@ from primal_attention.data.series import SeriesData, Split, drop_missing_tail, i
 
 ARCHIVE = "https://www.timeseriesclassification.com"
 INSIDE_AEON = ("JapaneseVowels", "BasicMotions")
+SETS = (
+    "ArticularyWordRecognition", "AtrialFibrillation", "BasicMotions", "CharacterTrajectories", "Cricket",
+    "DuckDuckGeese", "EigenWorms", "Epilepsy", "ERing", "EthanolConcentration", "FaceDetection", "FingerMovements",
+    "HandMovementDirection", "Handwriting", "Heartbeat", "InsectWingbeat", "JapaneseVowels", "Libras", "LSST",
+    "MotorImagery", "NATOPS", "PEMS-SF", "PenDigits", "PhonemeSpectra", "RacketSports", "SelfRegulationSCP1",
+    "SelfRegulationSCP2", "SpokenArabicDigits", "StandWalkJump", "UWaveGestureLibrary",
+)  # fmt: skip
 
 
 def default_folder() -> Path:
@@ -52,8 +59,8 @@ def _home_of(name: str, folder: Path) -> Path:
         aeon = _import_aeon()
         return Path(aeon.__file__).parent / "datasets" / "data" / name
     known = [p.name for p in folder.iterdir() if p.is_dir()] if folder.is_dir() else []
-    near = difflib.get_close_matches(name, [*known, *INSIDE_AEON], n=1)
-    hint = f" (did you mean {near[0]}?)" if near else ""
+    near = difflib.get_close_matches(name, [*known, *SETS], n=1)
+    hint = f" (did you mean {near[0]}?)" if near and near[0] != name else ""
     raise DataError(
         f"UEA set {name!r} is not in {folder}{hint}: get it from {ARCHIVE} and unpack it to "
         f"{folder / name / (name + '_TRAIN.ts')}, or name another folder with --data.folder"
