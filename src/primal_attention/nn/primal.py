@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from ..ops import feature_maps, layout
 from ..ops import reference as eq
 from ..ops.modes import COSINE, FeatureMap, Mode, State, kernel_factors
-from ..ops.primal import Attended, Weights, attend
+from ..ops.layer import Attended, Weights
+from ..ops.primal import attend
 from ..ops.reference import LandmarkState, RunningState
 from . import checks
 from .tie import tie
@@ -104,24 +105,29 @@ class PrimalAttention(nn.Module):
             with torch.no_grad():
                 w.copy_(start)
         nn.init.uniform_(self.sqrt_lambda)
-        if self.decay_logit is not None:
+        if isinstance(self.decay_logit, nn.Parameter):
             # Time scales 1 / (1 − γ) from about one token to some four hundred.
             start = torch.linspace(-1.0, 6.0, self.num_heads) if self.num_heads > 1 else torch.tensor([2.5])
             with torch.no_grad():
                 self.decay_logit.copy_(start)
 
     def _set_decay(self, decay: Literal["learned"] | float | Sequence[float] | None, where: dict[str, Any]) -> None:
-        self.decay_logit: nn.Parameter | None = None
-        self.register_buffer("fixed_decay", None, persistent=False)
+        # γ is kept as its logit: half precision has next to no numbers between 0.99 and 1.
+        self.decay_logit: Tensor | None
         if isinstance(decay, str):
             self.decay_logit = nn.Parameter(torch.empty(self.num_heads, **where))
-        elif decay is not None:
-            rates = torch.as_tensor(decay, dtype=where["dtype"] or torch.get_default_dtype(), device=where["device"])
+        elif decay is None:
+            self.decay_logit = None
+        else:
+            rates = torch.as_tensor(decay, dtype=torch.float64)
             if rates.ndim > 1 or rates.numel() not in (1, self.num_heads):
                 raise ValueError(f"decay must be one number or num_heads={self.num_heads} numbers (got {decay!r})")
             if not ((rates > 0) & (rates <= 1)).all():
                 raise ValueError(f"decay must lie in (0, 1] (got {decay!r})")
-            self.fixed_decay = rates.expand(self.num_heads).clone()
+            logit = (
+                rates.expand(self.num_heads).logit().to(where["device"], where["dtype"] or torch.get_default_dtype())
+            )
+            self.register_buffer("decay_logit", logit, persistent=False)
 
     def _set_feature_map(self, feature_map: str | Callable[[Tensor], Tensor], where: dict[str, Any]) -> None:
         self.register_buffer("frequencies", None)
@@ -138,7 +144,7 @@ class PrimalAttention(nn.Module):
     @property
     def decay(self) -> Tensor | None:
         """γ of each head, (H,), or None where nothing fades."""
-        return self.fixed_decay if self.decay_logit is None else self.decay_logit.sigmoid()
+        return None if self.decay_logit is None else self.decay_logit.to(eq.wide(self.decay_logit.dtype)).sigmoid()
 
     @property
     def objective(self) -> Tensor | None:
@@ -224,7 +230,6 @@ class PrimalAttention(nn.Module):
             backend=self.backend,
             need_scores=return_scores,
             need_state=return_state,
-            need_energies=self.training,
         )
         y = self._remember_objective(result) if self.training else result.y
         extras = ([result.scores] if return_scores else []) + ([result.state] if return_state else [])
@@ -232,7 +237,6 @@ class PrimalAttention(nn.Module):
 
     def _remember_objective(self, result: Attended) -> Tensor:
         energies = result.energies
-        assert energies is not None
         with torch.autocast(result.y.device.type, enabled=False):
             if self.objective_trace == "projections":
                 assert result.projections is not None

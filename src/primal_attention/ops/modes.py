@@ -121,9 +121,13 @@ def running_features(
     q_sum = eq.running_sum(q, decay, valid, q_past)
     k_sum = eq.running_sum(k, decay, valid, k_past)
     weight = eq.running_weight(q, decay, valid, weight_past)
-    # The cosine map does not see the divisor of the mean, so the sum is enough.
-    divisor = 1.0 if fm.scale_free else weight.clamp(min=1.0)
-    phi_q, phi_k = fm.apply((q_sum / divisor).to(q.dtype)), fm.apply((k_sum / divisor).to(k.dtype))
+    if fm.scale_free:
+        # The cosine map does not see the divisor of the mean, so the sum is enough, as long as it stays wide: half
+        # precision cannot hold it.
+        phi_q, phi_k = fm.apply(q_sum).to(q.dtype), fm.apply(k_sum).to(k.dtype)
+    else:
+        divisor = weight.clamp(min=1.0)
+        phi_q, phi_k = fm.apply(q_sum / divisor).to(q.dtype), fm.apply(k_sum / divisor).to(k.dtype)
     feature_sum = None
     if fm.normalised:
         sums = eq.running_sum(phi_k, decay, valid, feature_past)
@@ -191,7 +195,8 @@ def _grown(
     last = position[:, -1:]
     if decay is not None:
         rows = rows * eq.landmark_decay(decay, grid, last, dtype).transpose(2, 3)  # (B, H, n, 1)
-    w_e_x, w_r_x = eq.projection_weights(rows, w_e.to(dtype)), eq.projection_weights(rows, w_r.to(dtype))
+    with torch.autocast(rows.device.type, enabled=False):  # the state stays wide
+        w_e_x, w_r_x = eq.projection_weights(rows, w_e.to(dtype)), eq.projection_weights(rows, w_r.to(dtype))
     if past is not None:
         age = (last[:, 0] - past.position + 1)[:, None, None, None]
         fade = 1.0 if decay is None else (decay.to(dtype)[None, :, None, None].log() * age).exp()
