@@ -1,0 +1,63 @@
+"""φ: the cosine map, and the positive random features whose inner product estimates the softmax kernel."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from closeness import assert_close
+from primal_attention.ops.feature_maps import cosine, normalise_both, positive_random
+
+
+def test_cosine_has_unit_length_and_ignores_scale() -> None:
+    z = torch.randn(4, 7, dtype=torch.float64)
+    assert_close(cosine(z).norm(dim=-1), torch.ones(4, dtype=torch.float64), 1e-15)
+    assert_close(cosine(1e3 * z), cosine(z), 1e-15)
+
+
+def test_cosine_of_zero_is_zero_with_a_finite_gradient() -> None:
+    z = torch.zeros(2, 3, requires_grad=True)
+    phi = cosine(z)
+    assert (phi == 0).all()
+    (grad,) = torch.autograd.grad(phi.sum(), z)
+    assert torch.isfinite(grad).all()
+
+
+@pytest.mark.parametrize("scale", [1e4, 1e-4])
+def test_cosine_in_half_precision_neither_overflows_nor_vanishes(scale: float) -> None:
+    z = (scale * torch.randn(5, 64)).half()
+    # Half keeps 11 bits; the squares inside would leave its range.
+    assert_close(cosine(z).float(), cosine(z.double()), 1e-3)
+
+
+def test_random_features_estimate_the_softmax_kernel_without_bias() -> None:
+    p, draws = 4, 200_000
+    q, k = 0.8 * torch.randn(2, 1, 3, p, dtype=torch.float64)
+    frequencies = torch.randn(draws, p, p, dtype=torch.float64)
+    # One head per draw of the frequencies: (1, draws, 3, p).
+    phi_q, phi_k = (positive_random(z[:, None].expand(1, draws, 3, p), frequencies)[0] for z in (q, k))
+    estimates = phi_q @ phi_k.mT  # (draws, 3, 3)
+    exact = (q[0] @ k[0].T / p**0.5).exp()
+    deviation = (estimates.mean(0) - exact).abs() / (estimates.std(0) / draws**0.5)
+    assert deviation.max() < 5.0, "the mean is more than five standard errors away"
+
+
+def test_random_features_are_positive() -> None:
+    assert (positive_random(torch.randn(2, 3, 5, 4), torch.randn(3, 4, 4)) > 0).all()
+
+
+def test_normalised_rows_have_the_softmax_kernels_row_sums() -> None:
+    phi_q, phi_k = torch.rand(2, 1, 2, 6, 4, dtype=torch.float64)
+    scaled_q, _ = normalise_both(phi_q, phi_k, phi_k.sum(2, keepdim=True))
+    # D̂^(−1/2) stands on both maps, so that with one factor taken back, each row of D̂⁻¹ φ_q φ_kᵀ sums to one.
+    d = (phi_q @ phi_k.mT).sum(-1, keepdim=True)
+    rows = (scaled_q / d.sqrt()) @ phi_k.mT
+    assert_close(rows.sum(-1), torch.ones(1, 2, 6, dtype=torch.float64), 1e-14)
+
+
+def test_both_maps_are_divided_by_the_same_root() -> None:
+    phi_q, phi_k = torch.rand(2, 1, 2, 6, 4, dtype=torch.float64)
+    scaled_q, scaled_k = normalise_both(phi_q, phi_k, phi_k.sum(2, keepdim=True))
+    root = (phi_q @ phi_k.mT).sum(-1, keepdim=True).sqrt()
+    assert_close(scaled_q, phi_q / root, 1e-14)
+    assert_close(scaled_k, phi_k / root, 1e-14)
