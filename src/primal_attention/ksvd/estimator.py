@@ -1,0 +1,364 @@
+"""KernelSVD: the paper's kernel singular value decomposition as a scikit-learn estimator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.sparse.linalg import LinearOperator, aslinearoperator
+from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
+from sklearn.utils import check_array, check_random_state
+from sklearn.utils.validation import check_is_fitted, validate_data
+
+from primal_attention.ksvd.kernels import ExplicitKernel, Kernel, is_explicit, make_kernel
+from primal_attention.ksvd.nystrom import draw_samples, nystrom
+from primal_attention.ksvd.objective import ksvd_objective, positive_singular_values
+from primal_attention.ksvd.primal import primal
+from primal_attention.ksvd.representation import (
+    DualRepresentation,
+    PrecomputedRepresentation,
+    PrimalRepresentation,
+    PrimalWeights,
+    Representation,
+)
+from primal_attention.ksvd.solvers import Triplets, choose_solver, dense, lanczos, randomized, same_signs
+from primal_attention.ksvd.validation import (
+    FLOATS,
+    check_features,
+    check_keys,
+    check_parameters,
+    check_size,
+    evaluate_transformation,
+)
+
+Array = NDArray[Any]
+
+
+class KernelSVD(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
+    """Singular value decomposition of an asymmetric kernel between two data sources.
+
+    For queries x_1 … x_N and keys z_1 … z_M, the kernel matrix K = [κ(x_i, z_j)] need be neither symmetric nor
+    square. The estimator finds its leading singular triplets K H_r = H_e Σ, Kᵀ H_e = H_r Σ and maps any point, fitted
+    or new, to its projection scores: e(x) for queries, r(z) for keys.
+
+    Parameters
+    ----------
+    n_components : int, default=2
+        Number s of singular triplets, at most min(N, M). Where the rank of K is smaller, the last singular values
+        are zero and their vectors an arbitrary orthonormal completion.
+    kernel : str, callable or pair of callables, default="cosine"
+        - ``"cosine"``: ⟨x/‖x‖, z/‖z‖⟩, the paper's choice. Explicit features. A zero row has zero features.
+        - ``"linear"``: ⟨x, z⟩. Explicit features.
+        - ``"rbf"``: exp(−γ‖x − z‖²).
+        - ``"sne"``: exp(−γ‖x − z‖²) / Σ_j exp(−γ‖x − z_j‖²). Asymmetric; the sum runs over the keys seen in `fit`,
+          also when κ is evaluated at new queries and new keys.
+        - ``"precomputed"``: `fit` takes K itself, N × M. `transform` takes rows κ(x, z_1 … z_M), and
+          `transform_keys` rows κ(x_1 … x_N, z); so `transform_keys(K.T)` are the r-scores of the fitted keys. A row
+          is a query and a column a key: splitting the samples keeps every column.
+        - a callable (n × d, m × d) → n × m. Entry (i, j) should depend on x_i and z_j alone; otherwise scores of new
+          points mean what the callable makes of them.
+        - a pair of callables (φ_q, φ_k), each n × d → n × p: explicit features, κ(x, z) = ⟨φ_q(x), φ_k(z)⟩.
+    solver : str, default="auto"
+        - ``"dense"``: LAPACK's SVD of the formed K.
+        - ``"lanczos"``: ARPACK, to machine precision; only products with K.
+        - ``"randomized"``: subspace iteration; only products with K. Approximate unless the rank is small.
+        - ``"nystrom"``: `n_landmarks` sampled rows I and columns J of K, K̂ = K[:, J] G K[I, :] with the core G fitted
+          on a sample four times as large. Approximate unless the sample reaches the rank of K.
+        - ``"primal"``: explicit features only. O((N + M)·p²) time, and nothing but data and singular vectors is N
+          long; K is never formed. As accurate as ``"dense"``.
+        - ``"auto"``: ``"primal"`` for explicit features; otherwise ``"nystrom"`` when K would have more than 10⁸
+          entries and is not precomputed; otherwise ``"dense"`` when min(N, M) ≤ 500 or n_components exceeds a tenth
+          of it; otherwise ``"lanczos"``.
+    gamma : float, default=None
+        γ of ``"rbf"`` and ``"sne"``; one over the number of features by default.
+    transformation : array of shape (m, p) or callable, default=None
+        The paper's F = f(X), for explicit features: κ(x, z) = ⟨F φ_q(x), F φ_k(z)⟩. A callable is given the X of
+        `fit`. None is the identity.
+    n_landmarks : int, default=None
+        Sample size of ``"nystrom"``, on each side, cut to N and M. By default the larger of 100 and 4·n_components.
+        One data source is sampled once for both sides; two sources are sampled independently.
+    n_oversamples : int, default=10
+        Extra directions of ``"randomized"``.
+    n_iter : int, default=7
+        Power iterations of ``"randomized"``.
+    random_state : int, RandomState or None, default=None
+        Start of ``"lanczos"``, directions of ``"randomized"``, sample of ``"nystrom"``.
+
+    Attributes
+    ----------
+    singular_values_ : array of shape (n_components,)
+        Σ, largest first. Λ of the paper is its inverse.
+    left_vectors_ : array of shape (N, n_components)
+        H_e. The largest entry of each column is positive.
+    right_vectors_ : array of shape (M, n_components)
+        H_r.
+    primal_weights_ : PrimalWeights (w_e, w_r)
+        W_e and W_r, for explicit features: p × s without a transformation, m × s with one.
+    projection_weights_ : PrimalWeights (w_e, w_r)
+        W_{e|X} = Fᵀ W_e and W_{r|X} = Fᵀ W_r, p × s: e(x) = W_{e|X}ᵀ φ_q(x).
+    objective_ : float
+        J in sum form, over the positive singular values. Zero up to rounding at an exact solution (Lemma 4.2); for
+        ``"randomized"`` a measure of what is missing, and for ``"nystrom"`` it refers to K̂.
+    transformation_ : array of shape (m, p) or None
+        F.
+    kernel_ : callable or None
+        κ as a function of two matrices; None when precomputed.
+    solver_ : str
+        The solver that ran.
+    n_features_in_ : int
+        Columns of X.
+    n_features_keys_ : int
+        Columns that `transform_keys` expects.
+
+    References
+    ----------
+    Y. Chen, Q. Tao, F. Tonin, J. A. K. Suykens, "Primal-Attention: Self-attention through Asymmetric Kernel SVD in
+    Primal Representation", NeurIPS 2023.
+
+    J. A. K. Suykens, "SVD revisited: A new variational principle, compatible feature maps and nonlinear extensions",
+    Applied and Computational Harmonic Analysis 40 (2016).
+
+    N. Halko, P. G. Martinsson, J. A. Tropp, "Finding structure with randomness", SIAM Review 53 (2011).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from primal_attention.ksvd import KernelSVD
+    >>> rng = np.random.default_rng(0)
+    >>> queries, keys = rng.normal(size=(200, 8)), rng.normal(size=(300, 8))
+    >>> ksvd = KernelSVD(3, kernel="sne", solver="lanczos", random_state=0).fit(queries, Z=keys)
+    >>> ksvd.transform(queries).shape, ksvd.transform_keys(keys).shape
+    ((200, 3), (300, 3))
+    >>> bool(abs(ksvd.objective_) < 1e-10)
+    True
+    """
+
+    kernel_: Kernel | None
+    transformation_: Array | None
+
+    def __init__(
+        self,
+        n_components: int = 2,
+        *,
+        kernel: Any = "cosine",
+        solver: str = "auto",
+        gamma: float | None = None,
+        transformation: Any = None,
+        n_landmarks: int | None = None,
+        n_oversamples: int = 10,
+        n_iter: int = 7,
+        random_state: Any = None,
+    ) -> None:
+        self.n_components = n_components
+        self.kernel = kernel
+        self.solver = solver
+        self.gamma = gamma
+        self.transformation = transformation
+        self.n_landmarks = n_landmarks
+        self.n_oversamples = n_oversamples
+        self.n_iter = n_iter
+        self.random_state = random_state
+
+    def fit(self, X: ArrayLike, y: Any = None, *, Z: ArrayLike | None = None) -> KernelSVD:
+        """Decompose the kernel between X and Z.
+
+        Parameters
+        ----------
+        X : array of shape (N, d)
+            Queries; the N × M kernel matrix when ``kernel="precomputed"``.
+        y : ignored
+        Z : array of shape (M, d), default=None
+            Keys, the second data source; X itself when absent.
+
+        Returns
+        -------
+        KernelSVD
+        """
+        self._fit(X, Z)
+        return self
+
+    def fit_transform(self, X: ArrayLike, y: Any = None, *, Z: ArrayLike | None = None) -> Array:
+        """Fit, and return the e-scores of X; as ``fit(X, Z=Z).transform(X)`` but without evaluating κ again."""
+        return self._fit(X, Z)
+
+    def transform(self, X: ArrayLike) -> Array:
+        """e-scores of queries, fitted or new.
+
+        Parameters
+        ----------
+        X : array of shape (n, d)
+
+        Returns
+        -------
+        array of shape (n, n_components)
+        """
+        check_is_fitted(self)
+        return self._representation.e(validate_data(self, X, dtype=FLOATS, reset=False))
+
+    def transform_keys(self, Z: ArrayLike) -> Array:
+        """r-scores of keys, fitted or new.
+
+        Parameters
+        ----------
+        Z : array of shape (m, d)
+
+        Returns
+        -------
+        array of shape (m, n_components)
+        """
+        check_is_fitted(self)
+        keys = check_array(Z, dtype=FLOATS, input_name="Z")
+        if keys.shape[1] != self.n_features_keys_:
+            raise ValueError(
+                f"Z has {keys.shape[1]} features, but {type(self).__name__} was fitted on keys with "
+                f"{self.n_features_keys_}"
+            )
+        return self._representation.r(keys)
+
+    @property
+    def primal_weights_(self) -> PrimalWeights:
+        """W_e and W_r."""
+        return self._primal().weights
+
+    @property
+    def projection_weights_(self) -> PrimalWeights:
+        """W_{e|X} and W_{r|X}."""
+        return self._primal().projection_weights
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        # Never pairwise: a precomputed K may be N × M, and a split of the queries must keep every key's column.
+        tags.transformer_tags.preserves_dtype = ["float64", "float32"]
+        return tags
+
+    @property
+    def _n_features_out(self) -> int:
+        return len(self.singular_values_)
+
+    def _primal(self) -> PrimalRepresentation:
+        check_is_fitted(self)
+        if not isinstance(self._representation, PrimalRepresentation):
+            raise AttributeError(
+                f"primal weights need explicit features (kernel={self.kernel!r}); use 'cosine', 'linear' or a pair "
+                "of feature maps"
+            )
+        return self._representation
+
+    def _fit(self, X: ArrayLike, Z: ArrayLike | None) -> Array:
+        check_parameters(self)
+        precomputed = isinstance(self.kernel, str) and self.kernel == "precomputed"
+        # The dual keeps the fitted points, and a caller may overwrite theirs; the primal keeps weights alone.
+        keeps_points = not precomputed and not is_explicit(self.kernel)
+        queries = validate_data(self, X, dtype=FLOATS, copy=keeps_points)
+        if precomputed:
+            if Z is not None:
+                raise ValueError("Z must be absent when kernel='precomputed': X already holds every κ(x_i, z_j)")
+            return self._fit_precomputed(queries)
+        keys = queries if Z is None or Z is X else check_keys(Z, queries, self.kernel, copy=keeps_points)
+        self.n_features_keys_ = keys.shape[1]
+        return self._fit_kernel(queries, keys)
+
+    def _fit_precomputed(self, K: Array) -> Array:
+        self.kernel_, self.transformation_ = None, None
+        self.n_features_keys_ = len(K)
+        self.solver_ = self._choose_solver(K.shape)
+        rng = check_random_state(self.random_state)
+        if self.solver_ == "nystrom":
+            samples = draw_samples(K.shape, self._sample_size(), rng, paired=K.shape[0] == K.shape[1])
+            rows, columns = samples[0].landmarks, samples[1].landmarks
+            core = K[np.ix_(samples[0].core, samples[1].core)]
+            solution = nystrom(K[:, columns], K[rows], core, samples, self.n_components, rng)
+            left, values, right = solution.triplets
+            # Coefficients on the sample are coefficients on everything, zero elsewhere.
+            query_coefficients, key_coefficients = np.zeros_like(left), np.zeros_like(right)
+            query_coefficients[rows] = solution.query_coefficients
+            key_coefficients[columns] = solution.key_coefficients
+        else:
+            left, values, right = self._decompose(K, rng)
+            query_coefficients, key_coefficients = left, right
+        representation = PrecomputedRepresentation(query_coefficients, key_coefficients)
+        return self._finish((left, values, right), representation, representation.e(K), representation.r(K.T))
+
+    def _fit_kernel(self, X: Array, Z: Array) -> Array:
+        self.transformation_ = evaluate_transformation(self.transformation, X)
+        gamma = 1.0 / X.shape[1] if self.gamma is None else float(self.gamma)
+        kernel = make_kernel(self.kernel, gamma=gamma, keys=Z, transformation=self.transformation_)
+        check_features(kernel, X, Z)
+        self.kernel_ = kernel
+        self.solver_ = self._choose_solver((len(X), len(Z)))
+        rng = check_random_state(self.random_state)
+        if self.solver_ == "nystrom":
+            samples = draw_samples((len(X), len(Z)), self._sample_size(), rng, paired=X is Z)
+            rows, columns = samples[0].landmarks, samples[1].landmarks
+            C, R = kernel(X, Z[columns]), kernel(X[rows], Z)
+            core = kernel(X[samples[0].core], Z[samples[1].core])
+            solution = nystrom(C, R, core, samples, self.n_components, rng)
+            representation = self._represent(
+                kernel, X[rows], solution.query_coefficients, Z[columns], solution.key_coefficients
+            )
+            e_scores, r_scores = C @ solution.key_coefficients, R.T @ solution.query_coefficients
+            return self._finish(solution.triplets, representation, e_scores, r_scores)
+        if self.solver_ == "primal":
+            assert isinstance(kernel, ExplicitKernel)
+            left, values, right = primal(kernel, X, Z, self.n_components, rng)
+            representation = self._represent(kernel, X, left, Z, right)
+            return self._finish((left, values, right), representation, representation.e(X), representation.r(Z))
+        K = self._operator(kernel, X, Z)
+        left, values, right = self._decompose(K, rng)
+        representation = self._represent(kernel, X, left, Z, right)
+        return self._finish((left, values, right), representation, K @ right, K.T @ left)
+
+    def _operator(self, kernel: Kernel, X: Array, Z: Array) -> Array | LinearOperator:
+        """K itself, or its products where features and an iterative solver make K unnecessary."""
+        if isinstance(kernel, ExplicitKernel) and self.solver_ != "dense":
+            return aslinearoperator(kernel.query_features(X)) @ aslinearoperator(kernel.key_features(Z)).T
+        return kernel(X, Z)
+
+    def _decompose(self, K: Array | LinearOperator, rng: np.random.RandomState) -> Triplets:
+        if self.solver_ == "lanczos":
+            left, values, right = lanczos(K, self.n_components, rng)
+        elif self.solver_ == "randomized":
+            left, values, right = randomized(
+                K, self.n_components, rng, n_oversamples=self.n_oversamples, n_iter=self.n_iter
+            )
+        else:
+            left, values, right = dense(K, self.n_components)
+        signs = same_signs(left)
+        return left * signs, values, right * signs
+
+    def _choose_solver(self, shape: tuple[int, int]) -> str:
+        check_size(self.n_components, shape)
+        if self.solver != "auto":
+            return self.solver
+        precomputed = isinstance(self.kernel, str) and self.kernel == "precomputed"
+        return choose_solver(shape, self.n_components, explicit=is_explicit(self.kernel), precomputed=precomputed)
+
+    def _sample_size(self) -> int:
+        return max(100, 4 * self.n_components) if self.n_landmarks is None else self.n_landmarks
+
+    @staticmethod
+    def _represent(
+        kernel: Kernel, queries: Array, query_coefficients: Array, keys: Array, key_coefficients: Array
+    ) -> Representation:
+        args = (queries, query_coefficients, keys, key_coefficients)
+        if isinstance(kernel, ExplicitKernel):
+            return PrimalRepresentation.from_dual(kernel, *args)
+        return DualRepresentation(kernel, *args)
+
+    def _finish(self, triplets: Triplets, representation: Representation, e_scores: Array, r_scores: Array) -> Array:
+        """Keep what is fitted and evaluate the objective on the scores; returns the e-scores."""
+        self.left_vectors_, self.singular_values_, self.right_vectors_ = triplets
+        self._representation = representation
+        positive = positive_singular_values(self.singular_values_, (len(e_scores), len(r_scores)))
+        if isinstance(representation, PrimalRepresentation):
+            couplings = np.einsum("ps,ps->s", *representation.weights)  # the diagonal of W_eᵀ W_r
+        else:
+            couplings = np.einsum("is,is->s", e_scores, self.left_vectors_)  # that of H_eᵀ K H_r
+        self.objective_ = ksvd_objective(
+            e_scores[:, positive],
+            r_scores[:, positive],
+            lam=1 / self.singular_values_[positive],
+            coupling=couplings[positive].sum(),
+        )
+        return e_scores

@@ -1,0 +1,186 @@
+"""Kernels κ(x, z) between two data sources, symmetric or not.
+
+Explicit kernels know their feature maps, κ(x, z) = ⟨F φ_q(x), F φ_k(z)⟩ with F = f(X) of the paper, and so can be
+solved in the primal. Implicit kernels only know how to fill a matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import logsumexp
+from sklearn.metrics.pairwise import euclidean_distances, rbf_kernel
+
+from primal_attention.ksvd.blocks import row_blocks
+
+Array = NDArray[Any]
+FeatureMap = Callable[[Array], Array]
+
+NAMED_KERNELS = ("cosine", "linear", "rbf", "sne", "precomputed")
+
+
+class Kernel(Protocol):
+    """What every kernel can do: fill the matrix [κ(x_i, z_j)]."""
+
+    def __call__(self, X: Array, Z: Array, /) -> Array: ...
+
+
+def unit_rows(X: Array) -> Array:
+    """φ(x) = x / ‖x‖, the paper's choice; a zero row stays zero, so that it takes part in nothing."""
+    norms = np.sqrt(np.einsum("ij,ij->i", X, X))
+    norms[norms == 0] = 1
+    return X / norms[:, None]
+
+
+def identity_map(X: Array) -> Array:
+    """φ(x) = x."""
+    return X
+
+
+@dataclass(frozen=True)
+class ExplicitKernel:
+    """κ(x, z) = φ_q(x)ᵀ FᵀF φ_k(z).
+
+    `transformation` is F (m × p) or None for the identity. Inner products see F only through FᵀF, so a tall F is
+    folded into its p × p triangular factor: with m = N landmarks the features stay p wide instead of N.
+    """
+
+    query_map: FeatureMap
+    key_map: FeatureMap
+    transformation: Array | None = None
+    fold: Array | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        F = self.transformation
+        if F is not None and F.shape[0] > F.shape[1]:
+            F = np.asarray(np.linalg.qr(F, mode="r"))
+        object.__setattr__(self, "fold", F)
+
+    def query_features(self, X: Array) -> Array:
+        """Features φ'_q(x) whose inner products with `key_features` are the kernel."""
+        return self._folded(self.query_map(X))
+
+    def key_features(self, Z: Array) -> Array:
+        """Features φ'_k(z)."""
+        return self._folded(self.key_map(Z))
+
+    def _folded(self, features: Array) -> Array:
+        return features if self.fold is None else features @ self.fold.T
+
+    def __call__(self, X: Array, Z: Array, /) -> Array:
+        return self.query_features(X) @ self.key_features(Z).T
+
+
+@dataclass(frozen=True)
+class RBFKernel:
+    """κ(x, z) = exp(−γ‖x − z‖²)."""
+
+    gamma: float
+
+    def __call__(self, X: Array, Z: Array, /) -> Array:
+        return rbf_kernel(X, Z, gamma=self.gamma)
+
+
+@dataclass(frozen=True)
+class SNEKernel:
+    """κ(x, z) = exp(−γ‖x − z‖²) / Σ_j exp(−γ‖x − z_j‖²), the sum over the *fitted* keys z_j.
+
+    The normaliser belongs to the query and to the fitted keys alone. So κ is a function of a pair, new queries and
+    new keys included, on the fitted data it is the row-stochastic matrix, and a new key changes no other entry.
+    """
+
+    gamma: float
+    keys: Array
+
+    def __call__(self, X: Array, Z: Array, /) -> Array:
+        logits = self._logits(X, Z)
+        log_normaliser = logsumexp(logits, axis=1) if Z is self.keys else self._log_normaliser(X)
+        logits -= log_normaliser[:, None]
+        return np.exp(logits, out=logits)
+
+    def _logits(self, X: Array, Z: Array) -> Array:
+        logits = euclidean_distances(X, Z, squared=True)
+        logits *= -self.gamma
+        return logits
+
+    def _log_normaliser(self, X: Array) -> Array:
+        # Blockwise, because Nyström asks for a few keys and must not pay N × M memory for the normaliser.
+        blocks = row_blocks(len(X), len(self.keys))
+        return np.concatenate([logsumexp(self._logits(X[rows], self.keys), axis=1) for rows in blocks])
+
+
+@dataclass(frozen=True)
+class CallableKernel:
+    """A user's function (n × d, m × d) → n × m, with the shape of its answer checked."""
+
+    function: Callable[[Array, Array], Any]
+
+    def __call__(self, X: Array, Z: Array, /) -> Array:
+        K = np.asarray(self.function(X, Z))
+        if K.shape != (len(X), len(Z)):
+            raise ValueError(
+                f"kernel returned shape {K.shape} for {len(X)} and {len(Z)} rows; "
+                f"a callable kernel takes two matrices and returns a matrix of shape {(len(X), len(Z))}"
+            )
+        if K.dtype.kind not in "fiub" or not np.isfinite(K).all():
+            raise ValueError(f"kernel returned values that are not finite real numbers (dtype={K.dtype})")
+        return K.astype(np.result_type(X, np.float32), copy=False)
+
+
+@dataclass(frozen=True)
+class CheckedMap:
+    """A user's feature map n × d → n × p, with the shape of its answer checked."""
+
+    function: Callable[[Array], Any]
+    name: str
+
+    def __call__(self, X: Array) -> Array:
+        features = np.asarray(self.function(X))
+        if features.ndim != 2 or len(features) != len(X):
+            raise ValueError(
+                f"kernel's {self.name} feature map returned shape {features.shape} for {len(X)} rows; "
+                "it takes a matrix and returns one row of features per row"
+            )
+        return features.astype(np.result_type(X, np.float32), copy=False)
+
+
+def is_feature_pair(kernel: object) -> bool:
+    """Whether `kernel` is a pair (φ_q, φ_k) of callables."""
+    return isinstance(kernel, tuple) and len(kernel) == 2 and all(callable(phi) for phi in kernel)
+
+
+def is_explicit(kernel: object) -> bool:
+    """Whether the feature maps of `kernel` are known."""
+    return kernel in ("cosine", "linear") if isinstance(kernel, str) else is_feature_pair(kernel)
+
+
+def check_kernel(kernel: object) -> None:
+    """One clear error for a kernel that is none."""
+    if isinstance(kernel, str):
+        if kernel not in NAMED_KERNELS:
+            raise ValueError(f"kernel must be one of {', '.join(NAMED_KERNELS)} or a callable (kernel={kernel!r})")
+    elif not (callable(kernel) or is_feature_pair(kernel)):
+        raise TypeError(
+            f"kernel must be a name ({', '.join(NAMED_KERNELS)}), a callable (X, Z) -> matrix, "
+            f"or a pair of feature maps (kernel={kernel!r})"
+        )
+
+
+def make_kernel(kernel: Any, *, gamma: float, keys: Array, transformation: Array | None) -> Kernel:
+    """The kernel function behind the estimator's `kernel` argument ("precomputed" has none)."""
+    if kernel == "cosine":
+        return ExplicitKernel(unit_rows, unit_rows, transformation)
+    if kernel == "linear":
+        return ExplicitKernel(identity_map, identity_map, transformation)
+    if is_feature_pair(kernel):
+        phi_q, phi_k = kernel
+        return ExplicitKernel(CheckedMap(phi_q, "query"), CheckedMap(phi_k, "key"), transformation)
+    if kernel == "rbf":
+        return RBFKernel(gamma)
+    if kernel == "sne":
+        return SNEKernel(gamma, keys)
+    return CallableKernel(kernel)

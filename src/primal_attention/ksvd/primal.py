@@ -1,0 +1,91 @@
+"""The primal solver: singular triplets of K = Φ_q Φ_kᵀ from the features alone, K never formed.
+
+With Φ_q = Q_q R_q, Φ_k = Q_k R_k and the small SVD R_q R_kᵀ = Û Σ V̂ᵀ, the triplets of K are Q_q Û, Σ, Q_k V̂.
+O((N + M)·p²) time. The QR is taken in row blocks (TSQR), so nothing but the data and the singular vectors is N long.
+The Gram matrices Φᵀ Φ would save a pass, but squaring loses every singular value below √ε of the largest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.linalg import svd
+from threadpoolctl import threadpool_info, threadpool_limits
+
+from primal_attention.ksvd.blocks import row_blocks
+from primal_attention.ksvd.kernels import ExplicitKernel
+from primal_attention.ksvd.solvers import Triplets, complete_basis, same_signs
+
+Array = NDArray[Any]
+T = TypeVar("T")
+
+# Blocks that stay in the cache while LAPACK works on them.
+QR_BLOCK_ENTRIES = 2**20
+
+
+class TallQR:
+    """Φ = Q R of a tall feature matrix, Q known only by its action.
+
+    Pass 1 keeps the triangular factor of every row block and joins them by one more QR; pass 2, in `apply`, computes
+    the blocks' Q again instead of storing N × p numbers.
+    """
+
+    def __init__(self, features: Callable[[Array], Array], rows: Array) -> None:
+        self._features = features
+        self._rows = rows
+        width = features(rows[:1]).shape[1]
+        # A block is several times as tall as wide, or the joint QR would be as large as the data.
+        self._blocks = list(row_blocks(len(rows), width, entries=max(QR_BLOCK_ENTRIES, 8 * width * width)))
+        triangles = _in_parallel(self._triangle, self._blocks)
+        ends = np.cumsum([len(triangle) for triangle in triangles])[:-1]
+        with threadpool_limits(limits=1, user_api="blas"):
+            joint, self.R = np.linalg.qr(np.vstack(triangles))
+        self._joint = np.split(joint, ends)
+
+    def apply(self, small: Array) -> Array:
+        """Q @ small, for `small` with as many rows as R."""
+        out = np.empty((len(self._rows), small.shape[1]), dtype=np.result_type(self.R, small))
+
+        def fill(task: tuple[slice, Array]) -> None:
+            block, part = task
+            out[block] = np.linalg.qr(self._features(self._rows[block]))[0] @ (part @ small)
+
+        _in_parallel(fill, list(zip(self._blocks, self._joint, strict=True)))
+        return out
+
+    def _triangle(self, block: slice) -> Array:
+        return np.asarray(np.linalg.qr(self._features(self._rows[block]), mode="r"))
+
+
+def _in_parallel(work: Callable[[Any], T], tasks: list[Any]) -> list[T]:
+    """One block per thread, each with a single-threaded BLAS.
+
+    A tall QR is thousands of small products. BLAS threads that meet after each of them wait for each other, on a busy
+    machine tens of times longer than they work; whole blocks need no meeting. As many threads as BLAS would have used.
+    """
+    if len(tasks) == 1:
+        return [work(tasks[0])]
+    workers = max((library["num_threads"] for library in threadpool_info() if library["user_api"] == "blas"), default=1)
+    with threadpool_limits(limits=1, user_api="blas"), ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(work, tasks))
+
+
+def primal(kernel: ExplicitKernel, X: Array, Z: Array, n_components: int, rng: np.random.RandomState) -> Triplets:
+    """The leading singular triplets of [κ(x_i, z_j)] from the feature maps."""
+    queries = TallQR(kernel.query_features, X)
+    symmetric = X is Z and kernel.query_map is kernel.key_map
+    keys = queries if symmetric else TallQR(kernel.key_features, Z)
+    small_left, values, small_right_t = svd(queries.R @ keys.R.T, full_matrices=False, check_finite=False)
+    kept = min(n_components, len(values))
+    small_left, small_right = small_left[:, :kept], small_right_t[:kept].T
+    if symmetric:  # one pass over the data for both sides
+        left, right = np.hsplit(queries.apply(np.hstack([small_left, small_right])), 2)
+    else:
+        left, right = queries.apply(small_left), keys.apply(small_right)
+    left, right = complete_basis(left, n_components, rng), complete_basis(right, n_components, rng)
+    signs = same_signs(left)
+    return left * signs, np.pad(values[:kept], (0, n_components - kept)), right * signs
