@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from .kernelized import KernelizedAttention
@@ -33,7 +32,12 @@ class LinearAttention(KernelizedAttention):
         return self.head_dim
 
     def features(self, q: Tensor, k: Tensor, positions: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        return F.elu(q) + 1.0, F.elu(k) + 1.0
+        return elu_plus_one(q), elu_plus_one(k)
 
     def divide(self, num: Tensor, den: Tensor) -> Tensor:
         return (num / (den + self.eps).unsqueeze(-1)).to(num.dtype)
+
+
+def elu_plus_one(z: Tensor) -> Tensor:
+    """elu(z) + 1 from simpler operations: the compiled backward of torch's elu fails on transposed input."""
+    return z.clamp(min=0.0) + z.clamp(max=0.0).exp()

@@ -146,9 +146,12 @@ class ReformerAttention(RandomBuffers, RivalAttention):
             hidden = hidden | (k_position.unsqueeze(-2) > q_position.unsqueeze(-1))
         scores = scores.masked_fill(hidden, HIDDEN)
         scores = scores.masked_fill(k_position.unsqueeze(-2) == q_position.unsqueeze(-1), ITSELF)
-        total = scores.logsumexp(dim=-1, keepdim=True)
-        weights = F.dropout((scores - total).exp(), self.weight_dropout)
-        return weights.to(v.dtype) @ v, total.squeeze(-1)
+        # Not exp(scores - logsumexp): next to ITSELF float32 is too coarse for weights that sum to 1.
+        peak = scores.detach().amax(dim=-1, keepdim=True)
+        weights = (scores - peak).exp()
+        total = weights.sum(dim=-1, keepdim=True)
+        weights = F.dropout(weights / total, self.weight_dropout)
+        return weights.to(v.dtype) @ v, (peak + total.log()).squeeze(-1)
 
 
 def _hash(z: Tensor, rotations: Tensor, log_widest: int, log_buckets: Tensor) -> Tensor:
