@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from . import feature_maps
 from .sampling import landmark_indices, ragged_landmark_indices, token_of_rank
@@ -79,8 +80,7 @@ def running_sum(
 ) -> Tensor:
     """s_i = γ·s_{i−1} + z_i over the valid tokens, in at least float32; a padded token repeats what stood before it.
 
-    z: (B, H, N, p), decay γ: (H,), start: (B, H, p). With decay the recurrence is solved by doubling: after k rounds
-    s_i holds the last 2^k terms and a_i the product of their factors.
+    z: (B, H, N, p), decay γ: (H,), start: (B, H, p).
     """
     s = z.to(wide(z.dtype))
     if valid is not None:
@@ -91,12 +91,38 @@ def running_sum(
     a = decay.to(s.dtype)[None, :, None, None].expand(s.shape[0], -1, s.shape[2], 1)
     if valid is not None:
         a = torch.where(valid[:, None, :, None], a, 1.0)
-    reach = 1
-    while reach < z.shape[2]:
-        s = torch.cat([s[:, :, :reach], s[:, :, reach:] + a[:, :, reach:] * s[:, :, :-reach]], dim=2)
-        a = torch.cat([a[:, :, :reach], a[:, :, reach:] * a[:, :, :-reach]], dim=2)
-        reach *= 2
+    s, a = linear_recurrence(s, a)
     return s if start is None else s + a * start[:, :, None]
+
+
+CHUNK = 64  # 2⁶: six rounds of doubling solve a chunk
+LEVELS = 4  # of chunks of chunks, when the length is not known yet: 64⁴ is 16 million tokens
+
+
+def linear_recurrence(s: Tensor, a: Tensor, level: int = 1) -> tuple[Tensor, Tensor]:
+    """y_i = a_i·y_{i−1} + s_i along dim 2, and the products a_1⋯a_i. s: (B, H, N, p), a: (B, H, N, 1).
+
+    Each chunk is solved by doubling: after k rounds y_i holds the last 2^k terms of its chunk. The ends of the chunks
+    are a shorter recurrence of the same kind. Only earlier terms are ever touched, so that not even a NaN gets from the
+    future into the past, and no branch depends on N under torch.compile, so that one graph serves all lengths.
+    """
+    n = s.shape[2]
+    if n == 1:
+        return s, a
+    chunks = (n + CHUNK - 1) // CHUNK
+    spare = (0, 0, 0, chunks * CHUNK - n)
+    s = F.pad(s, spare).unflatten(2, (chunks, CHUNK))  # (B, H, M, C, p)
+    a = F.pad(a, spare, value=1.0).unflatten(2, (chunks, CHUNK))
+    reach = 1
+    while reach < CHUNK:
+        s = torch.cat([s[..., :reach, :], s[..., reach:, :] + a[..., reach:, :] * s[..., :-reach, :]], dim=3)
+        a = torch.cat([a[..., :reach, :], a[..., reach:, :] * a[..., :-reach, :]], dim=3)
+        reach *= 2
+    if level < LEVELS if torch.compiler.is_compiling() else chunks > 1:
+        ends, factors = linear_recurrence(s[..., -1, :], a[..., -1, :], level + 1)
+        s = s + a * F.pad(ends, (0, 0, 1, 0))[:, :, :-1, None]
+        a = a * F.pad(factors, (0, 0, 1, 0), value=1.0)[:, :, :-1, None]
+    return s.flatten(2, 3)[:, :, :n], a.flatten(2, 3)[:, :, :n]
 
 
 def running_weight(z: Tensor, decay: Tensor | None, valid: Tensor | None, start: Tensor | None) -> Tensor:
