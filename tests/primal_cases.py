@@ -6,7 +6,7 @@ import warnings
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from primal_attention import PrimalAttention
 
@@ -43,8 +43,8 @@ def inputs(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(*shape, EMBED, dtype=dtype)
 
 
-def gradients(layer: PrimalAttention, loss: Tensor) -> dict[str, Tensor]:
+def gradients(layer: nn.Module, loss: Tensor, *, keep_graph: bool = False) -> dict[str, Tensor]:
     """The gradient of every parameter; one that the loss does not reach counts as zero."""
     names, parameters = zip(*layer.named_parameters(), strict=True)
-    found = torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=True)
+    found = torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=keep_graph)
     return {name: torch.zeros_like(p) if g is None else g for name, p, g in zip(names, parameters, found, strict=True)}

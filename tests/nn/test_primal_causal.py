@@ -35,6 +35,8 @@ def test_changing_the_future_changes_nothing_in_the_past_bit_for_bit(
         changed = x.clone()
         changed[:, cut:] = 100.0 * torch.randn_like(changed[:, cut:])
         assert torch.equal(layer(changed)[:, :cut], y[:, :cut])
+        changed[:, cut:] = float("nan")
+        assert torch.equal(layer(changed)[:, :cut], y[:, :cut])
 
 
 @every_case

@@ -64,7 +64,7 @@ def test_padded_equals_one_at_a_time(
     sequences = [inputs(n).requires_grad_() for n in lengths]
     ys, scores, j = one_at_a_time(layer, sequences)
     loss = total(ys, j)
-    expected = gradients(layer, loss)
+    expected = gradients(layer, loss, keep_graph=True)
     expected_x = torch.autograd.grad(loss, sequences)
 
     x, mask = pad([s.detach() for s in sequences], where, filler)
@@ -78,7 +78,7 @@ def test_padded_equals_one_at_a_time(
     both = torch.cat([*s], -1).transpose(1, 2)
     for b in range(len(sequences)):
         assert_close(both[b][~mask[b]].transpose(0, 1), scores[b], SAME, "scores")
-    for name, grad in gradients(layer, loss).items():
+    for name, grad in gradients(layer, loss, keep_graph=True).items():
         assert_close(grad, expected[name], SAME, name)
     (grad_x,) = torch.autograd.grad(loss, x)
     assert_close(grad_x[~mask], torch.cat(expected_x), SAME, "gradient of x")
@@ -98,7 +98,7 @@ def test_packed_equals_one_at_a_time(
     sequences = [inputs(n).requires_grad_() for n in lengths]
     ys, scores, j = one_at_a_time(layer, sequences)
     loss = total(ys, j)
-    expected, expected_x = gradients(layer, loss), torch.autograd.grad(loss, sequences)
+    expected, expected_x = gradients(layer, loss, keep_graph=True), torch.autograd.grad(loss, sequences)
 
     x = torch.cat(sequences).detach().requires_grad_()
     y, s = layer(
@@ -111,7 +111,7 @@ def test_packed_equals_one_at_a_time(
     assert_close(layer.objective, j, SAME, "objective")
     assert_close(torch.cat([*s], -1), torch.cat(scores, dim=1), SAME, "scores")
     loss = total([y], layer.objective)
-    for name, grad in gradients(layer, loss).items():
+    for name, grad in gradients(layer, loss, keep_graph=True).items():
         assert_close(grad, expected[name], SAME, name)
     assert_close(torch.autograd.grad(loss, x)[0], torch.cat(expected_x), SAME, "gradient of x")
 
@@ -138,7 +138,7 @@ def test_a_fully_padded_row_is_zero_and_disturbs_nobody(mode: str, feature_map: 
     trace = (layer.w_e * layer.w_r).sum((-2, -1)).mean()
     assert_close(layer.objective, torch.stack([alone_j[0], -trace]), SAME, "objective")
     loss = y.sum() + layer.objective.square().sum()
-    for name, grad in gradients(layer, loss).items():
+    for name, grad in gradients(layer, loss, keep_graph=True).items():
         assert torch.isfinite(grad).all(), name
     assert torch.isfinite(torch.autograd.grad(loss, x)[0]).all()
 

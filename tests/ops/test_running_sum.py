@@ -29,7 +29,7 @@ def loop(z: Tensor, decay: Tensor | None, valid: Tensor | None, start: Tensor | 
 @settings(max_examples=40, deadline=None)
 @given(
     batch=st.integers(1, 3),
-    length=st.integers(1, 40),
+    length=st.integers(1, 200),
     fades=st.booleans(),
     padded=st.booleans(),
     resumed=st.booleans(),
@@ -65,6 +65,20 @@ def test_sums_of_narrow_numbers_are_float32() -> None:
     sums = running_sum(z)
     assert sums.dtype == torch.float32
     assert sums[0, 0, -1, 0] == 1000
+
+
+@pytest.mark.parametrize("decay", [None, torch.tensor([0.5, 0.9])])
+def test_a_nan_does_not_reach_the_past(decay: Tensor | None) -> None:
+    z = torch.randn(1, 2, 300, 3)
+    expected = running_sum(z, decay)
+    z[:, :, 150:] = float("nan")
+    assert torch.equal(running_sum(z, decay)[:, :, :150], expected[:, :, :150])
+
+
+def test_long_sequences_use_chunks_of_chunks() -> None:
+    z = torch.randn(1, 2, 64 * 64 + 5, 1, dtype=torch.float64)
+    decay = torch.tensor([0.999, 0.5], dtype=torch.float64)
+    assert_close(running_sum(z, decay), loop(z, decay, None, None), SAME)
 
 
 def test_the_past_fades_to_nothing_without_turning_into_nan() -> None:
