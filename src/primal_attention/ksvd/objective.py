@@ -16,8 +16,6 @@ Array = NDArray[Any]
 
 def positive_singular_values(singular_values: Array, shape: tuple[int, int]) -> NDArray[np.bool_]:
     """Which singular values of a matrix of this shape are above rounding; Λ = Σ⁻¹ exists for these alone."""
-    if len(singular_values) == 0:
-        return np.zeros(0, dtype=bool)
     tolerance = max(shape) * np.finfo(singular_values.dtype).eps * singular_values[0]
     return singular_values > tolerance
 

@@ -1,0 +1,141 @@
+"""Each kernel is the function that its documentation says, on fitted and on new points."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+from sklearn.metrics.pairwise import cosine_similarity, rbf_kernel
+
+from primal_attention.ksvd import KernelSVD
+from primal_attention.ksvd import blocks as blocks_module
+from primal_attention.ksvd.blocks import row_blocks
+from primal_attention.ksvd.kernels import SNEKernel
+
+
+@pytest.fixture
+def points() -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return rng.normal(size=(25, 4)), rng.normal(size=(18, 4))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "expected"),
+    [
+        ("cosine", cosine_similarity),
+        ("linear", lambda X, Z: X @ Z.T),
+        ("rbf", lambda X, Z: rbf_kernel(X, Z, gamma=0.25)),
+    ],
+)
+def test_named_kernels(points, kernel, expected) -> None:
+    X, Z = points
+    ksvd = KernelSVD(2, kernel=kernel).fit(X, Z=Z)
+    np.testing.assert_allclose(ksvd.kernel_(X, Z), expected(X, Z), atol=1e-12)
+
+
+def test_gamma_is_one_over_the_features_unless_given(points) -> None:
+    X, Z = points
+    np.testing.assert_allclose(
+        KernelSVD(2, kernel="rbf").fit(X, Z=Z).singular_values_,
+        KernelSVD(2, kernel="rbf", gamma=0.25).fit(X, Z=Z).singular_values_,
+    )
+    wider = KernelSVD(2, kernel="rbf", gamma=2).fit(X, Z=Z)
+    np.testing.assert_allclose(wider.kernel_(X, Z), rbf_kernel(X, Z, gamma=2))
+
+
+def test_sne_rows_sum_to_one_and_are_not_symmetric(points) -> None:
+    X, _ = points
+    K = KernelSVD(2, kernel="sne").fit(X).kernel_(X, X)
+    np.testing.assert_allclose(K.sum(axis=1), 1)
+    assert np.abs(K - K.T).max() > 1e-2
+
+
+def test_sne_normalises_over_the_fitted_keys(points) -> None:
+    X, Z = points
+    kernel = KernelSVD(2, kernel="sne", gamma=0.5).fit(X, Z=Z).kernel_
+    rng = np.random.default_rng(1)
+    new_queries, new_keys = rng.normal(size=(5, 4)), rng.normal(size=(6, 4))
+    normaliser = rbf_kernel(new_queries, Z, gamma=0.5).sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(kernel(new_queries, new_keys), rbf_kernel(new_queries, new_keys, gamma=0.5) / normaliser)
+    # A fitted key asked for alone is the same key.
+    np.testing.assert_allclose(kernel(new_queries, Z[3:4]), kernel(new_queries, Z)[:, 3:4])
+
+
+def test_sne_is_finite_far_from_every_key() -> None:
+    keys = np.zeros((3, 2))
+    K = SNEKernel(1.0, keys)(np.full((1, 2), 1e3), keys)
+    np.testing.assert_allclose(K, 1 / 3)
+
+
+def test_precomputed_kernel_equals_the_kernel_itself(points) -> None:
+    X, Z = points
+    direct = KernelSVD(4, kernel="rbf").fit(X, Z=Z)
+    K = direct.kernel_(X, Z)
+    given = KernelSVD(4, kernel="precomputed").fit(K)
+    np.testing.assert_allclose(given.singular_values_, direct.singular_values_)
+    rng = np.random.default_rng(2)
+    queries, keys = rng.normal(size=(3, 4)), rng.normal(size=(5, 4))
+    np.testing.assert_allclose(given.transform(direct.kernel_(queries, Z)), direct.transform(queries), atol=1e-12)
+    np.testing.assert_allclose(given.transform_keys(direct.kernel_(X, keys).T), direct.transform_keys(keys), atol=1e-12)
+    assert given.kernel_ is None
+
+
+def test_callable_kernel_of_two_matrices(points) -> None:
+    X, Z = points
+    ksvd = KernelSVD(3, kernel=lambda A, B: np.tanh(A @ B.T + 0.1)).fit(X, Z=Z)
+    K = np.tanh(X @ Z.T + 0.1)
+    np.testing.assert_allclose(ksvd.singular_values_, np.linalg.svd(K, compute_uv=False)[:3])
+    np.testing.assert_allclose(ksvd.transform(X), K @ ksvd.right_vectors_, atol=1e-12)
+    np.testing.assert_allclose(ksvd.transform_keys(Z), K.T @ ksvd.left_vectors_, atol=1e-12)
+
+
+def test_callable_kernel_may_compare_different_widths(points) -> None:
+    X, Z = points
+    narrow = Z[:, :2]
+    ksvd = KernelSVD(2, kernel=lambda A, B: A[:, :2] @ B.T).fit(X, Z=narrow)
+    assert ksvd.n_features_in_ == 4
+    assert ksvd.n_features_keys_ == 2
+    assert ksvd.transform_keys(narrow).shape == (18, 2)
+
+
+def test_integer_kernel_values_are_numbers_too(points) -> None:
+    X, Z = points
+    ksvd = KernelSVD(2, kernel=lambda A, B: (A @ B.T > 0).astype(int)).fit(X, Z=Z)
+    assert ksvd.singular_values_.dtype == np.float64
+
+
+def test_pair_of_feature_maps(points) -> None:
+    X, Z = points
+    ksvd = KernelSVD(3, kernel=(np.tanh, np.exp)).fit(X, Z=Z)
+    assert ksvd.solver_ == "primal"
+    expected = np.linalg.svd(np.tanh(X) @ np.exp(Z).T, compute_uv=False)[:3]
+    np.testing.assert_allclose(ksvd.singular_values_, expected)
+    assert pickle.loads(pickle.dumps(ksvd)).transform(X).shape == (25, 3)
+
+
+@pytest.mark.parametrize("as_callable", [False, True])
+def test_transformation_changes_the_kernel(points, as_callable) -> None:
+    X, Z = points
+    F = X[:3]
+    ksvd = KernelSVD(2, kernel="linear", transformation=(lambda rows: rows[:3]) if as_callable else F).fit(X, Z=Z)
+    np.testing.assert_allclose(ksvd.transformation_, F)
+    np.testing.assert_allclose(ksvd.kernel_(X, Z), (X @ F.T) @ (Z @ F.T).T, atol=1e-12)
+
+
+@pytest.mark.parametrize("kernel", ["rbf", "sne", "cosine"])
+def test_scores_do_not_depend_on_the_block_size(points, kernel, monkeypatch) -> None:
+    X, Z = points
+    ksvd = KernelSVD(3, kernel=kernel, solver="nystrom", n_landmarks=10, random_state=0).fit(X, Z=Z)
+    whole = ksvd.transform(X), ksvd.transform_keys(Z)
+    monkeypatch.setattr(blocks_module.row_blocks, "__kwdefaults__", {"entries": 32})
+    refit = KernelSVD(3, kernel=kernel, solver="nystrom", n_landmarks=10, random_state=0).fit(X, Z=Z)
+    for model in (ksvd, refit):
+        np.testing.assert_allclose(model.transform(X), whole[0], atol=1e-9)
+        np.testing.assert_allclose(model.transform_keys(Z), whole[1], atol=1e-9)
+
+
+def test_row_blocks_cover_every_row_once() -> None:
+    rows = [row for block in row_blocks(10, 3, entries=7) for row in range(block.start, block.stop)]
+    assert rows == list(range(10))
+    assert list(row_blocks(3, 100, entries=7)) == [slice(0, 1), slice(1, 2), slice(2, 3)]

@@ -1,0 +1,262 @@
+"""Every solver finds the singular triplets of the kernel, whatever the shapes; the primal one never forms it."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from primal_attention.ksvd import KernelSVD, shifted_eigenvalue_residual
+from primal_attention.ksvd.primal import QR_BLOCK_ENTRIES
+from primal_attention.ksvd.solvers import choose_solver
+
+# The promise of the exact solvers, relative to the largest singular value.
+PROMISED = 1e-8
+
+EXPLICIT = ("cosine", "linear")
+EXACT_PAIRS = [
+    (kernel, solver)
+    for kernel in ("cosine", "linear", "rbf", "sne")
+    for solver in ("dense", "lanczos", "primal")
+    if solver != "primal" or kernel in EXPLICIT
+]
+
+
+def two_sources(n: int, m: int, width: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return rng.normal(size=(n, width)), rng.normal(size=(m, width))
+
+
+def assert_is_svd(ksvd: KernelSVD, K: np.ndarray, tolerance: float = PROMISED) -> None:
+    """Values as numpy's, vectors orthonormal, and both equations of Theorem 3.2."""
+    left, sigma, right = ksvd.left_vectors_, ksvd.singular_values_, ksvd.right_vectors_
+    n_components = len(sigma)
+    expected = np.linalg.svd(K, compute_uv=False)[:n_components]
+    scale = max(expected[0], np.finfo(float).tiny)
+    assert np.abs(sigma - expected).max() <= tolerance * scale
+    np.testing.assert_allclose(left.T @ left, np.eye(n_components), atol=tolerance)
+    np.testing.assert_allclose(right.T @ right, np.eye(n_components), atol=tolerance)
+    assert shifted_eigenvalue_residual(K, left, sigma, right) <= tolerance
+
+
+@pytest.mark.parametrize(("kernel", "solver"), EXACT_PAIRS)
+@pytest.mark.parametrize("shape", [(80, 60), (60, 80), (50, 50)], ids=str)
+def test_exact_solvers_agree_with_numpy(kernel, solver, shape) -> None:
+    X, Z = two_sources(*shape, 12)
+    ksvd = KernelSVD(5, kernel=kernel, solver=solver, random_state=0).fit(X, Z=Z)
+    assert ksvd.solver_ == solver
+    assert_is_svd(ksvd, ksvd.kernel_(X, Z))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    n=st.integers(1, 25),
+    m=st.integers(1, 25),
+    width=st.integers(1, 12),
+    share=st.floats(0, 1),
+    pair=st.sampled_from(EXACT_PAIRS),
+)
+def test_any_shape_and_rank(n, m, width, share, pair) -> None:
+    """Also ranks below n_components, where singular values are zero, and all of the spectrum."""
+    X, Z = two_sources(n, m, width, seed=n * m)
+    n_components = 1 + int(share * (min(n, m) - 1))
+    ksvd = KernelSVD(n_components, kernel=pair[0], solver=pair[1], random_state=0).fit(X, Z=Z)
+    assert ksvd.left_vectors_.shape == (n, n_components)
+    assert ksvd.right_vectors_.shape == (m, n_components)
+    assert_is_svd(ksvd, ksvd.kernel_(X, Z))
+    assert abs(ksvd.objective_) <= PROMISED * max(1, ksvd.singular_values_.sum())
+
+
+@pytest.mark.parametrize("solver", ["dense", "lanczos", "randomized", "nystrom", "primal"])
+def test_zero_kernel(solver) -> None:
+    ksvd = KernelSVD(3, solver=solver, random_state=0).fit(np.zeros((20, 4)))
+    assert not ksvd.singular_values_.any()
+    assert ksvd.objective_ == 0
+    np.testing.assert_allclose(ksvd.left_vectors_.T @ ksvd.left_vectors_, np.eye(3), atol=1e-12)
+    assert not ksvd.transform(np.ones((2, 4))).any()
+
+
+@pytest.mark.parametrize("solver", ["primal", "lanczos"])
+def test_small_singular_values_survive(solver) -> None:
+    """Features of condition 1e5, kernel of condition 1e10. The values are known: scales², and Q_x, Q_z cancel.
+
+    The Gram matrices would leave nothing of the last one, and even the formed K rounds it to eight digits.
+    """
+    rng = np.random.default_rng(0)
+    scales = np.logspace(0, -5, 6)
+    X = np.linalg.qr(rng.normal(size=(200, 6)))[0] * scales
+    Z = np.linalg.qr(rng.normal(size=(150, 6)))[0] * scales
+    ksvd = KernelSVD(6, kernel="linear", solver=solver, random_state=0).fit(X, Z=Z)
+    np.testing.assert_allclose(ksvd.singular_values_, scales**2, rtol=1e-9)
+
+
+@pytest.mark.parametrize("kernel", ["cosine", "rbf", "sne"])
+def test_signs_do_not_depend_on_the_solver(kernel) -> None:
+    X, Z = two_sources(70, 60, 8)
+    solvers = ["dense", "lanczos"] + (["primal"] if kernel in EXPLICIT else [])
+    fits = [KernelSVD(4, kernel=kernel, solver=solver, random_state=0).fit(X, Z=Z) for solver in solvers]
+    for other in fits[1:]:
+        np.testing.assert_allclose(other.left_vectors_, fits[0].left_vectors_, atol=1e-8)
+        np.testing.assert_allclose(other.right_vectors_, fits[0].right_vectors_, atol=1e-8)
+    largest = np.abs(fits[0].left_vectors_).argmax(axis=0)
+    assert (fits[0].left_vectors_[largest, np.arange(4)] > 0).all()
+
+
+# Randomized
+
+
+@pytest.mark.parametrize("kernel", ["cosine", "precomputed"])
+def test_randomized_is_exact_when_the_rank_is_small(kernel) -> None:
+    X, Z = two_sources(80, 90, 8)
+    K = KernelSVD(1).fit(X, Z=Z).kernel_(X, Z)
+    ksvd = KernelSVD(5, kernel=kernel, solver="randomized", random_state=0)
+    ksvd.fit(X, Z=Z) if kernel == "cosine" else ksvd.fit(K)
+    assert_is_svd(ksvd, K)
+
+
+def test_randomized_improves_with_iterations() -> None:
+    X, Z = two_sources(150, 120, 5)
+    expected = KernelSVD(6, kernel="rbf", solver="dense").fit(X, Z=Z).singular_values_
+    errors = []
+    for n_iter in (0, 2, 20):
+        ksvd = KernelSVD(6, kernel="rbf", solver="randomized", n_iter=n_iter, n_oversamples=4, random_state=0)
+        errors.append(np.abs(ksvd.fit(X, Z=Z).singular_values_ - expected).max() / expected[0])
+        assert (ksvd.singular_values_ <= expected + 1e-12).all(), "Ritz values are never above the true ones"
+    assert errors[0] > errors[1] > errors[2]
+    assert errors[2] < 1e-8
+
+
+# Nyström
+
+
+@pytest.mark.parametrize("kernel", ["cosine", "linear", "precomputed"])
+@pytest.mark.parametrize("sources", [1, 2])
+def test_nystrom_is_exact_once_the_sample_reaches_the_rank(kernel, sources) -> None:
+    X, Z = two_sources(300, 250, 8)
+    Z = Z if sources == 2 else X
+    ksvd = KernelSVD(6, kernel=kernel, solver="nystrom", n_landmarks=20, random_state=0)
+    K = X @ Z.T if kernel != "cosine" else KernelSVD(1).fit(X, Z=Z).kernel_(X, Z)
+    ksvd.fit(K) if kernel == "precomputed" else ksvd.fit(X, Z=Z)
+    assert_is_svd(ksvd, K)
+
+
+@pytest.mark.parametrize("kernel", ["rbf", "sne"])
+@pytest.mark.parametrize("sources", [1, 2])
+def test_nystrom_approaches_the_kernel_as_the_sample_grows(kernel, sources) -> None:
+    X, Z = two_sources(400, 350, 3)
+    Z = Z if sources == 2 else X
+    exact = KernelSVD(5, kernel=kernel, solver="dense").fit(X, Z=Z)
+    errors = []
+    for n_landmarks in (10, 40, 160):
+        ksvd = KernelSVD(5, kernel=kernel, solver="nystrom", n_landmarks=n_landmarks, random_state=0).fit(X, Z=Z)
+        errors.append(np.abs(ksvd.singular_values_ - exact.singular_values_).max() / exact.singular_values_[0])
+    assert errors[0] > errors[1] > errors[2]
+    # Smooth kernels in three dimensions: what 160 landmarks leave is small against what 40 leave.
+    assert errors[2] < 1e-4
+    np.testing.assert_allclose(np.abs(ksvd.left_vectors_.T @ exact.left_vectors_).diagonal(), 1, atol=1e-3)
+
+
+def test_nystrom_never_blows_up_on_a_kernel_that_cannot_be_sampled() -> None:
+    """A narrow kernel has no low rank; a plain pseudo-inverse of the sampled square makes K̂ many times K."""
+    X, Z = two_sources(500, 450, 20)
+    for seed in range(5):
+        ksvd = KernelSVD(5, kernel="rbf", gamma=0.2, solver="nystrom", n_landmarks=50, random_state=seed).fit(X, Z=Z)
+        exact = np.linalg.svd(ksvd.kernel_(X, Z), compute_uv=False)
+        assert ksvd.singular_values_[0] < 3 * exact[0]
+
+
+@pytest.mark.parametrize("kernel", ["rbf", "sne", "cosine"])
+def test_nystrom_scores_are_those_of_its_own_kernel(kernel) -> None:
+    """K̂ H_r = H_e Σ on the fitted points, and a copy of a fitted point has its scores."""
+    X, Z = two_sources(200, 180, 4)
+    ksvd = KernelSVD(5, kernel=kernel, solver="nystrom", n_landmarks=30, random_state=0)
+    e = ksvd.fit_transform(X, Z=Z)
+    # Directions down to 1.8e-12 of the kernel are divided by: the last digits of κ are lost in them.
+    tolerance = 1e-6 * ksvd.singular_values_[0]
+    np.testing.assert_allclose(e, ksvd.left_vectors_ * ksvd.singular_values_, atol=tolerance)
+    np.testing.assert_allclose(ksvd.transform(X[:7].copy()), e[:7], atol=tolerance)
+    r = ksvd.transform_keys(Z)
+    np.testing.assert_allclose(r, ksvd.right_vectors_ * ksvd.singular_values_, atol=tolerance)
+    assert abs(ksvd.objective_) < 1e-6 * ksvd.singular_values_.sum()
+
+
+def test_nystrom_scores_of_precomputed_rows_use_the_sample_alone() -> None:
+    X, Z = two_sources(200, 180, 3)
+    K = KernelSVD(1, kernel="rbf").fit(X, Z=Z).kernel_(X, Z)
+    ksvd = KernelSVD(4, kernel="precomputed", solver="nystrom", n_landmarks=25, random_state=0).fit(K)
+    tolerance = 1e-6 * ksvd.singular_values_[0]
+    np.testing.assert_allclose(ksvd.transform(K), ksvd.left_vectors_ * ksvd.singular_values_, atol=tolerance)
+    np.testing.assert_allclose(ksvd.transform_keys(K.T), ksvd.right_vectors_ * ksvd.singular_values_, atol=tolerance)
+    used = [column for column in range(180) if np.any(ksvd.transform(np.eye(180)[column : column + 1]))]
+    assert len(used) == 25
+
+
+# The primal solver at size
+
+
+def test_primal_never_forms_the_kernel() -> None:
+    """100,000 rows: K would take 80 GB; the working memory is a few times the data."""
+    rows, width, n_components = 100_000, 16, 4
+    X, Z = two_sources(rows, rows, width)
+    assert rows * width > QR_BLOCK_ENTRIES, "the data must span several blocks"
+    tracemalloc.start()
+    ksvd = KernelSVD(n_components).fit(X, Z=Z)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert ksvd.solver_ == "primal"
+    assert peak < 5 * X.nbytes  # half of that on the machine it was written on; K is 6,250 times X
+    # The equations of Theorem 3.2, with K applied through its features.
+    unit = [A / np.linalg.norm(A, axis=1, keepdims=True) for A in (X, Z)]
+    sigma = ksvd.singular_values_
+    np.testing.assert_allclose(unit[0] @ (unit[1].T @ ksvd.right_vectors_), ksvd.left_vectors_ * sigma, atol=1e-8)
+    np.testing.assert_allclose(unit[1] @ (unit[0].T @ ksvd.left_vectors_), ksvd.right_vectors_ * sigma, atol=1e-8)
+    np.testing.assert_allclose(ksvd.left_vectors_.T @ ksvd.left_vectors_, np.eye(n_components), atol=1e-10)
+
+
+@pytest.mark.parametrize("solver", ["lanczos", "randomized"])
+def test_iterative_solvers_do_not_form_a_kernel_with_features(solver) -> None:
+    rows = 20_000  # K would take 3.2 GB
+    X, Z = two_sources(rows, rows, 6)
+    tracemalloc.start()
+    ksvd = KernelSVD(3, solver=solver, random_state=0).fit(X, Z=Z)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 100 * X.nbytes
+    np.testing.assert_allclose(ksvd.singular_values_, KernelSVD(3).fit(X, Z=Z).singular_values_, rtol=1e-8)
+
+
+def test_transformation_with_a_row_per_sample_stays_narrow() -> None:
+    """f(X) of shape N × p enters through its p × p factor; N × N features would take 1.3 GB here."""
+    X, Z = two_sources(12_800, 12_800, 4)
+    tracemalloc.start()
+    ksvd = KernelSVD(2, kernel="linear", transformation=lambda rows: rows).fit(X, Z=Z)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 100 * X.nbytes
+    assert ksvd.primal_weights_.w_e.shape == (12_800, 2)
+    assert ksvd.projection_weights_.w_e.shape == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "n_components", "explicit", "precomputed", "expected"),
+    [
+        ((10**6, 10**6), 10, True, False, "primal"),
+        ((5, 5), 2, True, False, "primal"),
+        ((500, 9000), 10, False, False, "dense"),
+        ((2000, 2000), 300, False, False, "dense"),
+        ((2000, 2000), 10, False, False, "lanczos"),
+        ((20_000, 20_000), 10, False, False, "nystrom"),
+        ((20_000, 20_000), 10, False, True, "lanczos"),
+    ],
+)
+def test_auto_follows_the_documented_rule(shape, n_components, explicit, precomputed, expected) -> None:
+    assert choose_solver(shape, n_components, explicit=explicit, precomputed=precomputed) == expected
+
+
+def test_auto_is_recorded() -> None:
+    X, _ = two_sources(30, 1, 3)
+    assert KernelSVD(2).fit(X).solver_ == "primal"
+    assert KernelSVD(2, kernel="rbf").fit(X).solver_ == "dense"
