@@ -15,7 +15,8 @@ from torch import Tensor
 class _Tie(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, objective: Tensor) -> tuple[Tensor, Tensor]:
-        return y.view_as(y), objective.view_as(objective)
+        # Not views: into those of a node with two outputs autograd forbids writing, and `y += x` is common.
+        return y.data, objective.data
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor, grad_objective: Tensor) -> tuple[Tensor, Tensor]:
