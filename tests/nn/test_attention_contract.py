@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 from closeness import assert_close
 from primal_attention.nn.rivals import attention_names, attention_traits, make_attention
@@ -291,6 +293,22 @@ def test_dropout_acts_in_training_only(name: str) -> None:
 
 
 @each_mode
+def test_activation_checkpointing_changes_nothing(name: str, causal: bool) -> None:
+    x = torch.randn(2, 21, DIM, dtype=torch.float64)
+    gradients = []
+    for wrap in (False, True):
+        torch.manual_seed(0)
+        attn = build(name, causal).train()
+        leaf = x.clone().requires_grad_()
+        for _ in range(3):  # layers that redraw do so before the second and third
+            y = checkpoint(attn, leaf, use_reentrant=False) if wrap else attn(leaf)
+            y.square().sum().backward()
+        assert leaf.grad is not None
+        gradients.append(leaf.grad)
+    assert_close(gradients[1], gradients[0], 1e-12, name)
+
+
+@each_mode
 def test_compiles_as_one_graph_and_back(name: str, causal: bool) -> None:
     attn = build(name, causal, torch.float32)
     x, mask = batch_of_lengths([21, 13, 16], 21, torch.float32)
@@ -339,18 +357,22 @@ def test_without_bias(name: str) -> None:
 def saved_bytes(attn: nn.Module, length: int) -> int:
     """Bytes that the backward pass keeps, each storage once, parameters and buffers left out."""
     own = {t.untyped_storage().data_ptr() for t in (*attn.parameters(), *attn.buffers())}
-    seen: dict[int, int] = {}
+    kept: list[Tensor] = []  # holding them keeps their addresses apart
 
-    def pack(t: Tensor) -> Tensor:
-        storage = t.untyped_storage()
-        if storage.data_ptr() not in own:
-            seen[storage.data_ptr()] = storage.nbytes()
+    def keep(t: Tensor) -> Tensor:
+        kept.append(t)
         return t
 
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or pack(t), lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         attn(torch.randn(1, length, DIM, requires_grad=True))
-    return sum(seen.values())
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
+    return sum(size for address, size in storages.items() if address not in own)
+
+
+def test_the_measure_of_memory_sees_a_square() -> None:
+    attn = build("softmax", dtype=torch.float32)
+    with sdpa_kernel(SDPBackend.MATH):
+        assert saved_bytes(attn, 2048) > 12 * saved_bytes(attn, 512)
 
 
 @pytest.mark.parametrize(
@@ -367,6 +389,24 @@ def test_memory_for_backward_grows_linearly(name: str, causal: bool) -> None:
     assert small > 0
     # Four times the tokens, four times the bytes; a little more where a scan over chunks adds a logarithm.
     assert large <= 4.4 * small, f"{name}: {small} bytes at 1024 tokens, {large} at 4096"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@each_mode
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_cuda_equals_cpu(name: str, causal: bool, dtype: torch.dtype) -> None:
+    attn = build(name, causal, torch.float32).to(torch.bfloat16).double()
+    x, mask = batch_of_lengths([50, 33, 41, 0], 50)
+    x = x.bfloat16().double()
+    expected = attn(x, mask)
+    leaf = x.to("cuda", dtype).requires_grad_()
+    y = attn.to("cuda", dtype)(leaf, mask.cuda())
+    assert_close(y, expected, {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.05}[dtype], name)
+    attn.train()
+    attn(leaf, mask.cuda()).square().sum().backward()
+    assert leaf.grad is not None
+    assert torch.isfinite(leaf.grad).all()
 
 
 @each_name

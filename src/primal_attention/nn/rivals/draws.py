@@ -47,6 +47,8 @@ class RandomBuffers(nn.Module):
     def count_forward(self) -> None:
         if not self.training or self.redraw_every is None or torch.compiler.is_compiling():
             return
+        if torch._C._current_graph_task_id() != -1:
+            return  # inside a backward pass: activation checkpointing repeats a forward, and needs the same draw
         self._forwards_since_draw += 1
         if self._forwards_since_draw > self.redraw_every:
             self.redraw()
