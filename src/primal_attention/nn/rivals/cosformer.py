@@ -30,7 +30,8 @@ class CosformerAttention(KernelizedAttention):
     """
     Args:
         max_length: M. None takes each sequence's own length, as the authors do. A causal layer cannot know how long
-            its sequence will be, so there M is a number, 4096 unless given, and longer inputs are refused.
+            its sequence will be, so there M is a number, 4096 unless given, and longer inputs are refused. (A stream
+            that runs past M is not noticed: looking at its position would wait for the device at every step.)
         eps: the least denominator, as in the authors' code.
     """
 
