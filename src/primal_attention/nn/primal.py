@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from ..ops import feature_maps, layout
 from ..ops import reference as eq
+from ..ops.layer import Objective, Weights
 from ..ops.modes import COSINE, FeatureMap, Mode, State, kernel_factors
-from ..ops.layer import Attended, Weights
 from ..ops.primal import attend
 from ..ops.reference import LandmarkState, RunningState
 from . import checks
@@ -76,7 +76,8 @@ class PrimalAttention(nn.Module):
         self.rank, self.landmarks, self.max_length = rank, landmarks, max_length
         self.data_dependent, self.causal = data_dependent, causal
         self.dropout, self.backend = dropout, backend
-        self.objective_form, self.objective_trace = objective_form, objective_trace
+        self.objective_form: Literal["mean", "sum"] = objective_form
+        self.objective_trace: Literal["weights", "projections"] = objective_trace
         self._objective: Tensor | None = None
 
         where: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -168,6 +169,9 @@ class PrimalAttention(nn.Module):
             )
         return phi
 
+    def _objective_spec(self) -> Objective:
+        return Objective(self.sqrt_lambda, self.objective_form, self.objective_trace)
+
     def _weights(self) -> Weights:
         return Weights(
             self.qk_proj.weight,
@@ -227,25 +231,16 @@ class PrimalAttention(nn.Module):
             decay=self.decay,
             state=state,
             dropout=self.dropout if self.training else 0.0,
+            objective=self._objective_spec() if self.training else None,
             backend=self.backend,
             need_scores=return_scores,
             need_state=return_state,
         )
-        y = self._remember_objective(result) if self.training else result.y
+        y = result.y
+        if result.objective is not None:
+            y, self._objective = tie(y, result.objective)
         extras = ([result.scores] if return_scores else []) + ([result.state] if return_state else [])
         return (y, *extras) if extras else y
-
-    def _remember_objective(self, result: Attended) -> Tensor:
-        energies = result.energies
-        with torch.autocast(result.y.device.type, enabled=False):
-            if self.objective_trace == "projections":
-                assert result.projections is not None
-                trace = eq.weight_trace(*result.projections)
-            else:
-                trace = eq.weight_trace(self.w_e, self.w_r)[None]
-            j = eq.objective(energies.e, energies.r, self.sqrt_lambda, trace, energies.tokens, self.objective_form)
-        y, self._objective = tie(result.y, j)
-        return y
 
     def _check_length(
         self,

@@ -1,0 +1,63 @@
+"""Which tile sizes a kernel runs with: a bounded table, so that no length of sequence compiles anything anew."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+
+LANE = 8  # scores are stored in rows of a multiple of 8 numbers: whole 16-byte pieces in 16-bit types
+
+
+class Tiles(NamedTuple):
+    """Sizes that make one specialisation of the score kernels."""
+
+    tokens: int  # rows of a block
+    width: int  # head width, rounded up to a power of two
+    rank: int  # directions of a block, a power of two
+    rank_blocks: int  # how many blocks cover the stored rank
+    warps: int
+
+
+def power_of_two(value: int, least: int = 16) -> int:
+    return max(least, 1 << (value - 1).bit_length())
+
+
+def stored_rank(rank: int) -> int:
+    """The rank as scores are stored: rounded up to a whole number of lanes."""
+    return -(-rank // LANE) * LANE
+
+
+def tiles(dtype: torch.dtype, head_dim: int, rank: int) -> Tiles:
+    """One choice per (dtype, head width, rank): blocks that keep operands in registers and shared memory."""
+    width, full = power_of_two(head_dim), power_of_two(stored_rank(rank))
+    block = min(full, 64 if width >= 256 or dtype == torch.float32 else 128)
+    tokens = 128 if width * max(block, width) <= 64 * 64 else (64 if width <= 128 else 32)
+    if dtype == torch.float32:
+        tokens = min(tokens, 64 if width <= 64 else 32)
+    return Tiles(tokens, width, block, -(-stored_rank(rank) // block), 4 if tokens * width <= 128 * 64 else 8)
+
+
+def running_tiles(dtype: torch.dtype, head_dim: int, rank: int) -> Tiles:
+    """As `tiles`, for the causal scan: its triangle of tokens × tokens wants shorter blocks."""
+    width, full = power_of_two(head_dim), power_of_two(stored_rank(rank))
+    block = min(full, 64 if width <= 128 else 32)
+    tokens = 64 if width <= 64 else (32 if width <= 128 else 16)
+    return Tiles(tokens, width, block, -(-stored_rank(rank) // block), 4)
+
+
+def precision(dtype: torch.dtype) -> str:
+    """How products are formed: those of float32 exactly, unless the user allowed TF32.
+
+    Triton's interpreter cannot multiply bfloat16, which numpy lacks: there the operands are widened first.
+    """
+    if interpreted() and dtype == torch.bfloat16:
+        return "widened"
+    if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32:
+        return "tf32"
+    return "ieee"
+
+
+def interpreted() -> bool:
+    return bool(triton.knobs.runtime.interpret)

@@ -1,0 +1,420 @@
+"""The causal scores: a running sum of q and k (with or without decay), normalised and projected, and the way back.
+
+    s_i = γ s_{i−1} + z_i,   φ_i = s_i / ‖s_i‖,   e_i = Wᵀ φ_i
+
+The sum is a chunked scan with a float32 carry. A block of rows holds L z with L_ij = γ^(i−j) for j ≤ i; what came
+before the block enters as γ^(i+1) times its carry. Three launches forward: the blocks' own sums, the carries from
+them, the scores. Back the same: the blocks' adjoint sums, their carries from the end, then dz = Lᵀ ds + (what comes after).
+The gradient of log γ is Σ_i dz_i · (s_i − z_i). Layouts as in `scores.py`; a lane is (head, side).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .config import precision, running_tiles, stored_rank
+from .products import dot
+from .scores import EPS
+from .sequences import CHUNK, Sequences
+
+
+@triton.jit
+def _powers(log_decay, exponent, DECAY: tl.constexpr):
+    """γ^exponent."""
+    return tl.exp(log_decay * exponent.to(tl.float32)) if DECAY else exponent.to(tl.float32) * 0.0 + 1.0
+
+
+@triton.jit
+def _triangle(log_decay, BT: tl.constexpr, DECAY: tl.constexpr):
+    """L, (BT, BT) float32."""
+    i, j = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None]
+    return tl.where(i >= j, _powers(log_decay, tl.maximum(i - j, 0), DECAY), 0.0)
+
+
+@triton.jit
+def _sums_within(z, triangle, DECAY: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.constexpr):
+    """L z. Without decay L is ones, exact in any type; with decay its powers need more than 16 bits."""
+    if DECAY:
+        return dot(triangle, z.to(tl.float32), FINE)
+    return dot(triangle.to(z.dtype), z, PRECISION)
+
+
+@triton.jit
+def _block_sums(
+    qk, sums, log_decay, chunk_start, chunk_end,
+    HEADS: tl.constexpr, P: tl.constexpr, BLOCKS: tl.constexpr, BT: tl.constexpr, BP: tl.constexpr,
+    DECAY: tl.constexpr,
+):  # fmt: skip
+    """Σ_j γ^(m−1−j) z_j of each block of m rows."""
+    block, lane = tl.program_id(0), tl.program_id(1)
+    head, side = lane // 2, lane % 2
+    first = tl.load(chunk_start + block // BLOCKS) + (block % BLOCKS) * BT
+    end = tl.load(chunk_end + block // BLOCKS)
+    p, t = tl.arange(0, BP), tl.arange(0, BT)
+    row, column = first + t, (side * HEADS + head) * P + p
+    live = row < end
+    z = tl.load(qk + row[:, None] * (2 * HEADS * P) + column[None], mask=live[:, None] & (p[None] < P), other=0.0)
+    rate = tl.load(log_decay + head) if DECAY else 0.0
+    age = tl.maximum(tl.minimum(end - first, BT) - 1 - t, 0)
+    total = tl.sum(z.to(tl.float32) * _powers(rate, age, DECAY)[:, None], 0)
+    tl.store(sums + (block.to(tl.int64) * (2 * HEADS) + lane) * P + p, total, mask=p < P)
+
+
+@triton.jit
+def _carries(
+    sums, carries, initial, final, log_decay, first_chunk, lengths,
+    HEADS: tl.constexpr, P: tl.constexpr, BLOCKS: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+    DECAY: tl.constexpr, REVERSE: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr,
+):  # fmt: skip
+    """What stands before each block (or, reversed, after it): a scan over the blocks' sums, `BC` columns a program."""
+    sequence, lane = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tl.program_id(2) * BC + tl.arange(0, BC)
+    first = tl.load(first_chunk + sequence) * BLOCKS
+    count = tl.load(first_chunk + sequence + 1) * BLOCKS - first
+    length = tl.load(lengths + sequence)
+    rate = tl.load(log_decay + lane // 2) if DECAY else 0.0
+    here, other = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None]
+    state_place = (sequence * (2 * HEADS) + lane) * P + column
+    carry = tl.load(initial + state_place, mask=column < P, other=0.0) if INITIAL else tl.zeros((BC,), tl.float32)
+    for group in range(0, count, 64):
+        if REVERSE:
+            # The same scan with the blocks numbered from the end.
+            k, j = count - 1 - group - here, count - 1 - group - other
+            far, near = (
+                tl.minimum((count - group) * BT, length),
+                tl.minimum(tl.maximum(count - group - 64, 0) * BT, length),
+            )
+            gap = tl.minimum(j * BT, length) - tl.minimum((k + 1) * BT, length)
+            kept = far - tl.minimum((k + 1) * BT, length)
+            tail = tl.minimum(j * BT, length) - near
+            whole = far - near
+        else:
+            k, j = group + here, group + other
+            far, near = tl.minimum((group + 64) * BT, length), tl.minimum(group * BT, length)
+            gap = tl.minimum(k * BT, length) - tl.minimum((j + 1) * BT, length)
+            kept = tl.minimum(k * BT, length) - near
+            tail = far - tl.minimum((j + 1) * BT, length)
+            whole = far - near
+        index = tl.reshape(j, (64,))
+        inside = (index >= 0) & (index < count)
+        part = tl.load(
+            sums + ((first + index)[:, None] * (2 * HEADS) + lane) * P + column[None],
+            mask=inside[:, None] & (column[None] < P), other=0.0,
+        )  # fmt: skip
+        mix = tl.where(other < here, _powers(rate, tl.maximum(gap, 0), DECAY), 0.0)
+        result = tl.dot(mix, part, input_precision="ieee") + _powers(rate, kept, DECAY) * carry[None]
+        target = tl.reshape(k, (64,))
+        tl.store(
+            carries + ((first + target)[:, None] * (2 * HEADS) + lane) * P + column[None], result,
+            mask=((target >= 0) & (target < count))[:, None] & (column[None] < P),
+        )  # fmt: skip
+        weight = tl.reshape(_powers(rate, tl.maximum(tail, 0), DECAY), (64,))
+        carry = carry * _powers(rate, whole, DECAY) + tl.sum(part * weight[:, None], 0)
+    if FINAL:
+        tl.store(final + state_place, carry, mask=column < P)
+
+
+@triton.jit
+def _running_scores(
+    qk, wx, carries, scores, energy, log_decay, chunk_start, chunk_end,
+    HEADS: tl.constexpr, P: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr, BLOCKS: tl.constexpr,
+    BT: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, NS: tl.constexpr,
+    DECAY: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.constexpr,
+):  # fmt: skip
+    chunk, lane = tl.program_id(0), tl.program_id(1)
+    head, side = lane // 2, lane % 2
+    start, end = tl.load(chunk_start + chunk), tl.load(chunk_end + chunk)
+    p, t = tl.arange(0, BP), tl.arange(0, BT)
+    rate = tl.load(log_decay + head) if DECAY else 0.0
+    triangle = _triangle(rate, BT, DECAY)
+    fade = _powers(rate, t + 1, DECAY)
+    qk += (side * HEADS + head) * P
+    for rank_block in tl.range(0, NS, loop_unroll_factor=1):
+        s = rank_block * BS + tl.arange(0, BS)
+        w = tl.load(
+            wx + lane * (P * S) + p[:, None] * S + s[None], mask=(p[:, None] < P) & (s[None] < S), other=0.0
+        ).to(qk.dtype.element_ty)
+        total = tl.zeros((BS,), tl.float32)
+        block = chunk.to(tl.int64) * BLOCKS
+        for first in range(start, end, BT):
+            row = first + t
+            live = row < end
+            z = tl.load(qk + row[:, None] * (2 * HEADS * P) + p[None], mask=live[:, None] & (p[None] < P), other=0.0)
+            carry = tl.load(carries + (block * (2 * HEADS) + lane) * P + p, mask=p < P, other=0.0)
+            sums = _sums_within(z, triangle, DECAY, PRECISION, FINE) + fade[:, None] * carry[None]
+            inverse = 1.0 / tl.maximum(tl.sqrt(tl.sum(sums * sums, 1)), EPS)
+            e = dot((sums * inverse[:, None]).to(z.dtype), w, PRECISION)
+            total += tl.sum(tl.where(live[:, None], e * e, 0.0), 0)
+            e = tl.where((s[None] == RANK) & (lane == 0), 1.0, e)  # see scores.py
+            place = scores + row[:, None] * (2 * HEADS * S) + lane * S + s[None]
+            tl.store(place, e.to(scores.dtype.element_ty), mask=live[:, None] & (s[None] < S))
+            block += 1
+        tl.store(energy + (chunk.to(tl.int64) * (2 * HEADS) + lane) * S + s, total, mask=s < S)
+
+
+@triton.jit
+def _adjoint_of_sums(
+    qk, wx, carry, grad_scores, grad_energy, triangle, fade, row, live, column, lane, sequence,
+    HEADS: tl.constexpr, P: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr,
+    BT: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, NS: tl.constexpr,
+    DECAY: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.constexpr,
+):  # fmt: skip
+    """A block's rows z, their sums s, φ, ds, and de of the last block of directions (the only one where NS is 1)."""
+    p = tl.arange(0, BP)
+    z = tl.load(
+        qk + row[:, None] * (2 * HEADS * P) + column[None], mask=live[:, None] & (p[None] < P), other=0.0
+    )  # fmt: skip
+    sums = _sums_within(z, triangle, DECAY, PRECISION, FINE) + fade[:, None] * carry[None]
+    norm = tl.sqrt(tl.sum(sums * sums, 1))
+    inverse = 1.0 / tl.maximum(norm, EPS)
+    wide = sums * inverse[:, None]
+    phi = wide.to(z.dtype)
+    grad = tl.zeros((BT, BP), tl.float32)
+    along = tl.zeros((BT,), tl.float32)
+    de = tl.zeros((BT, BS), tl.float32)
+    for rank_block in tl.range(0, NS, loop_unroll_factor=1):
+        s = rank_block * BS + tl.arange(0, BS)
+        w = tl.load(
+            wx + lane * (P * S) + p[:, None] * S + s[None], mask=(p[:, None] < P) & (s[None] < S), other=0.0
+        ).to(qk.dtype.element_ty)
+        twice = 2.0 * tl.load(grad_energy + (sequence * (2 * HEADS) + lane) * S + s, mask=s < RANK, other=0.0)
+        de = tl.load(
+            grad_scores + row[:, None] * (2 * HEADS * S) + lane * S + s[None],
+            mask=live[:, None] & (s[None] < RANK), other=0.0,
+        ).to(tl.float32)  # fmt: skip
+        e = dot(phi, w, PRECISION)
+        de += tl.where(live[:, None], twice[None] * e, 0.0)
+        along += tl.sum(e * de, 1)
+        grad += dot(de.to(z.dtype), tl.trans(w), PRECISION)
+    grad = (grad - wide * tl.where(norm > EPS, along, 0.0)[:, None]) * inverse[:, None]
+    return z, sums, phi, tl.where(live[:, None], grad, 0.0), de
+
+
+@triton.jit
+def _adjoint_sums(
+    qk, wx, carries, grad_scores, grad_energy, sums, grad_wx, log_decay, chunk_sequence, chunk_start, chunk_end,
+    HEADS: tl.constexpr, P: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr, BLOCKS: tl.constexpr,
+    BT: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, NS: tl.constexpr,
+    DECAY: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.constexpr,
+):  # fmt: skip
+    """Σ_i γ^i ds_i of each block; and, where one block holds the rank, dW of the chunk."""
+    chunk, lane = tl.program_id(0), tl.program_id(1)
+    start, end = tl.load(chunk_start + chunk), tl.load(chunk_end + chunk)
+    sequence = tl.load(chunk_sequence + chunk)
+    p, t, s = tl.arange(0, BP), tl.arange(0, BT), tl.arange(0, BS)
+    column = ((lane % 2) * HEADS + lane // 2) * P + p
+    rate = tl.load(log_decay + lane // 2) if DECAY else 0.0
+    triangle = _triangle(rate, BT, DECAY)
+    fade = _powers(rate, t + 1, DECAY)
+    back = _powers(rate, t, DECAY)
+    sum_w = tl.zeros((BP, BS), tl.float32)
+    place = (chunk.to(tl.int64) * BLOCKS * (2 * HEADS) + lane) * P + p
+    for first in range(start, end, BT):
+        row = first + t
+        carry = tl.load(carries + place, mask=p < P, other=0.0)
+        _, _, phi, grad, de = _adjoint_of_sums(
+            qk, wx, carry, grad_scores, grad_energy, triangle, fade, row, row < end, column, lane, sequence,
+            HEADS, P, S, RANK, BT, BP, BS, NS, DECAY, PRECISION, FINE,
+        )  # fmt: skip
+        tl.store(sums + place, tl.sum(grad * back[:, None], 0), mask=p < P)
+        place += 2 * HEADS * P
+        if NS == 1:
+            sum_w += dot(tl.trans(phi), de.to(phi.dtype), PRECISION)
+    for _ in range(tl.cdiv(end - start, BT), BLOCKS):
+        tl.store(sums + place, tl.zeros((BP,), tl.float32), mask=p < P)
+        place += 2 * HEADS * P
+    if NS == 1:
+        out = chunk.to(tl.int64) * (2 * HEADS) + lane
+        fits = (p[:, None] < P) & (s[None] < S)
+        tl.store(grad_wx + out * (P * S) + p[:, None] * S + s[None], sum_w, mask=fits)
+
+
+@triton.jit
+def _running_rows(
+    qk, wx, carries, after, grad_scores, grad_energy, grad_qk, grad_bias, grad_decay,
+    log_decay, chunk_sequence, chunk_start, chunk_end,
+    HEADS: tl.constexpr, P: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr, BLOCKS: tl.constexpr,
+    BT: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, NS: tl.constexpr,
+    DECAY: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.constexpr,
+):  # fmt: skip
+    """dz = Lᵀ ds + γ^(m−t)·(what comes after the block); with it the gradients of the bias and of log γ."""
+    chunk, lane = tl.program_id(0), tl.program_id(1)
+    start, end = tl.load(chunk_start + chunk), tl.load(chunk_end + chunk)
+    sequence = tl.load(chunk_sequence + chunk)
+    p, t = tl.arange(0, BP), tl.arange(0, BT)
+    column = ((lane % 2) * HEADS + lane // 2) * P + p
+    rate = tl.load(log_decay + lane // 2) if DECAY else 0.0
+    triangle = _triangle(rate, BT, DECAY)
+    fade = _powers(rate, t + 1, DECAY)
+    sum_b = tl.zeros((BP,), tl.float32)
+    sum_decay = tl.zeros((BP,), tl.float32)
+    place = (chunk.to(tl.int64) * BLOCKS * (2 * HEADS) + lane) * P + p
+    for first in range(start, end, BT):
+        row = first + t
+        live = row < end
+        carry = tl.load(carries + place, mask=p < P, other=0.0)
+        later = tl.load(after + place, mask=p < P, other=0.0)
+        z, sums, _, grad, _ = _adjoint_of_sums(
+            qk, wx, carry, grad_scores, grad_energy, triangle, fade, row, live, column, lane, sequence,
+            HEADS, P, S, RANK, BT, BP, BS, NS, DECAY, PRECISION, FINE,
+        )  # fmt: skip
+        ahead = _powers(rate, tl.maximum(tl.minimum(end - first, BT) - t, 0), DECAY)
+        dz = dot(tl.trans(triangle), grad, FINE) + ahead[:, None] * later[None]
+        dz = tl.where(live[:, None], dz, 0.0)
+        sum_b += tl.sum(dz, 0)
+        if DECAY:
+            sum_decay += tl.sum(dz * (sums - z.to(tl.float32)), 0)
+        inside = live[:, None] & (p[None] < P)
+        tl.store(grad_qk + row[:, None] * (2 * HEADS * P) + column[None], dz.to(z.dtype), mask=inside)
+        place += 2 * HEADS * P
+    tl.store(grad_bias + chunk.to(tl.int64) * (2 * HEADS * P) + column, sum_b, mask=p < P)
+    if DECAY:
+        tl.store(grad_decay + chunk.to(tl.int64) * (2 * HEADS) + lane, tl.sum(tl.where(p < P, sum_decay, 0.0), 0))
+
+
+@triton.jit
+def _running_weights(
+    qk, wx, carries, grad_scores, grad_energy, grad_wx, log_decay, chunk_sequence, chunk_start, chunk_end,
+    HEADS: tl.constexpr, P: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr, BLOCKS: tl.constexpr,
+    BT: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr,
+    DECAY: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.constexpr,
+):  # fmt: skip
+    """dW of one block of directions, for ranks of several blocks."""
+    chunk, lane, rank_block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    start, end = tl.load(chunk_start + chunk), tl.load(chunk_end + chunk)
+    sequence = tl.load(chunk_sequence + chunk)
+    p, t, s = tl.arange(0, BP), tl.arange(0, BT), rank_block * BS + tl.arange(0, BS)
+    column = ((lane % 2) * HEADS + lane // 2) * P + p
+    rate = tl.load(log_decay + lane // 2) if DECAY else 0.0
+    triangle = _triangle(rate, BT, DECAY)
+    fade = _powers(rate, t + 1, DECAY)
+    fits = (p[:, None] < P) & (s[None] < S)
+    w = tl.load(wx + lane * (P * S) + p[:, None] * S + s[None], mask=fits, other=0.0).to(qk.dtype.element_ty)
+    twice = 2.0 * tl.load(grad_energy + (sequence * (2 * HEADS) + lane) * S + s, mask=s < RANK, other=0.0)
+    sum_w = tl.zeros((BP, BS), tl.float32)
+    place = (chunk.to(tl.int64) * BLOCKS * (2 * HEADS) + lane) * P + p
+    for first in range(start, end, BT):
+        row = first + t
+        live = row < end
+        carry = tl.load(carries + place, mask=p < P, other=0.0)
+        z = tl.load(
+            qk + row[:, None] * (2 * HEADS * P) + column[None], mask=live[:, None] & (p[None] < P), other=0.0
+        )  # fmt: skip
+        sums = _sums_within(z, triangle, DECAY, PRECISION, FINE) + fade[:, None] * carry[None]
+        phi = (sums / tl.maximum(tl.sqrt(tl.sum(sums * sums, 1)), EPS)[:, None]).to(z.dtype)
+        de = tl.load(
+            grad_scores + row[:, None] * (2 * HEADS * S) + lane * S + s[None],
+            mask=live[:, None] & (s[None] < RANK), other=0.0,
+        ).to(tl.float32)  # fmt: skip
+        de += tl.where(live[:, None], twice[None] * dot(phi, w, PRECISION), 0.0)
+        sum_w += dot(tl.trans(phi), de.to(phi.dtype), PRECISION)
+        place += 2 * HEADS * P
+    out = chunk.to(tl.int64) * (2 * HEADS) + lane
+    tl.store(grad_wx + out * (P * S) + p[:, None] * S + s[None], sum_w, mask=fits)
+
+
+class _Plan:
+    """What the launches share."""
+
+    def __init__(self, qk: Tensor, wx: Tensor, log_decay: Tensor | None, seqs: Sequences, rank: int) -> None:
+        self.heads, self.p, self.stored = wx.shape[1], wx.shape[3], stored_rank(rank)
+        self.size = running_tiles(qk.dtype, self.p, rank)
+        self.blocks = CHUNK // self.size.tokens
+        self.chunks, self.batch = seqs.chunk_start.shape[0], seqs.starts.shape[0]
+        self.rate = qk if log_decay is None else log_decay  # never read without decay
+        self.seqs, self.device = seqs, qk.device
+        # Powers of γ and float32 gradients: TF32 holds more than the 16-bit types that come out of it.
+        fine = precision(qk.dtype) if qk.dtype == torch.float32 else "tf32"
+        self.shape = {
+            "HEADS": self.heads, "P": self.p, "BLOCKS": self.blocks, "BT": self.size.tokens,
+            "DECAY": log_decay is not None,
+        }  # fmt: skip
+        self.full = {
+            **self.shape, "S": self.stored, "BP": self.size.width, "BS": self.size.rank,
+            "PRECISION": precision(qk.dtype), "FINE": fine, "num_warps": self.size.warps,
+        }  # fmt: skip
+
+    def per_block(self) -> Tensor:
+        shape = (self.chunks * self.blocks, self.heads, 2, self.p)
+        return torch.empty(shape, dtype=torch.float32, device=self.device)
+
+    def carries(self, sums: Tensor, reverse: bool, initial: Tensor | None, final: Tensor | None) -> Tensor:
+        carries = torch.empty_like(sums)
+        _carries[(self.batch, 2 * self.heads, triton.cdiv(self.p, 16))](
+            sums, carries, sums if initial is None else initial, sums if final is None else final, self.rate,
+            self.seqs.first_chunk, self.seqs.lengths, **self.shape, BC=16, REVERSE=reverse,
+            INITIAL=initial is not None, FINAL=final is not None,
+        )  # fmt: skip
+        return carries
+
+
+def running_forward(
+    qk: Tensor,
+    wx: Tensor,
+    log_decay: Tensor | None,
+    seqs: Sequences,
+    rank: int,
+    whole: bool,
+    initial: Tensor | None = None,
+    final: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores (rows, H, 2, S), the energies' partial sums per chunk, and the blocks' carries for the way back.
+
+    initial, final: (B, H, 2, p) float32, the sums before the first token, and where to write those after the last.
+    """
+    plan = _Plan(qk, wx, log_decay, seqs, rank)
+    make = torch.empty if whole else torch.zeros
+    scores = make((qk.shape[0], plan.heads, 2, plan.stored), dtype=qk.dtype, device=qk.device)
+    energy = torch.empty((plan.chunks, plan.heads, 2, plan.stored), dtype=torch.float32, device=qk.device)
+    sums = plan.per_block()
+    if not plan.chunks:
+        return scores, energy, sums
+    starts = (seqs.chunk_start, seqs.chunk_end)
+    _block_sums[(plan.chunks * plan.blocks, 2 * plan.heads)](
+        qk, sums, plan.rate, *starts, **plan.shape, BP=plan.size.width
+    )  # fmt: skip
+    carries = plan.carries(sums, False, initial, final)
+    _running_scores[(plan.chunks, 2 * plan.heads)](
+        qk, wx, carries, scores, energy, plan.rate, *starts, **plan.full, RANK=rank, NS=plan.size.rank_blocks
+    )  # fmt: skip
+    return scores, energy, carries
+
+
+def running_backward(
+    qk: Tensor,
+    wx: Tensor,
+    log_decay: Tensor | None,
+    carries: Tensor,
+    grad_scores: Tensor,
+    grad_energy: Tensor,
+    seqs: Sequences,
+    rank: int,
+    whole: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """grad_qk, and per chunk the partial sums of the gradients of wx, of the bias and of log γ (chunks, H, 2)."""
+    plan = _Plan(qk, wx, log_decay, seqs, rank)
+    grad_qk = (torch.empty_like if whole else torch.zeros_like)(qk)
+    shapes = ((plan.heads, 2, plan.p, plan.stored), (2 * plan.heads * plan.p,), (plan.heads, 2))
+    parts = [torch.empty((plan.chunks, *shape), dtype=torch.float32, device=qk.device) for shape in shapes]
+    grad_wx, grad_bias, grad_decay = parts
+    if not plan.chunks:
+        return grad_qk, grad_wx, grad_bias, grad_decay
+    tables = (plan.rate, seqs.chunk_sequence, seqs.chunk_start, seqs.chunk_end)
+    grid, blocks = (plan.chunks, 2 * plan.heads), plan.size.rank_blocks
+    sums = plan.per_block()
+    _adjoint_sums[grid](
+        qk, wx, carries, grad_scores, grad_energy, sums, grad_wx, *tables, **plan.full, RANK=rank, NS=blocks
+    )  # fmt: skip
+    after = plan.carries(sums, True, None, None)
+    _running_rows[grid](
+        qk, wx, carries, after, grad_scores, grad_energy, grad_qk, grad_bias, grad_decay, *tables,
+        **plan.full, RANK=rank, NS=blocks,
+    )  # fmt: skip
+    if blocks > 1:
+        _running_weights[(plan.chunks, 2 * plan.heads, blocks)](
+            qk, wx, carries, grad_scores, grad_energy, grad_wx, *tables, **plan.full, RANK=rank
+        )  # fmt: skip
+    return grad_qk, grad_wx, grad_bias, grad_decay

@@ -1,0 +1,85 @@
+"""Where the sequences lie, as the kernels read it: rows [start, start + length) of a (rows, width) tensor each.
+
+Work is cut into chunks of at most `CHUNK` rows that never cross a sequence. The chunks' table is made on the device
+without looking at it, from an upper bound of their number; chunks beyond the last one are empty.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..sampling import ragged_landmark_indices
+
+CHUNK = 1024
+
+
+class Sequences(NamedTuple):
+    """The tables that all kernels share; int64 throughout, so that no product of sizes overflows."""
+
+    starts: Tensor  # (B,) first row of each sequence
+    lengths: Tensor  # (B,)
+    first_chunk: Tensor  # (B + 1,) chunks of sequence b: first_chunk[b] … first_chunk[b + 1]
+    chunk_sequence: Tensor  # (chunks,)
+    chunk_start: Tensor  # (chunks,) first row
+    chunk_end: Tensor  # (chunks,) one past the last row
+    single: bool = False  # every sequence is exactly one chunk
+
+
+def _tables(starts: Tensor, lengths: Tensor, chunks: int) -> Sequences:
+    per_sequence = (lengths + CHUNK - 1) // CHUNK
+    first_chunk = torch.nn.functional.pad(per_sequence.cumsum(0), (1, 0))
+    chunk = torch.arange(chunks, device=starts.device)
+    sequence = torch.searchsorted(first_chunk[1:].contiguous(), chunk, right=True).clamp(max=starts.shape[0] - 1)
+    start = starts[sequence] + (chunk - first_chunk[sequence]) * CHUNK
+    end = torch.minimum(start + CHUNK, starts[sequence] + lengths[sequence])
+    return Sequences(starts, lengths, first_chunk, sequence, start, torch.maximum(end, start))
+
+
+def uniform(batch: int, length: int, device: torch.device) -> Sequences:
+    """Sequences of one length, row after row."""
+    if torch.compiler.is_compiling():
+        return _uniform(batch, length, device)
+    return _cached_uniform(batch, length, device)
+
+
+def _uniform(batch: int, length: int, device: torch.device) -> Sequences:
+    starts = torch.arange(batch, device=device) * length
+    tables = _tables(starts, torch.full_like(starts, length), batch * (-(-length // CHUNK)))
+    return tables._replace(single=length <= CHUNK)
+
+
+_cached_uniform = lru_cache(maxsize=64)(_uniform)
+
+
+def padded(lengths: Tensor, width: int) -> Sequences:
+    """Sequence b in the first lengths[b] of its `width` rows."""
+    starts = torch.arange(lengths.shape[0], device=lengths.device) * width
+    return _tables(starts, lengths.long(), lengths.shape[0] * (-(-width // CHUNK)))
+
+
+def packed(cu_seqlens: Tensor, total: int) -> Sequences:
+    """Sequences one after the other without padding."""
+    bounds = cu_seqlens.long()
+    return _tables(bounds[:-1].contiguous(), bounds.diff(), total // CHUNK + bounds.shape[0] - 1)
+
+
+def landmark_table(sequences: Sequences, landmarks: int) -> Tensor:
+    """The row of each landmark in the (rows, width) tensor, (B, n); −1 for an empty sequence."""
+    rows = sequences.starts[:, None] + ragged_landmark_indices(sequences.lengths, landmarks)
+    return torch.where(sequences.lengths[:, None] > 0, rows, -1)
+
+
+_cached_landmarks = lru_cache(maxsize=64)(
+    lambda batch, length, landmarks, device: landmark_table(_uniform(batch, length, device), landmarks)
+)
+
+
+def uniform_landmarks(batch: int, length: int, landmarks: int, device: torch.device) -> Tensor:
+    """`landmark_table` of sequences of one length."""
+    if torch.compiler.is_compiling():
+        return landmark_table(_uniform(batch, length, device), landmarks)
+    return _cached_landmarks(batch, length, landmarks, device)
