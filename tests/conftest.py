@@ -10,6 +10,9 @@ os.environ.setdefault("TRITON_INTERPRET", "1" if not os.path.exists("/dev/nvidia
 import pytest
 import torch
 
+# Workers that each take every core slow one another down many times over.
+torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
+
 
 @pytest.fixture(autouse=True)
 def _same_random_numbers() -> None:
