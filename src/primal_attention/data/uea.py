@@ -58,7 +58,7 @@ def _home_of(name: str, folder: Path) -> Path:
     if name in INSIDE_AEON:
         aeon = _import_aeon()
         return Path(aeon.__file__).parent / "datasets" / "data" / name
-    known = [p.name for p in folder.iterdir() if p.is_dir()] if folder.is_dir() else []
+    known = [p.stem for p in folder.iterdir() if p.is_dir() or p.suffix == ".npz"] if folder.is_dir() else []
     near = difflib.get_close_matches(name, [*known, *SETS], n=1)
     hint = f" (did you mean {near[0]}?)" if near and near[0] != name else ""
     raise DataError(

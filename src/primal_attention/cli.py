@@ -1,0 +1,101 @@
+"""The command `primal`. This file only finds the function behind a command's name; the work is done elsewhere.
+
+Exit code 0, or 2 with one line on stderr for what the user can mend.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TextIO
+
+
+@dataclass(frozen=True)
+class Command:
+    """Where a command lives ("module:function", loaded when asked for), what it does, and the extra it needs."""
+
+    target: str
+    about: str
+    extra: str = "train"
+
+    def load(self) -> Callable[[Sequence[str]], int]:
+        module, function = self.target.split(":")
+        return getattr(importlib.import_module(module), function)
+
+
+COMMANDS = {
+    "demo": Command("primal_attention.engine.demo:main", "train on real data and look at it, two minutes", "all"),
+    "train": Command("primal_attention.engine.commands:train", "train a recipe"),
+    "evaluate": Command("primal_attention.engine.commands:evaluate", "measure a finished run again"),
+    "recipes": Command("primal_attention.engine.commands:recipes", "list the recipes"),
+    "info": Command("primal_attention.engine.commands:info", "versions, devices, extras"),
+}
+
+
+def usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {command.about}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        ["usage: primal COMMAND …", "", *lines, "", "primal COMMAND --help says more.", "Example: primal demo"]
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; what a user can mend is one line on stderr and exit code 2."""
+    name, *args = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name in ("-h", "--help"):
+        print(usage())
+        return 0
+    if name == "--version":
+        from primal_attention import __version__
+
+        print(__version__)
+        return 0
+    command = COMMANDS.get(name)
+    if command is None:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        return fail(f"no command is called {name!r}: {hint}primal --help lists them")
+    warnings.showwarning = _one_line_warning
+    try:
+        run = command.load()
+        from primal_attention.data.errors import DataError
+        from primal_attention.engine.errors import RunError
+    except ModuleNotFoundError as missing:
+        return fail(f"primal {name} needs {missing.name}: pip install 'primal-attention[{command.extra}]'")
+    try:
+        return run(args)
+    except (RunError, DataError) as error:
+        return fail(str(error))
+    except ModuleNotFoundError as missing:
+        return fail(f"primal {name} needs {missing.name}: pip install 'primal-attention[{command.extra}]'")
+    except KeyboardInterrupt:
+        print("interrupted; a training goes on from its last checkpoint with --resume", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader, head for instance, has seen enough
+        sys.stderr.close()
+        return 0
+
+
+def fail(message: str) -> int:
+    print(f"primal: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
+def _one_line_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    print(f"primal: note: {message}", file=file or sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

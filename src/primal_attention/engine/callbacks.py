@@ -1,0 +1,171 @@
+"""What happens around an epoch: measuring, remembering, saving, stopping, and a bar to look at."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback, Checkpoint
+
+from primal_attention.engine.experiment import Experiment
+from primal_attention.engine.files import write_csv, write_weights
+from primal_attention.engine.module import TrainingModule
+
+Row = dict[str, Any]
+
+
+class RunState(Checkpoint):
+    """The memory of a run: one row per epoch, the chosen epoch, the time it took. It lives in the checkpoint.
+
+    metrics.csv is always written from this memory, so a run that was killed and resumed has the same file as one that
+    was not. It holds nothing that a second run of the same command would not repeat; times are kept apart.
+    """
+
+    def __init__(self, folder: Path, experiment: Experiment) -> None:
+        self.folder = folder
+        self.experiment = experiment
+        self.rows: list[Row] = []
+        self.seconds: list[float] = []
+        self.best: Row | None = None
+        self.finished = False
+        self._started = 0.0
+        self._board: Any = None
+
+    @property
+    def state_key(self) -> str:
+        return "RunState"
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.folder / "checkpoints" / "last.ckpt"
+
+    @property
+    def best_weights(self) -> Path:
+        return self.folder / "checkpoints" / "best.safetensors"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rows": self.rows, "seconds": self.seconds, "best": self.best, "finished": self.finished}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rows, self.seconds = list(state["rows"]), list(state["seconds"])
+        self.best, self.finished = state["best"], state["finished"]
+
+    def on_fit_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.experiment.train.share(trainer.global_rank, trainer.world_size)
+        for batches in (self.experiment.train, *self.experiment.watched.values()):
+            batches.to(module.device)
+        if trainer.is_global_zero and self.experiment.module.recipe.trainer.tensorboard:
+            self._board = open_board(self.folder / "tensorboard", purge_after=trainer.global_step)
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self._started = time.perf_counter()
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        assert isinstance(module, TrainingModule)
+        if module.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.seconds.append(time.perf_counter() - self._started)
+        epoch, config = trainer.current_epoch + 1, module.recipe.trainer
+        last = epoch == config.epochs
+        row: Row = {"epoch": epoch, "step": trainer.global_step, "lr": trainer.optimizers[0].param_groups[0]["lr"]}
+        row |= module.epoch_means()
+        if last or epoch % config.evaluate_every == 0:
+            for name, batches in self.experiment.watched.items():
+                row |= {f"{name}_{key}": value for key, value in module.evaluate(batches).items()}
+            self._choose(row, module, trainer.is_global_zero)
+        self.rows.append(row)
+        self.finished = last or self._patience_spent(config.early_stop)
+        if self.finished or epoch % config.checkpoint_every == 0:
+            trainer.save_checkpoint(self.checkpoint)
+        if trainer.is_global_zero:
+            write_csv(self.folder / "metrics.csv", self.rows)
+            if self._board is not None:
+                for key, value in row.items():
+                    self._board.add_scalar(key.replace("_", "/", 1), value, row["step"])
+        if self.finished:
+            trainer.should_stop = True
+
+    def _choose(self, row: Row, module: TrainingModule, write: bool) -> None:
+        """Remember the epoch with the best score on the selection set, the lower loss where scores tie."""
+        if self.experiment.select is None:
+            return
+        name, score = self.experiment.select
+        rank = [row[f"{name}_{score}"], -row[f"{name}_loss"]]
+        if self.best is None or rank > self.best["rank"]:
+            self.best = {"epoch": row["epoch"], "rank": rank}
+            if write:
+                write_weights(self.best_weights, module.final_model.state_dict())
+
+    def _patience_spent(self, patience: int) -> bool:
+        return bool(patience and self.best and len(self.rows) - self.best["epoch"] >= patience)
+
+    def teardown(self, trainer: pl.Trainer, module: pl.LightningModule, stage: str) -> None:
+        if self._board is not None:
+            self._board.close()
+
+
+def open_board(folder: Path, purge_after: int) -> Any:
+    """A TensorBoard writer, or None where tensorboard is not installed: the CSV has the same numbers."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    return SummaryWriter(str(folder), purge_step=purge_after + 1 if purge_after else None)
+
+
+class Bar(Callback):
+    """One bar for the whole training, with the time that is left and the latest numbers."""
+
+    def __init__(self, title: str, state: RunState) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self.state = state
+        self.title = title
+        self.progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=16),
+            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            TimeRemainingColumn(elapsed_when_finished=True),
+            TextColumn("{task.fields[numbers]}"),
+        )
+        self.task: Any = None
+        self.steps = 1
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if not trainer.is_global_zero:
+            return
+        self.task = self.progress.add_task(self.title, total=trainer.max_epochs, numbers="")
+        self.progress.update(self.task, completed=trainer.current_epoch)
+        self.steps = max(1, int(trainer.num_training_batches))
+        self.progress.start()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *rest: Any) -> None:
+        if self.task is not None:
+            self.progress.update(self.task, advance=1 / self.steps)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if self.task is not None:
+            self.progress.update(self.task, completed=trainer.current_epoch + 1, numbers=latest(self.state.rows))
+
+    def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if self.task is not None:
+            self.progress.update(self.task, numbers=latest(self.state.rows))
+        self.progress.stop()
+
+    def on_exception(self, trainer: pl.Trainer, module: pl.LightningModule, exception: BaseException) -> None:
+        self.progress.stop()
+
+
+def latest(rows: list[Row]) -> str:
+    """The last row in a few words."""
+    if not rows:
+        return ""
+    row = rows[-1]
+    parts = [f"loss {row['task_loss']:.3f}"]
+    if "J" in row:
+        parts.append(f"J {row['J']:+.3f}")
+    parts += [f"{key.split('_')[0]} {100 * value:.1f} %" for key, value in row.items() if key.endswith("_accuracy")]
+    return "  ".join(parts)

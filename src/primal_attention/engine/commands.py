@@ -1,0 +1,152 @@
+"""What the commands train, evaluate, recipes and info do, given their words."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from primal_attention.engine import folder as run_folder
+from primal_attention.engine import registry
+from primal_attention.engine.config import Recipe
+from primal_attention.engine.errors import RunError
+from primal_attention.engine.flags import parse
+
+TRAIN = """Train a recipe; every field of it is a flag.
+
+Example: primal train uea/JapaneseVowels --model.attention primal+ --seed 3 --trainer.epochs 20"""
+EVALUATE = """Measure a finished run's weights on the test set again.
+
+Example: primal evaluate runs/uea/JapaneseVowels/primal-seed0"""
+RECIPES = """List all recipes.
+
+Example: primal recipes"""
+INFO = """Say what this installation has: versions, devices and extras.
+
+Example: primal info"""
+OUT = "Run folder; None is runs/RECIPE/VARIANT-seedN, numbered if taken."
+RESUME = "Continue the run in the folder from its last checkpoint."
+PACKAGES = "lightning tyro rich safetensors tensorboard aeon scikit-learn matplotlib triton"
+COLUMNS = {
+    "last": "LAST epoch",
+    "best_on_test": "BEST ON TEST (the paper's way: the test set chose the epoch)",
+    "validation_chosen": "VALIDATION-CHOSEN (held-out training cases chose the epoch)",
+}
+
+
+def train(args: Sequence[str]) -> int:
+    if not args:
+        raise RunError("which recipe? primal train RECIPE, for example primal train uea/JapaneseVowels")
+    if args[0] in ("-h", "--help"):
+        print(f"usage: primal train RECIPE [OPTIONS]\n\n{TRAIN}\n\n'primal recipes' lists the recipes; ", end="")
+        print("'primal train RECIPE --help' lists its flags.")
+        return 0
+    name, *rest = args
+    if name.startswith("-"):
+        raise RunError(f"the recipe comes first: primal train RECIPE {name} … ('primal recipes' lists them)")
+    recipe, out, resume = parse_run(name, registry.get(name), rest)
+    place = run_folder.default(name, recipe) if out is None else out
+    if out is None:
+        place = run_folder.newest(place) if resume else run_folder.fresh(place)
+    from primal_attention.engine.runner import train as run
+
+    print(f"run folder: {place}")
+    summary = run(recipe, place, name=name, resume=resume, command=shlex.join(["primal", "train", *args]))
+    show(summary)
+    return 0
+
+
+def parse_run(name: str, recipe: Recipe, args: Sequence[str]) -> tuple[Recipe, Path | None, bool]:
+    """The recipe as the flags change it, the run folder asked for, and whether to go on with the run in it."""
+    try:
+        import tyro
+    except ImportError:
+        raise RunError("the command line needs tyro: pip install 'primal-attention[train]'") from None
+
+    kind = type(recipe)
+    fields: list[Any] = [
+        ("recipe", Annotated[kind, tyro.conf.arg(name="")]),
+        ("out", Annotated[Path | None, tyro.conf.arg(help=OUT)], dataclasses.field(default=None)),
+        ("resume", Annotated[bool, tyro.conf.arg(help=RESUME)], dataclasses.field(default=False)),
+    ]
+    arguments: Any = dataclasses.make_dataclass("Run", fields)
+    found = parse(arguments, args, prog=f"primal train {name}", about=TRAIN, default=arguments(recipe=recipe))
+    return found.recipe, found.out, found.resume
+
+
+def show(summary: dict[str, Any]) -> None:
+    """The result in a few lines: one per protocol, never blended."""
+
+    def line(accuracy: float, epoch: int, title: str) -> None:
+        print(f"test accuracy {100 * accuracy:6.2f} %  epoch {epoch:>4}  {title}")
+
+    for key, title in COLUMNS.items():
+        score = summary["scores"].get(key)
+        if score:
+            line(score["accuracy"], score["epoch"], title)
+            if "retrained_accuracy" in score:
+                line(score["retrained_accuracy"], score["epoch"], "the same epoch of the training on all cases")
+    seconds, device = summary["seconds_per_epoch"], summary["device"]
+    print(f"{summary['parameters']:,} parameters, {seconds:.2f} s per epoch on {device}")
+
+
+@dataclass(frozen=True)
+class RunArguments:
+    run: Path
+    """Folder of the run."""
+
+
+@dataclass(frozen=True)
+class NoArguments:
+    pass
+
+
+def evaluate(args: Sequence[str]) -> int:
+    place = parse(RunArguments, args, prog="primal evaluate", about=EVALUATE).run
+    from primal_attention.engine import runner
+
+    summary = runner.read_summary(place)
+    for part, scores in runner.evaluate(place).items():
+        key = "validation_chosen" if part or "last" not in summary["scores"] else "last"
+        before = summary["scores"][key]["accuracy"]
+        verdict = "as in the run" if scores["accuracy"] == before else f"the run had {100 * before:.2f} %"
+        print(f"test accuracy {100 * scores['accuracy']:6.2f} %  loss {scores['loss']:.6f}  {COLUMNS[key]}: {verdict}")
+    return 0
+
+
+def recipes(args: Sequence[str]) -> int:
+    parse(NoArguments, args, prog="primal recipes", about=RECIPES)
+    for family, entry in registry.FAMILIES.items():
+        print(f"{family}: {entry.about}")
+        for member in entry.members:
+            print(f"  {family}/{member}")
+        if entry.open:
+            print(f"  {family}/…  any other set of the archive, by its name")
+    return 0
+
+
+def info(args: Sequence[str]) -> int:
+    parse(NoArguments, args, prog="primal info", about=INFO)
+    import importlib.metadata as metadata
+    import platform
+
+    import torch
+
+    import primal_attention
+
+    print(f"primal-attention {primal_attention.__version__}, Python {platform.python_version()}, {platform.platform()}")
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
+    if torch.cuda.is_available():
+        for i in range(torch.cuda.device_count()):
+            print(f"  cuda:{i} {torch.cuda.get_device_name(i)}")
+    else:
+        print("  no CUDA device")
+    for package in PACKAGES.split():
+        try:
+            print(f"  {package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            print(f"  {package} not installed")
+    return 0

@@ -1,0 +1,207 @@
+"""The Lightning module that every benchmark's training is: a task loss, the KSVD loss beside it, averaged weights.
+
+    loss = task + η · mean_l J_l²
+
+J and the task loss are kept apart in the logs. All randomness of an epoch (dropout, augmentation) follows from the seed
+and the epoch's number, so a run that goes on after a kill repeats what it would have done.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+
+from primal_attention.engine.batches import Batches, derive_seed
+from primal_attention.engine.config import OptimConfig, Recipe
+from primal_attention.engine.errors import DivergedError
+from primal_attention.nn.objective import ksvd_loss, primal_layers
+
+Batch = tuple[Tensor, ...]
+
+
+class TrainingModule(pl.LightningModule):
+    """Base of the benchmarks' modules: subclasses say what the task's loss and scores are."""
+
+    def __init__(self, model: nn.Module, recipe: Recipe) -> None:
+        super().__init__()
+        self.model = model
+        self.recipe = recipe
+        self.has_primal = bool(primal_layers(model))
+        # The average starts as a copy: deep copies are taken before the first forward, while no layer holds a graph.
+        self.averaged = copy.deepcopy(model).requires_grad_(False) if recipe.trainer.ema else None
+        if recipe.trainer.compile:
+            model.compile()
+        self._sums: dict[str, Tensor] = {}
+        self._steps = 0
+
+    # What a benchmark fills in
+
+    def task_loss(self, batch: Batch) -> Tensor:
+        raise NotImplementedError
+
+    def scores(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        """Sums over the cases of a batch; the key "cases" counts them."""
+        raise NotImplementedError
+
+    # Training
+
+    def on_train_epoch_start(self) -> None:
+        torch.manual_seed(derive_seed("epoch", self.recipe.seed, self.current_epoch, self.global_rank))
+        self._sums, self._steps = {}, 0
+
+    def training_step(self, batch: Batch, _: int) -> Tensor:
+        task = self.task_loss(batch)
+        parts = {"task_loss": task}
+        loss = task
+        if self.has_primal:
+            ksvd = ksvd_loss(self.model)
+            loss = task + (self.recipe.eta or 0.0) * ksvd
+            parts["ksvd_loss"] = ksvd
+            parts["J"] = objective(self.model)
+        parts["loss"] = loss
+        if not torch.isfinite(loss):
+            raise DivergedError(self._explain(batch))
+        for key, value in parts.items():
+            value = value.detach().float()
+            self._sums[key] = self._sums[key] + value if key in self._sums else value
+        self._steps += 1
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        accumulate = self.recipe.trainer.accumulate
+        stepped = (self._steps % accumulate == 0) or self.trainer.is_last_batch
+        if self.averaged is not None and stepped:
+            update_average(self.averaged, self.model, self.recipe.trainer.ema, self.global_step)
+
+    def epoch_means(self) -> dict[str, float]:
+        """Mean over the epoch's steps of the losses and J, over all ranks."""
+        means = {}
+        for key, total in self._sums.items():
+            mean = total / max(self._steps, 1)
+            if self.trainer.world_size > 1:
+                mean = self.trainer.strategy.reduce(mean, reduce_op="mean")  # type: ignore[assignment]
+            means[key] = float(mean)
+        return means
+
+    def configure_optimizers(self) -> Any:
+        optimizer = make_optimizer(self.model, self.recipe.optim)
+        if self.recipe.optim.schedule == "constant":
+            return optimizer
+        total = int(self.trainer.estimated_stepping_batches)
+        warmup = max(1, round(total * self.recipe.optim.warmup))
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: one_cycle(step, warmup, total))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    # Evaluation
+
+    @property
+    def final_model(self) -> nn.Module:
+        """The weights that are measured and saved: the average where there is one."""
+        return self.model if self.averaged is None else self.averaged
+
+    @torch.no_grad()
+    def evaluate(self, batches: Batches) -> dict[str, float]:
+        """Mean scores of the final model over a set, the same in a run and in `primal evaluate`."""
+        model = self.final_model
+        was_training = model.training
+        model.eval()
+        sums: dict[str, float] = {}
+        with precision_context(self.recipe.trainer.precision, next(model.parameters()).device):
+            for batch in batches:
+                for key, value in self.scores(model, batch).items():
+                    sums[key] = sums.get(key, 0.0) + float(value)
+        model.train(was_training)
+        cases = sums.pop("cases")
+        return {key: total / cases for key, total in sums.items()}
+
+    # When the loss is no number
+
+    def _explain(self, batch: Batch) -> str:
+        where = self.first_bad_layer(batch)
+        clip = self.recipe.optim.clip
+        tries = [f"a smaller --optim.lr (now {self.recipe.optim.lr:g})"]
+        if not clip or clip > 1:
+            tries.append(f"--optim.clip 1 (now {clip:g})")
+        if self.recipe.trainer.precision != "32-true":
+            tries.append("--trainer.precision 32-true")
+        if self.has_primal and self.recipe.eta:
+            tries.append(f"a smaller --eta (now {self.recipe.eta:g})")
+        when = f"step {self.global_step} (epoch {self.current_epoch + 1})"
+        return f"the loss is not finite at {when}: {where}; try {', '.join(tries)}"
+
+    def first_bad_layer(self, batch: Batch) -> str:
+        """Where the first number that is not finite stands: an input, a weight, a layer's output or a layer's J."""
+        if not all(torch.isfinite(t).all() for t in batch if t.is_floating_point()):
+            return "the batch itself has values that are not finite"
+        for name, weight in self.model.named_parameters():
+            if not torch.isfinite(weight).all():
+                return f"weight {name!r} is not finite"
+        for name, layer in primal_layers(self.model).items():
+            if layer.objective is not None and not torch.isfinite(layer.objective).all():
+                return f"the KSVD objective of layer {name!r} is not finite"
+        found: list[str] = []
+
+        def look(name: str) -> Any:
+            def hook(_: nn.Module, __: Any, output: Any) -> None:
+                if isinstance(output, Tensor) and not torch.isfinite(output).all():
+                    found.append(name)
+
+            return hook
+
+        hooks = [m.register_forward_hook(look(n)) for n, m in self.model.named_modules() if n]
+        try:
+            with torch.no_grad():
+                self.task_loss(batch)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return f"layer {found[0]!r} gives values that are not finite" if found else "only the loss itself is not finite"
+
+
+def objective(model: nn.Module) -> Tensor:
+    """Mean J over the model's Primal layers and the batch of the last forward in training mode, without a graph."""
+    values = [layer.objective for layer in primal_layers(model).values()]
+    return torch.stack([v.detach().float().mean() for v in values if v is not None]).mean()
+
+
+@torch.no_grad()
+def update_average(averaged: nn.Module, model: nn.Module, decay: float, step: int) -> None:
+    """Move the averaged weights towards the model's; early steps use a shorter memory, or the start would linger."""
+    decay = min(decay, (1 + step) / (10 + step))
+    for mean, new in zip(averaged.state_dict().values(), model.state_dict().values(), strict=True):
+        if mean.is_floating_point():
+            mean.lerp_(new, 1 - decay)
+        else:
+            mean.copy_(new)
+
+
+def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+    """Optimiser with decay on matrices only: biases, norms and other vectors carry scale, not capacity."""
+    weights = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in weights if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in weights if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    kinds = {"radam": torch.optim.RAdam, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+    return kinds[config.name]([g for g in groups if g["params"]], lr=config.lr)
+
+
+def one_cycle(step: int, warmup: int, total: int) -> float:
+    """Factor on the peak learning rate: cosine from 1/25 up to 1, then cosine down to 0."""
+    if step < warmup:
+        return 1 / 25 + (1 - 1 / 25) * (1 - math.cos(math.pi * step / warmup)) / 2
+    done = min(1.0, (step - warmup) / max(1, total - warmup))
+    return (1 + math.cos(math.pi * done)) / 2
+
+
+def precision_context(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+    """Autocast as the trainer's precision asks."""
+    kinds = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+    return torch.autocast(device.type, dtype=kinds[precision]) if precision in kinds else nullcontext()

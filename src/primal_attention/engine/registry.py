@@ -1,0 +1,47 @@
+"""Recipes by name: "family/member", for example uea/JapaneseVowels. A family may take members it does not list."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from primal_attention.engine import uea
+from primal_attention.engine.config import Recipe
+from primal_attention.engine.errors import RunError
+
+
+@dataclass(frozen=True)
+class Family:
+    """A group of recipes made by one function from the member's name."""
+
+    make: Callable[[str], Recipe]
+    members: tuple[str, ...]
+    about: str
+    open: bool = False
+    """Any other member name works too."""
+
+
+FAMILIES: dict[str, Family] = {
+    "uea": Family(uea.paper_recipe, tuple(uea.PAPER), "the paper's time-series classifiers", open=True),
+    "uea-modern": Family(uea.modern_recipe, tuple(uea.PAPER), "one modern recipe for every set", open=True),
+}
+RECIPES: dict[str, type[Recipe]] = {"uea": uea.UEARecipe}
+
+
+def names() -> list[str]:
+    return [f"{family}/{member}" for family, entry in FAMILIES.items() for member in entry.members]
+
+
+def get(name: str) -> Recipe:
+    """The recipe of a name; a mistyped one suggests the nearest."""
+    family, _, member = name.partition("/")
+    entry = FAMILIES.get(family)
+    if entry is not None and member and (member in entry.members or entry.open):
+        return entry.make(member)
+    near = difflib.get_close_matches(name, names(), n=1, cutoff=0.7)
+    if not near:  # the family alone, with the member as it was written or the family's first
+        families = difflib.get_close_matches(family, FAMILIES, n=1)
+        near = [f"{f}/{member or FAMILIES[f].members[0]}" for f in families]
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise RunError(f"no recipe is called {name!r}: {hint}'primal recipes' lists them all")

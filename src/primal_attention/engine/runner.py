@@ -1,0 +1,241 @@
+"""What a run does and writes.
+
+    run folder    config.yaml         the recipe, resolved, with the command and the versions
+                  metrics.csv         one row per epoch, nothing that a second run would not repeat
+                  checkpoints/        last.ckpt to go on from; best.safetensors where held-out data choose
+                  model.safetensors   the weights that the test number belongs to
+                  summary.json        the result; written last, so its presence means the run is done
+                  validation/         the same again for the training with held-out cases (protocol both)
+
+Every file is written whole or not at all. A run killed at any moment goes on from its last checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+import logging
+import statistics
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+import primal_attention
+from primal_attention.engine import folder as run_folder
+from primal_attention.engine.batches import derive_seed
+from primal_attention.engine.callbacks import Bar, RunState
+from primal_attention.engine.checkpoint import AtomicCheckpointIO, read_checkpoint
+from primal_attention.engine.config import Recipe, TrainerConfig
+from primal_attention.engine.errors import RunError
+from primal_attention.engine.experiment import Experiment
+from primal_attention.engine.files import read_weights, write_json, write_weights
+from primal_attention.nn.objective import primal_layers
+
+Summary = dict[str, Any]
+
+
+def train(recipe: Recipe, out: Path, *, name: str = "", resume: bool = False, command: str = "") -> Summary:
+    """Run all trainings of a recipe in the folder `out` and return the summary that is also written there."""
+    recipe = recipe.resolved()
+    run_folder.check(out, recipe, resume=resume)
+    if (out / "summary.json").exists():
+        return read_summary(out)
+    title = name if recipe.label() in name else f"{name or recipe.benchmark} {recipe.label()}"
+    parts = []
+    for part, phase in recipe.phases():
+        if part:
+            parts.append(train(phase, out / part, name=name, resume=True, command=command))
+            continue
+        experiment = build(phase)  # before anything is written: a recipe that cannot be built leaves no folder behind
+        run_folder.write(out, recipe, name=name, command=command)
+        parts.append(run_phase(phase, experiment, out, title))
+    summary = merge(parts, out, name)
+    if is_main_process():
+        write_json(out / "summary.json", summary)
+    return summary
+
+
+def run_phase(recipe: Recipe, experiment: Experiment, folder: Path, title: str) -> Summary:
+    """One training in one folder, from its last checkpoint if there is one."""
+    module, config = experiment.module, recipe.trainer
+    if config.early_stop and experiment.select is None:
+        raise RunError("trainer.early-stop needs held-out cases to judge by: add --protocol validation")
+    state = RunState(folder, experiment)
+    if not restore_finished(state, experiment):
+        trainer = make_trainer(config, recipe, state, title)
+        resume_from = state.checkpoint if state.checkpoint.exists() else None
+        try:
+            trainer.fit(module, train_dataloaders=experiment.train, ckpt_path=resume_from)
+        except SystemExit:  # Lightning's answer to Ctrl-C
+            raise KeyboardInterrupt from None
+    if experiment.select is not None:
+        module.final_model.load_state_dict(read_weights(state.best_weights))
+    module.to(pick_device(config))
+    summary = summarise(recipe, experiment, state)
+    if is_main_process():
+        write_weights(folder / "model.safetensors", module.final_model.state_dict())
+    return summary
+
+
+def is_main_process() -> bool:
+    """Whether this process writes the run's files: the first of a distributed training, or the only one."""
+    return getattr(pl.utilities.rank_zero_only, "rank", 0) == 0
+
+
+def build(recipe: Recipe) -> Experiment:
+    """The recipe's experiment; a value that the model refuses is the user's to mend, so it is told in one line."""
+    torch.manual_seed(derive_seed("weights", recipe.seed))
+    try:
+        return recipe.build()
+    except (ValueError, TypeError) as error:
+        if type(error).__module__.startswith("primal_attention"):
+            raise
+        raise RunError(f"this recipe cannot be built: {error}") from error
+
+
+def restore_finished(state: RunState, experiment: Experiment) -> bool:
+    """Load a training that had ended but whose summary was not written yet."""
+    if not state.checkpoint.exists():
+        return False
+    checkpoint = read_checkpoint(state.checkpoint)
+    memory = checkpoint["callbacks"].get(state.state_key, {})
+    if not memory.get("finished"):
+        return False
+    state.load_state_dict(memory)
+    experiment.module.load_state_dict(checkpoint["state_dict"])
+    return True
+
+
+def make_trainer(config: TrainerConfig, recipe: Recipe, state: RunState, title: str) -> pl.Trainer:
+    """Lightning's trainer with this library's checkpoints, bar and silence."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="lightning.*")
+    callbacks: list[pl.Callback] = [state]
+    if config.progress:
+        with contextlib.suppress(ImportError):  # no rich on this machine: train without a bar
+            callbacks.insert(0, Bar(title, state))
+    if config.devices > 1 and config.strategy == "auto":
+        raise RunError(f"trainer.devices {config.devices} needs --trainer.strategy ddp or fsdp")
+    try:
+        return pl.Trainer(
+            max_epochs=config.epochs,
+            accelerator=config.accelerator,
+            devices=config.devices,
+            strategy=config.strategy,
+            precision=config.precision,
+            gradient_clip_val=recipe.optim.clip or None,
+            accumulate_grad_batches=config.accumulate,
+            callbacks=callbacks,
+            plugins=[AtomicCheckpointIO()],
+            deterministic=config.deterministic,
+            default_root_dir=state.folder,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            num_sanity_val_steps=0,
+            use_distributed_sampler=False,
+        )
+    except pl.utilities.exceptions.MisconfigurationException as error:
+        raise RunError(" ".join(str(error).split())) from error
+
+
+def pick_device(config: TrainerConfig) -> torch.device:
+    """The device of a single-process evaluation with this configuration."""
+    wants_gpu = config.accelerator in ("auto", "gpu") and torch.cuda.is_available()
+    return torch.device("cuda", torch.cuda.current_device()) if wants_gpu else torch.device("cpu")
+
+
+def summarise(recipe: Recipe, experiment: Experiment, state: RunState) -> Summary:
+    """Measure the final model on test once more and gather what the run's readers need."""
+    module = experiment.module
+    device = next(module.final_model.parameters()).device
+    test = module.evaluate(experiment.test.to(device))
+    scores: dict[str, Any] = {}
+    if experiment.select is None:
+        scores["last"] = {"epoch": state.rows[-1]["epoch"], **test}
+        seen = [row for row in state.rows if "test_accuracy" in row]
+        if seen:
+            best = max(seen, key=lambda row: row["test_accuracy"])
+            scores["best_on_test"] = {"epoch": best["epoch"], "accuracy": best["test_accuracy"]}
+    else:
+        assert state.best is not None
+        chosen = {"epoch": state.best["epoch"], "validation_accuracy": state.best["rank"][0]}
+        scores["validation_chosen"] = {**chosen, **test}
+    layers = primal_layers(module.model)
+    return {
+        "format": run_folder.FORMAT,
+        "version": primal_attention.__version__,
+        "benchmark": recipe.benchmark,
+        "label": recipe.label(),
+        "seed": recipe.seed,
+        "scores": scores,
+        "test": test,
+        "epochs": len(state.rows),
+        "parameters": sum(p.numel() for p in module.model.parameters()),
+        "primal_layers": len(layers),
+        "objective": {"first": state.rows[0]["J"], "last": state.rows[-1]["J"]} if layers else None,
+        # The median: the first epoch also pays for warming up.
+        "seconds_per_epoch": statistics.median(state.seconds),
+        "peak_memory_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "data": dict(experiment.facts),
+    }
+
+
+def merge(parts: list[Summary], folder: Path, name: str) -> Summary:
+    """One summary of a run's trainings: the first one's, with the scores of all.
+
+    Training again on all cases up to the chosen epoch needs no third training: with the same seed and schedule it is
+    the first training at that epoch.
+    """
+    summary = {"recipe": name, **parts[0]}
+    for other in parts[1:]:
+        summary["scores"] = {**summary["scores"], **other["scores"]}
+    chosen = summary["scores"].get("validation_chosen")
+    if chosen and "last" in summary["scores"]:
+        with (folder / "metrics.csv").open() as file:
+            row = next((r for r in csv.DictReader(file) if int(r["epoch"]) == chosen["epoch"]), None)
+        if row and row["test_accuracy"]:
+            chosen["retrained_accuracy"] = float(row["test_accuracy"])
+    return summary
+
+
+def read_summary(folder: Path) -> Summary:
+    file = folder / "summary.json"
+    try:
+        summary = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise RunError(f"{file} is missing: the run has not finished; continue it with --resume") from None
+    except json.JSONDecodeError as error:
+        raise RunError(f"{file} is not JSON ({error})") from error
+    run_folder.check_format(summary, file)
+    return summary
+
+
+def evaluate(folder: Path) -> dict[str, dict[str, float]]:
+    """Measure a finished run's weights on the test set again: scores by training ("" or "validation")."""
+    read_summary(folder)
+    _, recipe = run_folder.read(folder)
+    scores = {}
+    for part, phase in recipe.phases():
+        experiment = build(phase)
+        module = experiment.module
+        device = pick_device(phase.trainer)
+        load_weights(module.final_model, folder / part / "model.safetensors")
+        module.to(device)
+        scores[part] = module.evaluate(experiment.test.to(device))
+    return scores
+
+
+def load_weights(model: torch.nn.Module, file: Path) -> None:
+    try:
+        model.load_state_dict(read_weights(file))
+    except RuntimeError as error:
+        reason = str(error).splitlines()[-1].strip()
+        raise RunError(f"{file} does not fit the model of its config.yaml ({reason})") from error

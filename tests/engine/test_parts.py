@@ -1,0 +1,140 @@
+"""The small parts: batches, augmentation, schedules, averaged weights, files."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from closeness import assert_close
+from primal_attention.engine import files
+from primal_attention.engine.augment import jitter, mix, scale_and_shift, warp_time
+from primal_attention.engine.batches import Batches, derive_seed
+from primal_attention.engine.checkpoint import read_checkpoint
+from primal_attention.engine.errors import RunError
+from primal_attention.engine.module import one_cycle, update_average
+
+
+def test_the_order_depends_on_seed_and_epoch_alone():
+    batches = Batches([torch.arange(10)], 4, shuffle_seed=3)
+    first = torch.cat([b[0] for b in batches])
+    assert torch.equal(torch.cat([b[0] for b in batches]), first)
+    batches.set_epoch(1)
+    assert not torch.equal(torch.cat([b[0] for b in batches]), first)
+    batches.set_epoch(0)
+    assert torch.equal(torch.cat([b[0] for b in batches]), first)
+    assert sorted(first.tolist()) == list(range(10))
+    assert len(batches) == 3
+
+
+def test_ranks_share_every_batch_between_them():
+    shares = []
+    for rank in range(2):
+        batches = Batches([torch.arange(11)], 4, shuffle_seed=0)
+        batches.share(rank, 2)
+        shares.append([b[0].tolist() for b in batches])
+    assert all(a for a in shares[0] + shares[1])
+    assert sorted({x for share in shares for batch in share for x in batch}) == list(range(11))
+    assert len(shares[0]) == len(shares[1]) == 3
+
+
+def test_neighbouring_seeds_give_unrelated_streams():
+    assert len({derive_seed("epoch", s, e) for s in range(20) for e in range(20)}) == 400
+
+
+@pytest.fixture
+def padded():
+    lengths = torch.tensor([9, 5, 1])
+    mask = torch.arange(9) >= lengths.unsqueeze(1)
+    x = torch.randn(3, 9, 2).masked_fill(mask.unsqueeze(-1), 0.0)
+    return x, mask
+
+
+def test_a_warp_stays_inside_the_series_and_zero_strength_without_crop_is_the_identity(padded):
+    x, mask = padded
+    assert_close(warp_time(x, mask, 0.0, crop=0.0), x, 1e-5)
+    warped = warp_time(x, mask, 0.5)
+    assert (warped[mask] == 0).all()
+    for i in range(3):
+        valid = x[i, ~mask[i]]
+        inside = warped[i, ~mask[i]]
+        assert (inside <= valid.max(dim=0).values + 1e-5).all()
+        assert (inside >= valid.min(dim=0).values - 1e-5).all()
+
+
+def test_a_warp_never_turns_time_back(padded):
+    _, mask = padded
+    ramp = torch.arange(9.0).view(1, 9, 1).expand(3, 9, 1)
+    warped = warp_time(ramp, mask, 0.8)
+    for i in range(3):
+        assert (warped[i, ~mask[i], 0].diff() >= 0).all()
+
+
+def test_scale_and_jitter_change_values_by_about_their_deviation():
+    x = torch.ones(200, 50, 3)
+    assert abs(float(jitter(x, 0.1).std()) - 0.1) < 0.01
+    scaled = scale_and_shift(x, 0.1)
+    assert torch.equal(scaled[:, 0], scaled[:, 1])
+    assert abs(float(scaled.std()) - 0.1 * 2**0.5) < 0.03
+
+
+def test_mixup_keeps_steps_that_either_case_has(padded):
+    x, mask = padded
+    mixed, mixed_mask, partner, share = mix(x, mask, 0.2)
+    assert torch.equal(mixed_mask, mask & mask[partner])
+    expected = share.view(-1, 1, 1) * x + (1 - share.view(-1, 1, 1)) * x[partner]
+    assert_close(mixed, expected, 1e-6)
+
+
+def test_one_cycle_goes_up_to_one_and_down_to_zero():
+    factors = [one_cycle(step, 30, 100) for step in range(101)]
+    assert max(factors) == factors[30] == 1.0
+    assert factors[0] == pytest.approx(1 / 25)
+    assert factors[100] == pytest.approx(0.0)
+
+
+def test_the_average_follows_weights_and_counts():
+    model, mean = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+    nn.init.constant_(model.weight, 3.0)
+    model.num_batches_tracked.fill_(7)
+    update_average(mean, model, decay=0.5, step=1000)
+    assert mean.weight.tolist() == [2.0] * 3
+    assert int(mean.num_batches_tracked) == 7
+
+
+def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    file = tmp_path / "last.ckpt"
+    files.write_text(file, "the version before")
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    with pytest.raises(RunError, match=r"No space left on device.*before it is untouched.*--resume"):
+        files.write_text(file, "the version after")
+    assert file.read_text() == "the version before"
+    assert [p.name for p in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def test_a_checkpoint_with_code_inside_is_refused(tmp_path: Path):
+    class Payload:
+        def __reduce__(self):
+            return (print, ("this must never run",))
+
+    file = tmp_path / "last.ckpt"
+    torch.save({"state_dict": Payload()}, file)
+    with pytest.raises(RunError, match="damaged or no checkpoint"):
+        read_checkpoint(file)
+
+
+def test_weights_that_are_no_safetensors_are_one_line(tmp_path: Path):
+    file = tmp_path / "model.safetensors"
+    with pytest.raises(RunError, match="has not finished"):
+        files.read_weights(file)
+    file.write_bytes(b"nothing")
+    with pytest.raises(RunError, match="not a safetensors file"):
+        files.read_weights(file)
