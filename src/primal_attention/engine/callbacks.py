@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint
 
+from primal_attention.engine import distributed
 from primal_attention.engine.experiment import Experiment
 from primal_attention.engine.files import write_csv, write_weights
 from primal_attention.engine.module import TrainingModule
@@ -96,8 +97,9 @@ class RunState(Checkpoint):
         rank = [row[f"{name}_{score}"], -row[f"{name}_loss"]]
         if self.best is None or rank > self.best["rank"]:
             self.best = {"epoch": row["epoch"], "rank": rank}
+            state = distributed.whole(module.final_model.state_dict())
             if write:
-                write_weights(self.best_weights, module.final_model.state_dict())
+                write_weights(self.best_weights, state)
 
     def _patience_spent(self, patience: int) -> bool:
         return bool(patience and self.best and len(self.rows) - self.best["epoch"] >= patience)

@@ -48,14 +48,18 @@ def train(args: Sequence[str]) -> int:
     if name.startswith("-"):
         raise RunError(f"the recipe comes first: primal train RECIPE {name} … ('primal recipes' lists them)")
     recipe, out, resume = parse_run(name, registry.get(name), rest)
-    place = run_folder.default(name, recipe) if out is None else out
-    if out is None:
-        place = run_folder.newest(place) if resume else run_folder.fresh(place)
-    from primal_attention.engine.runner import train as run
+    from primal_attention.engine import distributed, runner
 
-    print(f"run folder: {place}")
-    summary = run(recipe, place, name=name, resume=resume, command=shlex.join(["primal", "train", *args]))
-    show(summary)
+    if out is None:
+        place = run_folder.default(name, recipe)
+        out = run_folder.newest(place) if resume else run_folder.fresh(place)
+    out = distributed.agree_on_folder(out)
+    if distributed.is_main():
+        print(f"run folder: {out}")
+    command = shlex.join(["primal", "train", *args])
+    summary = runner.train(recipe, out, name=name, resume=resume, command=command)
+    if distributed.is_main():
+        show(summary)
     return 0
 
 

@@ -18,6 +18,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
+from primal_attention.engine import distributed
 from primal_attention.engine.batches import Batches, derive_seed
 from primal_attention.engine.config import OptimConfig, Recipe
 from primal_attention.engine.errors import DivergedError
@@ -40,6 +41,7 @@ class TrainingModule(pl.LightningModule):
             model.compile()
         self._sums: dict[str, Tensor] = {}
         self._steps = 0
+        self._sharded = False
 
     # What a benchmark fills in
 
@@ -51,6 +53,13 @@ class TrainingModule(pl.LightningModule):
         raise NotImplementedError
 
     # Training
+
+    def configure_model(self) -> None:
+        if self.recipe.trainer.strategy == "fsdp" and not self._sharded:
+            for model in (self.model, self.averaged):
+                if model is not None:
+                    distributed.shard(model, self.device_mesh["data_parallel"])  # type: ignore[index]
+            self._sharded = True
 
     def on_train_epoch_start(self) -> None:
         torch.manual_seed(derive_seed("epoch", self.recipe.seed, self.current_epoch, self.global_rank))

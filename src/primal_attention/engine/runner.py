@@ -25,6 +25,7 @@ import lightning.pytorch as pl
 import torch
 
 import primal_attention
+from primal_attention.engine import distributed
 from primal_attention.engine import folder as run_folder
 from primal_attention.engine.batches import derive_seed
 from primal_attention.engine.callbacks import Bar, RunState
@@ -41,7 +42,7 @@ Summary = dict[str, Any]
 def train(recipe: Recipe, out: Path, *, name: str = "", resume: bool = False, command: str = "") -> Summary:
     """Run all trainings of a recipe in the folder `out` and return the summary that is also written there."""
     recipe = recipe.resolved()
-    run_folder.check(out, recipe, resume=resume)
+    run_folder.check(out, recipe, resume=resume or not distributed.is_main())
     if (out / "summary.json").exists():
         return read_summary(out)
     title = name if recipe.label() in name else f"{name or recipe.benchmark} {recipe.label()}"
@@ -51,10 +52,11 @@ def train(recipe: Recipe, out: Path, *, name: str = "", resume: bool = False, co
             parts.append(train(phase, out / part, name=name, resume=True, command=command))
             continue
         experiment = build(phase)  # before anything is written: a recipe that cannot be built leaves no folder behind
-        run_folder.write(out, recipe, name=name, command=command)
+        if distributed.is_main():
+            run_folder.write(out, recipe, name=name, command=command)
         parts.append(run_phase(phase, experiment, out, title))
     summary = merge(parts, out, name)
-    if is_main_process():
+    if distributed.is_main():
         write_json(out / "summary.json", summary)
     return summary
 
@@ -72,18 +74,17 @@ def run_phase(recipe: Recipe, experiment: Experiment, folder: Path, title: str) 
             trainer.fit(module, train_dataloaders=experiment.train, ckpt_path=resume_from)
         except SystemExit:  # Lightning's answer to Ctrl-C
             raise KeyboardInterrupt from None
+        if config.strategy == "fsdp":  # the trained module is in pieces: take the whole one from the checkpoint
+            experiment = build(recipe)
+            module = experiment.module
+            restore_finished(state, experiment)
     if experiment.select is not None:
         module.final_model.load_state_dict(read_weights(state.best_weights))
     module.to(pick_device(config))
     summary = summarise(recipe, experiment, state)
-    if is_main_process():
+    if distributed.is_main():
         write_weights(folder / "model.safetensors", module.final_model.state_dict())
     return summary
-
-
-def is_main_process() -> bool:
-    """Whether this process writes the run's files: the first of a distributed training, or the only one."""
-    return getattr(pl.utilities.rank_zero_only, "rank", 0) == 0
 
 
 def build(recipe: Recipe) -> Experiment:
@@ -126,7 +127,7 @@ def make_trainer(config: TrainerConfig, recipe: Recipe, state: RunState, title: 
             max_epochs=config.epochs,
             accelerator=config.accelerator,
             devices=config.devices,
-            strategy=config.strategy,
+            strategy=make_strategy(config),
             precision=config.precision,
             gradient_clip_val=recipe.optim.clip or None,
             accumulate_grad_batches=config.accumulate,
@@ -142,6 +143,15 @@ def make_trainer(config: TrainerConfig, recipe: Recipe, state: RunState, title: 
         )
     except pl.utilities.exceptions.MisconfigurationException as error:
         raise RunError(" ".join(str(error).split())) from error
+
+
+def make_strategy(config: TrainerConfig) -> Any:
+    """Lightning's strategy; fsdp is PyTorch's second version, which also runs on CPU."""
+    if config.strategy != "fsdp":
+        return config.strategy
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    return ModelParallelStrategy(config.devices, 1, save_distributed_checkpoint=False)
 
 
 def pick_device(config: TrainerConfig) -> torch.device:
