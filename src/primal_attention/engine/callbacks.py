@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import lightning.pytorch as pl
 import torch
@@ -16,6 +16,12 @@ from primal_attention.engine.files import write_csv, write_weights
 from primal_attention.engine.module import TrainingModule
 
 Row = dict[str, Any]
+
+
+class Remembers(Protocol):
+    """Anything that keeps one row per epoch."""
+
+    rows: list[Row]
 
 
 class RunState(Checkpoint):
@@ -121,7 +127,7 @@ def open_board(folder: Path, purge_after: int) -> Any:
 class Bar(Callback):
     """One bar for the whole training, with the time that is left and the latest numbers."""
 
-    def __init__(self, title: str, state: RunState) -> None:
+    def __init__(self, title: str, state: Remembers) -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
         self.state = state

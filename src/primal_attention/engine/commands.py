@@ -1,4 +1,4 @@
-"""What the commands train, evaluate, recipes and info do, given their words."""
+"""What the commands train, evaluate and recipes do, given their words."""
 
 from __future__ import annotations
 
@@ -24,12 +24,8 @@ Example: primal evaluate runs/uea/JapaneseVowels/primal-seed0"""
 RECIPES = """List all recipes.
 
 Example: primal recipes"""
-INFO = """Say what this installation has: versions, devices and extras.
-
-Example: primal info"""
 OUT = "Run folder; None is runs/RECIPE/VARIANT-seedN, numbered if taken."
 RESUME = "Continue the run in the folder from its last checkpoint."
-PACKAGES = "lightning tyro rich safetensors tensorboard aeon scikit-learn matplotlib triton"
 COLUMNS = {
     "last": "LAST epoch",
     "best_on_test": "BEST ON TEST (the paper's way: the test set chose the epoch)",
@@ -129,28 +125,4 @@ def recipes(args: Sequence[str]) -> int:
             print(f"  {family}/{member}")
         if entry.open:
             print(f"  {family}/…  any other set of the archive, by its name")
-    return 0
-
-
-def info(args: Sequence[str]) -> int:
-    parse(NoArguments, args, prog="primal info", about=INFO)
-    import importlib.metadata as metadata
-    import platform
-
-    import torch
-
-    import primal_attention
-
-    print(f"primal-attention {primal_attention.__version__}, Python {platform.python_version()}, {platform.platform()}")
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
-    if torch.cuda.is_available():
-        for i in range(torch.cuda.device_count()):
-            print(f"  cuda:{i} {torch.cuda.get_device_name(i)}")
-    else:
-        print("  no CUDA device")
-    for package in PACKAGES.split():
-        try:
-            print(f"  {package} {metadata.version(package)}")
-        except metadata.PackageNotFoundError:
-            print(f"  {package} not installed")
     return 0

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from primal_attention.data.series import Standardizer
 from primal_attention.engine.batches import Batches
 from primal_attention.engine.module import TrainingModule
 
@@ -24,3 +25,4 @@ class Experiment:
     watched: Mapping[str, Batches]
     select: tuple[str, str] | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
+    standardizer: Standardizer | None = None

@@ -18,6 +18,7 @@ import json
 import logging
 import statistics
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,11 @@ def run_phase(recipe: Recipe, experiment: Experiment, folder: Path, title: str) 
         raise RunError("trainer.early-stop needs held-out cases to judge by: add --protocol validation")
     state = RunState(folder, experiment)
     if not restore_finished(state, experiment):
-        trainer = make_trainer(config, recipe, state, title)
+        callbacks: list[pl.Callback] = [state]
+        if config.progress:
+            with contextlib.suppress(ImportError):  # no rich on this machine: train without a bar
+                callbacks.insert(0, Bar(title, state))
+        trainer = make_trainer(recipe, callbacks, folder)
         resume_from = state.checkpoint if state.checkpoint.exists() else None
         try:
             trainer.fit(module, train_dataloaders=experiment.train, ckpt_path=resume_from)
@@ -111,15 +116,12 @@ def restore_finished(state: RunState, experiment: Experiment) -> bool:
     return True
 
 
-def make_trainer(config: TrainerConfig, recipe: Recipe, state: RunState, title: str) -> pl.Trainer:
-    """Lightning's trainer with this library's checkpoints, bar and silence."""
+def make_trainer(recipe: Recipe, callbacks: Sequence[pl.Callback], folder: Path | None) -> pl.Trainer:
+    """Lightning's trainer with this library's checkpoints and its silence. Without a folder nothing is written."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning.*")
-    callbacks: list[pl.Callback] = [state]
-    if config.progress:
-        with contextlib.suppress(ImportError):  # no rich on this machine: train without a bar
-            callbacks.insert(0, Bar(title, state))
+    config = recipe.trainer
     if config.devices > 1 and config.strategy == "auto":
         raise RunError(f"trainer.devices {config.devices} needs --trainer.strategy ddp or fsdp")
     try:
@@ -131,10 +133,11 @@ def make_trainer(config: TrainerConfig, recipe: Recipe, state: RunState, title: 
             precision=config.precision,
             gradient_clip_val=recipe.optim.clip or None,
             accumulate_grad_batches=config.accumulate,
-            callbacks=callbacks,
+            callbacks=list(callbacks),
             plugins=[AtomicCheckpointIO()],
+            enable_checkpointing=folder is not None,
             deterministic=config.deterministic,
-            default_root_dir=state.folder,
+            default_root_dir=folder,
             logger=False,
             enable_progress_bar=False,
             enable_model_summary=False,

@@ -240,4 +240,5 @@ def build_from(recipe: UEARecipe, data: SeriesData) -> Experiment:
             "classes": len(data.classes),
             "max_length": data.max_length,
         },
+        standardizer=standard,
     )
