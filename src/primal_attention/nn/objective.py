@@ -36,6 +36,8 @@ def ksvd_loss(
             f"model has no PrimalAttention layer ({type(model).__name__}): there is no KSVD objective to add"
         )
     losses = [_layer_loss(name, layer, reduction) for name, layer in found.items()]
+    if len(losses) == 1:
+        return losses[0]
     total = torch.stack([loss.to(losses[0].device) for loss in losses])
     return total.mean() if layers == "mean" else total.sum()
 

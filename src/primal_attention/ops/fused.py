@@ -16,200 +16,209 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from . import library as ops
 from .kernels import sequences
-from .kernels.fold import fold, foldable, unfold
-from .kernels.landmarks import finish_weights, landmark_weights, landmark_weights_backward, packed_weights
-from .kernels.objective import objective_backward, objective_forward
-from .kernels.running import running_backward, running_forward
-from .kernels.scores import scores_backward, scores_forward
-from .kernels.segments import column_sum, segment_sum
+from .kernels.fold import foldable
 from .kernels.sequences import Sequences
 from .layer import Attended, Energies, Objective, Weights
 from .modes import Mode, State
 from .reference import RunningState, Scores
 
-once = torch.autograd.function.once_differentiable
+Gradients = tuple[Tensor | None, ...]
 
 
-class Project(torch.autograd.Function):
+class Node(torch.autograd.Function):
+    """An operator with its way back."""
+
+    operator: ops.Operator
+
+    def __init_subclass__(cls) -> None:
+        backward = cls.backward
+
+        def as_structured(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+            """A registered operator wants a list of nothing where a list came in."""
+            lists = getattr(ctx, "lists", {})
+            return tuple([None] * lists[i] if i in lists else g for i, g in enumerate(backward(ctx, *grads)))
+
+        cls.operator.registered.register_autograd(as_structured, setup_context=cls.setup_context)
+        # The kernels' own gradients are not written: a second derivative must raise, not come out as zero.
+        cls.backward = staticmethod(torch.autograd.function.once_differentiable(cls.backward))  # type: ignore[assignment]
+
+
+def through(node: type[Node], name: str, *args: Any) -> Any:
+    """Apply a node: itself in eager mode, by its registered name where the compiler looks on."""
+    return getattr(torch.ops.primal, name)(*args) if torch.compiler.is_compiling() else node.apply(*args)
+
+
+class Project(Node):
     """(x, W_qk, b, W_e, W_r) → (qk, wx, traces). The bias' gradient comes from `Score`, which has it at hand."""
 
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, w_e: Tensor, w_r: Tensor, rows: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight, w_e, w_r, rows)
-        return F.linear(x, weight, bias), *landmark_weights(x, rows, w_e, w_r)
+    operator = ops.PROJECT
 
     @staticmethod
-    @once
-    def backward(ctx: Any, grad_qk: Tensor, grad_wx: Tensor, grad_trace: Tensor | None) -> tuple[Tensor | None, ...]:
+    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return ops.PROJECT.run(*args)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        x, weight, _, w_e, w_r, rows = inputs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight, w_e, w_r, rows)
+        ctx.heads = w_e.shape[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad_qk: Tensor | None, grad_wx: Tensor | None, grad_trace: Tensor | None) -> Gradients:
         x, weight, w_e, w_r, rows = ctx.saved_tensors
-        grad_x = grad_qk @ weight
-        grad_e, grad_r = landmark_weights_backward(x, rows, w_e, w_r, grad_wx, grad_trace, grad_x)
-        grad_weight = grad_qk.mT @ x if ctx.needs_input_grad[1] else None
+        grad_qk = x.new_zeros(x.shape[0], weight.shape[0]) if grad_qk is None else grad_qk
+        if grad_wx is None:
+            stored = ops.stored_rank(w_e.shape[2])
+            shape = (rows.shape[0], ctx.heads, 2, x.shape[1] // ctx.heads, stored)
+            grad_wx = x.new_zeros(shape, dtype=torch.float32)
+        grad_x, grad_weight, grad_e, grad_r = ops.PROJECT_BACKWARD(
+            x, weight, w_e, w_r, rows, grad_qk.contiguous(), grad_wx.contiguous(), _dense(grad_trace)
+        )
         return grad_x, grad_weight, None, grad_e, grad_r, None
 
 
-class Pack(torch.autograd.Function):
+class Pack(Node):
     """(W_e, W_r) → (wx, traces) where the weights do not depend on the data."""
 
-    @staticmethod
-    def forward(ctx: Any, w_e: Tensor, w_r: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(w_e, w_r)
-        return packed_weights(w_e, w_r)
+    operator = ops.PACK
 
     @staticmethod
-    @once
-    def backward(ctx: Any, grad_wx: Tensor, grad_trace: Tensor | None) -> tuple[Tensor | None, ...]:
+    def forward(*args: Any) -> tuple[Tensor, Tensor]:
+        return ops.PACK.run(*args)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, ...]) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs)
+        ctx.shape = output[0].shape
+
+    @staticmethod
+    def backward(ctx: Any, grad_wx: Tensor | None, grad_trace: Tensor | None) -> Gradients:
         w_e, w_r = ctx.saved_tensors
-        return finish_weights(grad_wx, w_e, w_r, grad_trace)
+        grad_wx = w_e.new_zeros(ctx.shape, dtype=torch.float32) if grad_wx is None else grad_wx.contiguous()
+        return ops.PACK_BACKWARD(grad_wx, w_e, w_r, _dense(grad_trace))  # type: ignore[no-any-return]
 
 
-class Score(torch.autograd.Function):
-    """(qk, wx, b) → (scores, energies). b is the projection's bias: it enters for its gradient alone."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        qk: Tensor,
-        wx: Tensor,
-        bias: Tensor | None,
-        origin: tuple[Tensor, ...],
-        seqs: Sequences,
-        rank: int,
-        whole: bool,
-    ) -> tuple[Tensor, Tensor]:
-        ctx.set_materialize_grads(False)
-        scores, parts = scores_forward(qk, wx, seqs, rank, whole)
-        # W_{·|X} is as large as a quarter of x when sequences are short: keep where it came from instead.
-        ctx.save_for_backward(qk, *(origin or (wx,)))
-        ctx.seqs, ctx.rank, ctx.whole = seqs, rank, whole
-        return scores, segment_sum(parts, seqs)
-
-    @staticmethod
-    @once
-    def backward(ctx: Any, grad_scores: Tensor | None, grad_energy: Tensor | None) -> tuple[Tensor | None, ...]:
-        qk, *origin = ctx.saved_tensors
-        wx = origin[0] if len(origin) == 1 else landmark_weights(*origin)[0]
-        grad_scores, grad_energy = _present(grad_scores, grad_energy, qk, wx, ctx.seqs)
-        grad_qk, parts, bias_parts = scores_backward(qk, wx, grad_scores, grad_energy, ctx.seqs, ctx.rank, ctx.whole)
-        grad_wx = parts if len(origin) == 1 else segment_sum(parts, ctx.seqs)
-        grad_bias = column_sum(bias_parts, qk.dtype) if ctx.needs_input_grad[2] else None
-        return grad_qk, grad_wx, grad_bias, None, None, None, None
+def _dense(grad: Tensor | None) -> Tensor | None:
+    return None if grad is None else grad.contiguous()
 
 
-class RunningScore(torch.autograd.Function):
-    """(qk, wx, log γ, b) → (scores, energies) of the causal running sums."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        qk: Tensor,
-        wx: Tensor,
-        log_decay: Tensor | None,
-        bias: Tensor | None,
-        seqs: Sequences,
-        rank: int,
-        whole: bool,
-        initial: Tensor | None,
-        final: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        ctx.set_materialize_grads(False)
-        scores, parts, carries = running_forward(qk, wx, log_decay, seqs, rank, whole, initial, final)
-        ctx.save_for_backward(qk, wx, log_decay, carries)
-        ctx.seqs, ctx.rank, ctx.whole = seqs, rank, whole
-        return scores, segment_sum(parts, seqs)
-
-    @staticmethod
-    @once
-    def backward(ctx: Any, grad_scores: Tensor | None, grad_energy: Tensor | None) -> tuple[Tensor | None, ...]:
-        qk, wx, log_decay, carries = ctx.saved_tensors
-        grad_scores, grad_energy = _present(grad_scores, grad_energy, qk, wx, ctx.seqs)
-        grad_qk, grad_wx, bias_parts, decay_parts = running_backward(
-            qk, wx, log_decay, carries, grad_scores, grad_energy, ctx.seqs, ctx.rank, ctx.whole
-        )
-        grad_decay = None if log_decay is None else decay_parts.sum((0, 2))
-        grad_bias = column_sum(bias_parts, qk.dtype) if ctx.needs_input_grad[3] else None
-        return grad_qk, grad_wx, grad_decay, grad_bias, None, None, None, None, None
-
-
-def _present(
-    grad_scores: Tensor | None, grad_energy: Tensor | None, qk: Tensor, wx: Tensor, seqs: Sequences
-) -> tuple[Tensor, Tensor]:
-    """Gradients that nobody asked for as zeros."""
-    _, heads, _, _, stored = wx.shape
+def _present(ctx: Any, grad_scores: Tensor | None, grad_energy: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients that nobody asked for, as zeros."""
     if grad_scores is None:
-        grad_scores = qk.new_zeros(qk.shape[0], heads, 2, stored)
+        grad_scores = like.new_zeros(ctx.shapes[0])
     if grad_energy is None:
-        grad_energy = torch.zeros(seqs.starts.shape[0], heads, 2, stored, dtype=torch.float32, device=qk.device)
+        grad_energy = like.new_zeros(ctx.shapes[1], dtype=torch.float32)
     return grad_scores.contiguous(), grad_energy.contiguous()
 
 
-class Combine(torch.autograd.Function):
+class Score(Node):
+    """(qk, wx, b) → (scores, energies). b is the projection's bias: it enters for its gradient alone."""
+
+    operator = ops.SCORE
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, Tensor]:
+        return ops.SCORE.run(*args)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        qk, wx, _, origin, tables, ctx.single, ctx.rank, ctx.whole = inputs
+        ctx.set_materialize_grads(False)
+        # W_{·|X} is as large as a quarter of x when sequences are short: keep where it came from instead.
+        ctx.save_for_backward(qk, *(origin or [wx]), *tables)
+        ctx.shapes = [t.shape for t in output]
+        ctx.origins = len(origin) or 1
+        ctx.lists = {3: len(origin), 4: len(tables)}
+
+    @staticmethod
+    def backward(ctx: Any, grad_scores: Tensor | None, grad_energy: Tensor | None) -> Gradients:
+        qk, *rest = ctx.saved_tensors
+        origin, tables = list(rest[: ctx.origins]), list(rest[ctx.origins :])
+        grads = _present(ctx, grad_scores, grad_energy, qk)
+        grad_qk, grad_wx, grad_bias = ops.SCORE_BACKWARD(qk, origin, *grads, tables, ctx.single, ctx.rank, ctx.whole)
+        return grad_qk, grad_wx, grad_bias if ctx.needs_input_grad[2] else None, None, None, None, None, None
+
+
+class RunningScore(Node):
+    """(qk, wx, b, log γ) → (scores, energies, carries, final sums) of the causal running sums."""
+
+    operator = ops.RUNNING_SCORE
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        return ops.RUNNING_SCORE.run(*args)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        qk, wx, _, log_decay, _, tables, ctx.single, ctx.rank, ctx.whole = inputs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(qk, wx, log_decay, output[2], *tables)
+        ctx.shapes = [t.shape for t in output]
+        ctx.lists = {5: len(tables)}
+
+    @staticmethod
+    def backward(ctx: Any, grad_scores: Tensor | None, grad_energy: Tensor | None, *_: Any) -> Gradients:
+        qk, wx, log_decay, carries, *tables = ctx.saved_tensors
+        grads = _present(ctx, grad_scores, grad_energy, qk)
+        grad_qk, grad_wx, grad_bias, grad_decay = ops.RUNNING_SCORE_BACKWARD(
+            qk, wx, log_decay, carries, *grads, list(tables), ctx.single, ctx.rank, ctx.whole
+        )
+        grad_bias = grad_bias if ctx.needs_input_grad[2] else None
+        return grad_qk, grad_wx, grad_bias, None if log_decay is None else grad_decay, None, None, None, None, None
+
+
+class Combine(Node):
     """scores (rows, H, 2, S) → y through the product of both output maps; nothing stands between the two."""
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        scores: Tensor,
-        score_weight: Tensor,
-        score_bias: Tensor | None,
-        out_weight: Tensor,
-        out_bias: Tensor | None,
-    ) -> Tensor:
-        product, bias = fold(out_weight, out_bias, score_weight, score_bias)
-        ctx.save_for_backward(scores, product, score_weight, score_bias, out_weight, out_bias)
-        needs_bias = score_bias is not None or out_bias is not None
-        return F.linear(scores.view(scores.shape[0], -1), product, bias if needs_bias else None)
+    operator = ops.COMBINE
 
     @staticmethod
-    @once
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        scores, product, score_weight, score_bias, out_weight, out_bias = ctx.saved_tensors
-        grad_scores = (grad_y @ product).view_as(scores)
-        grad_product = _product_in_float32(grad_y.mT, scores.view(scores.shape[0], -1))
-        rank = score_weight.shape[1] // 2
-        ones = scores.shape[3] > rank  # the scores carry a column of ones
-        grad_bias = grad_product[:, rank].contiguous() if ones else grad_y.sum(0, dtype=torch.float32)
-        grad_out, grad_score, grad_score_bias = unfold(grad_product, grad_bias, out_weight, score_weight, score_bias)
+    def forward(*args: Any) -> tuple[Tensor, Tensor]:
+        return ops.COMBINE.run(*args)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        scores, score_weight, score_bias, out_weight, out_bias = inputs
+        ctx.save_for_backward(scores, output[1], score_weight, score_bias, out_weight)
+        ctx.biases = (score_bias is not None, out_bias is not None)
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor, _: Any) -> Gradients:
+        grads = ops.COMBINE_BACKWARD(grad_y.contiguous(), *ctx.saved_tensors)
+        grad_scores, grad_score, grad_score_bias, grad_out, grad_out_bias = grads
+        score_bias, out_bias = ctx.biases
         return (
             grad_scores,
             grad_score,
-            None if score_bias is None else grad_score_bias,
+            grad_score_bias if score_bias else None,
             grad_out,
-            None if out_bias is None else grad_bias.to(out_bias.dtype),
+            grad_out_bias if out_bias else None,
         )
 
 
-def _product_in_float32(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b without rounding the sums back to 16 bits, where torch can."""
-    if a.is_cuda and a.dtype != torch.float32:
-        try:
-            return torch.mm(a, b, out_dtype=torch.float32)
-        except (TypeError, RuntimeError):  # torch before 2.8
-            pass
-    return (a @ b).float()
-
-
-class Measure(torch.autograd.Function):
+class Measure(Node):
     """(energies, √Λ, traces) → J."""
 
-    @staticmethod
-    def forward(
-        ctx: Any, energy: Tensor, sqrt_lambda: Tensor, trace: Tensor, tokens: Tensor | int, summed: bool
-    ) -> Tensor:
-        ctx.save_for_backward(energy, sqrt_lambda)
-        ctx.tokens, ctx.summed = tokens, summed
-        return objective_forward(energy, sqrt_lambda, trace, tokens, summed)
+    operator = ops.MEASURE
 
     @staticmethod
-    @once
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        energy, sqrt_lambda = ctx.saved_tensors
-        return *objective_backward(grad.contiguous(), energy, sqrt_lambda, ctx.tokens, ctx.summed), None, None
+    def forward(*args: Any) -> Tensor:
+        return ops.MEASURE.run(*args)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        energy, sqrt_lambda, _, lengths, ctx.length, ctx.summed = inputs
+        ctx.save_for_backward(energy, sqrt_lambda, lengths)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
+        energy, sqrt_lambda, lengths = ctx.saved_tensors
+        grads = ops.MEASURE_BACKWARD(grad.contiguous(), energy, sqrt_lambda, lengths, ctx.length, ctx.summed)
+        return *grads, None, None, None
 
 
 def combine(scores: Tensor, weights: Weights, rank: int) -> Tensor:
@@ -218,7 +227,7 @@ def combine(scores: Tensor, weights: Weights, rank: int) -> Tensor:
     _, _, _, _, score_weight, score_bias, out_weight, out_bias = weights
     p = score_weight.shape[0]
     if foldable(heads, p, rank):
-        return Combine.apply(scores, score_weight, score_bias, out_weight, out_bias)  # type: ignore[no-any-return]
+        return through(Combine, "combine", scores, score_weight, score_bias, out_weight, out_bias)[0]  # type: ignore[no-any-return]
     wide = F.pad(score_weight.view(p, 2, rank), (0, stored - rank)).view(p, 2 * stored)
     each = F.linear(scores.view(rows * heads, 2 * stored), wide, score_bias)
     return F.linear(each.view(rows, heads * p), out_weight, out_bias)
@@ -250,26 +259,27 @@ def fused_attention(
     rank, whole = weights.w_e.shape[-1], valid is None
     flat, seqs, rows, order = _lay_out(x, mode, valid, cu_seqlens)
     tokens = x.shape[1] if cu_seqlens is None and valid is None else seqs.lengths
+    where = (list(seqs[:-1]), seqs.single, rank, whole)
     after = None
     if mode.data_dependent:
-        qk, wx, trace = Project.apply(flat, weights.qk_weight, weights.qk_bias, weights.w_e, weights.w_r, rows)
-        origin = tuple(t.detach() for t in (flat, rows, weights.w_e, weights.w_r))
-        scores, energy = Score.apply(qk, wx, weights.qk_bias, origin, seqs, rank, whole)
+        qk, wx, trace = through(
+            Project, "project", flat, weights.qk_weight, _held(weights.qk_bias), weights.w_e, weights.w_r, rows
+        )
+        origin = [t.detach() for t in (flat, rows, weights.w_e, weights.w_r)]
+        scores, energy = through(Score, "score", qk, wx, weights.qk_bias, origin, *where)
     else:
-        bias = None if weights.qk_bias is None else weights.qk_bias.detach()  # its gradient comes from the scores
-        qk = F.linear(flat, weights.qk_weight, bias)
-        wx, trace = Pack.apply(weights.w_e, weights.w_r)
+        qk = F.linear(flat, weights.qk_weight, _held(weights.qk_bias))
+        wx, trace = through(Pack, "pack", weights.w_e, weights.w_r)
         if mode.causal:
             log_decay = None if decay is None else decay.float().log()
             past = state if isinstance(state, RunningState) else None
-            initial = None if past is None else torch.stack([past.query_sum, past.key_sum], dim=2)
-            final = qk.new_empty(seqs.starts.shape[0], *wx.shape[1:4], dtype=torch.float32) if need_state else None
-            scores, energy = RunningScore.apply(
-                qk, wx, log_decay, weights.qk_bias, seqs, rank, whole, initial, final
-            )  # fmt: skip
-            after = None if final is None else _running_state(final, tokens, decay, past)
+            initial = None if past is None else torch.stack([past.query_sum, past.key_sum], dim=2).float()
+            scores, energy, _, final = through(
+                RunningScore, "running_score", qk, wx, weights.qk_bias, log_decay, initial, *where
+            )
+            after = _running_state(final, tokens, decay, past) if need_state else None
         else:
-            scores, energy = Score.apply(qk, wx, weights.qk_bias, (), seqs, rank, whole)
+            scores, energy = through(Score, "score", qk, wx, weights.qk_bias, [], *where)
     y = combine(F.dropout(scores, dropout) if dropout else scores, weights, rank).view(x.shape)
     if order is not None:
         y = _scatter_back(y, order, valid)
@@ -281,13 +291,20 @@ def fused_attention(
     )
 
 
+def _held(bias: Tensor | None) -> Tensor | None:
+    """The bias without its gradient, which comes from the scores."""
+    return None if bias is None else bias.detach()
+
+
 def _measure(
     energy: Tensor, trace: Tensor, wx: Tensor, tokens: Tensor | int, rank: int, objective: Objective | None
 ) -> Tensor | None:
     if objective is None:
         return None
     if objective.trace == "weights":
-        return Measure.apply(energy, objective.sqrt_lambda, trace, tokens, objective.form == "sum")  # type: ignore[no-any-return]
+        lengths, length = (tokens, 0) if isinstance(tokens, Tensor) else (None, tokens)
+        summed = objective.form == "sum"
+        return through(Measure, "measure", energy, objective.sqrt_lambda, trace, lengths, length, summed)  # type: ignore[no-any-return]
     energies = Energies(energy[:, :, 0, :rank], energy[:, :, 1, :rank], tokens)
     return objective.of(energies, (wx[:, :, 0, :, :rank], wx[:, :, 1, :, :rank]))
 

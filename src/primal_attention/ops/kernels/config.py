@@ -40,11 +40,10 @@ def tiles(dtype: torch.dtype, head_dim: int, rank: int) -> Tiles:
 
 
 def running_tiles(dtype: torch.dtype, head_dim: int, rank: int) -> Tiles:
-    """As `tiles`, for the causal scan: its triangle of tokens × tokens wants shorter blocks."""
+    """As `tiles`, for the causal scan: its triangle of tokens × tokens wants short blocks."""
     width, full = power_of_two(head_dim), power_of_two(stored_rank(rank))
     block = min(full, 64 if width <= 128 else 32)
-    tokens = 64 if width <= 64 else (32 if width <= 128 else 16)
-    return Tiles(tokens, width, block, -(-stored_rank(rank) // block), 4)
+    return Tiles(32 if width <= 128 else 16, width, block, -(-stored_rank(rank) // block), 4)
 
 
 def precision(dtype: torch.dtype) -> str:

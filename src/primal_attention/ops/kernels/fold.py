@@ -61,11 +61,12 @@ def _fold(
 
 @triton.jit
 def _unfold(
-    grad_product, out_weight, score_weight, score_bias, grad_out, grad_out_bias, parts, bias_parts,
+    grad_product, grad_bias, out_weight, score_weight, score_bias, grad_out, grad_out_bias, parts, bias_parts,
     HEADS: tl.constexpr, D: tl.constexpr, P: tl.constexpr, RANK: tl.constexpr, S: tl.constexpr,
-    BD: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, SHIFT: tl.constexpr, PRECISION: tl.constexpr,
+    BD: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, SHIFT: tl.constexpr, ONES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """grad_product: (d, H·2S + 1) float32, its last column the gradient of the bias."""
+    """ONES: the scores carried a column of ones, so column RANK of grad_product is the gradient of the bias."""
     program = tl.program_id(0)
     row = program * BD + tl.arange(0, BD)
     p, c = tl.arange(0, BP), tl.arange(0, BC)
@@ -76,7 +77,8 @@ def _unfold(
     )  # fmt: skip
     kind = w_o.dtype
     width = HEADS * 2 * S
-    dm = tl.load(grad_out_bias + row, mask=row < D, other=0.0)
+    dm = tl.load(grad_product + row * width + RANK if ONES else grad_bias + row, mask=row < D, other=0.0)
+    tl.store(grad_out_bias + row, dm.to(kind), mask=row < D)
     b_o = tl.load(score_bias + p, mask=p < P, other=0.0).to(tl.float32) if SHIFT else tl.zeros((BP,), tl.float32)
     sum_w = tl.zeros((BP, BC), tl.float32)
     sum_b = tl.zeros((BP,), tl.float32)
@@ -142,23 +144,27 @@ def fold(
 
 
 def unfold(
-    grad_product: Tensor, grad_bias: Tensor, out_weight: Tensor, score_weight: Tensor, score_bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of W_out, W_o and b_o from those of M (d, H·2S) and m (d,)."""
+    grad_product: Tensor, grad_bias: Tensor | None, out_weight: Tensor, score_weight: Tensor, score_bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of W_out, W_o, b_out and b_o from those of M (d, H·2S) and m (d,), both float32.
+
+    grad_bias is None where the scores carried a column of ones: then grad_product has it.
+    """
     size = _sizes(out_weight, score_weight)
     d, p, stored = out_weight.shape[0], score_weight.shape[0], stored_rank(score_weight.shape[1] // 2)
     programs = triton.cdiv(d, ROWS)
     grad_out, grad_score = torch.empty_like(out_weight), torch.empty_like(score_weight)
-    grad_score_bias = out_weight.new_empty(p)
+    grad_out_bias, grad_score_bias = out_weight.new_empty(d), out_weight.new_empty(p)
     parts = torch.empty(programs, p, 2 * stored, dtype=torch.float32, device=out_weight.device)
     bias_parts = torch.empty(programs, p, dtype=torch.float32, device=out_weight.device)
     shift = score_bias is not None
     _unfold[(programs,)](
-        grad_product, out_weight, score_weight, out_weight if score_bias is None else score_bias, grad_out, grad_bias,
-        parts, bias_parts, SHIFT=shift, **size,
+        grad_product, grad_product if grad_bias is None else grad_bias, out_weight, score_weight,
+        out_weight if score_bias is None else score_bias, grad_out, grad_out_bias, parts, bias_parts,
+        SHIFT=shift, ONES=grad_bias is None, **size,
     )  # fmt: skip
     _finish[(p,)](
         parts, bias_parts, grad_score, grad_score_bias, programs,
         P=p, RANK=size["RANK"], S=stored, BC=size["BC"], SHIFT=shift,
     )  # fmt: skip
-    return grad_out, grad_score, grad_score_bias
+    return grad_out, grad_score, grad_out_bias, grad_score_bias

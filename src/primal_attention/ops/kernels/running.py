@@ -3,8 +3,10 @@
     s_i = γ s_{i−1} + z_i,   φ_i = s_i / ‖s_i‖,   e_i = Wᵀ φ_i
 
 The sum is a chunked scan with a float32 carry. A block of rows holds L z with L_ij = γ^(i−j) for j ≤ i; what came
-before the block enters as γ^(i+1) times its carry. Three launches forward: the blocks' own sums, the carries from
-them, the scores. Back the same: the blocks' adjoint sums, their carries from the end, then dz = Lᵀ ds + (what comes after).
+before the block enters as γ^(i+1) times its carry. Three launches forward: the chunks' own sums, the carries from
+them, the scores. Back the same: the chunks' adjoint sums, their carries from the end, then dz = Lᵀ ds plus what comes
+after the block. Blocks are short (32 rows): products that small stay on instructions that the compiler gets right, and
+the kernels wait for memory, not for them.
 The gradient of log γ is Σ_i dz_i · (s_i − z_i). Layouts as in `scores.py`; a lane is (head, side).
 """
 
@@ -43,37 +45,38 @@ def _sums_within(z, triangle, DECAY: tl.constexpr, PRECISION: tl.constexpr, FINE
 
 
 @triton.jit
-def _block_sums(
+def _chunk_sums(
     qk, sums, log_decay, chunk_start, chunk_end,
-    HEADS: tl.constexpr, P: tl.constexpr, BLOCKS: tl.constexpr, BT: tl.constexpr, BP: tl.constexpr,
-    DECAY: tl.constexpr,
+    HEADS: tl.constexpr, P: tl.constexpr, BT: tl.constexpr, BP: tl.constexpr, DECAY: tl.constexpr,
 ):  # fmt: skip
-    """Σ_j γ^(m−1−j) z_j of each block of m rows."""
-    block, lane = tl.program_id(0), tl.program_id(1)
+    """Σ_j γ^(m−1−j) z_j of each chunk of m rows."""
+    chunk, lane = tl.program_id(0), tl.program_id(1)
     head, side = lane // 2, lane % 2
-    first = tl.load(chunk_start + block // BLOCKS) + (block % BLOCKS) * BT
-    end = tl.load(chunk_end + block // BLOCKS)
+    start, end = tl.load(chunk_start + chunk), tl.load(chunk_end + chunk)
     p, t = tl.arange(0, BP), tl.arange(0, BT)
-    row, column = first + t, (side * HEADS + head) * P + p
-    live = row < end
-    z = tl.load(qk + row[:, None] * (2 * HEADS * P) + column[None], mask=live[:, None] & (p[None] < P), other=0.0)
+    column = (side * HEADS + head) * P + p
     rate = tl.load(log_decay + head) if DECAY else 0.0
-    age = tl.maximum(tl.minimum(end - first, BT) - 1 - t, 0)
-    total = tl.sum(z.to(tl.float32) * _powers(rate, age, DECAY)[:, None], 0)
-    tl.store(sums + (block.to(tl.int64) * (2 * HEADS) + lane) * P + p, total, mask=p < P)
+    parts = tl.zeros((BT, BP), tl.float32)
+    for first in range(start, end, BT):
+        row = first + t
+        inside = (row < end)[:, None] & (p[None] < P)
+        z = tl.load(qk + row[:, None] * (2 * HEADS * P) + column[None], mask=inside, other=0.0).to(tl.float32)
+        parts += z * _powers(rate, tl.maximum(end - 1 - row, 0), DECAY)[:, None] if DECAY else z
+    place = (chunk.to(tl.int64) * (2 * HEADS) + lane) * P + p
+    tl.store(sums + place, tl.sum(parts, 0), mask=p < P)
 
 
 @triton.jit
 def _carries(
     sums, carries, initial, final, log_decay, first_chunk, lengths,
-    HEADS: tl.constexpr, P: tl.constexpr, BLOCKS: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+    HEADS: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, BC: tl.constexpr,
     DECAY: tl.constexpr, REVERSE: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip
-    """What stands before each block (or, reversed, after it): a scan over the blocks' sums, `BC` columns a program."""
+    """What stands before each chunk (or, reversed, after it): a scan over the chunks' sums, `BC` columns a program."""
     sequence, lane = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.program_id(2) * BC + tl.arange(0, BC)
-    first = tl.load(first_chunk + sequence) * BLOCKS
-    count = tl.load(first_chunk + sequence + 1) * BLOCKS - first
+    first = tl.load(first_chunk + sequence)
+    count = tl.load(first_chunk + sequence + 1) - first
     length = tl.load(lengths + sequence)
     rate = tl.load(log_decay + lane // 2) if DECAY else 0.0
     here, other = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None]
@@ -81,22 +84,20 @@ def _carries(
     carry = tl.load(initial + state_place, mask=column < P, other=0.0) if INITIAL else tl.zeros((BC,), tl.float32)
     for group in range(0, count, 64):
         if REVERSE:
-            # The same scan with the blocks numbered from the end.
+            # The same scan with the chunks numbered from the end.
             k, j = count - 1 - group - here, count - 1 - group - other
-            far, near = (
-                tl.minimum((count - group) * BT, length),
-                tl.minimum(tl.maximum(count - group - 64, 0) * BT, length),
-            )
-            gap = tl.minimum(j * BT, length) - tl.minimum((k + 1) * BT, length)
-            kept = far - tl.minimum((k + 1) * BT, length)
-            tail = tl.minimum(j * BT, length) - near
+            far = tl.minimum((count - group) * ROWS, length)
+            near = tl.minimum(tl.maximum(count - group - 64, 0) * ROWS, length)
+            gap = tl.minimum(j * ROWS, length) - tl.minimum((k + 1) * ROWS, length)
+            kept = far - tl.minimum((k + 1) * ROWS, length)
+            tail = tl.minimum(j * ROWS, length) - near
             whole = far - near
         else:
             k, j = group + here, group + other
-            far, near = tl.minimum((group + 64) * BT, length), tl.minimum(group * BT, length)
-            gap = tl.minimum(k * BT, length) - tl.minimum((j + 1) * BT, length)
-            kept = tl.minimum(k * BT, length) - near
-            tail = far - tl.minimum((j + 1) * BT, length)
+            far, near = tl.minimum((group + 64) * ROWS, length), tl.minimum(group * ROWS, length)
+            gap = tl.minimum(k * ROWS, length) - tl.minimum((j + 1) * ROWS, length)
+            kept = tl.minimum(k * ROWS, length) - near
+            tail = far - tl.minimum((j + 1) * ROWS, length)
             whole = far - near
         index = tl.reshape(j, (64,))
         inside = (index >= 0) & (index < count)
@@ -118,9 +119,22 @@ def _carries(
 
 
 @triton.jit
+def _weights_block(wx, lane, rank_block, like, P: tl.constexpr, S: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr):
+    p, s = tl.arange(0, BP), rank_block * BS + tl.arange(0, BS)
+    inside = (p[:, None] < P) & (s[None] < S)
+    return tl.load(wx + lane * (P * S) + p[:, None] * S + s[None], mask=inside, other=0.0).to(like.dtype.element_ty)
+
+
+@triton.jit
+def _last_row(sums, BT: tl.constexpr):
+    """What a full block hands on to the next."""
+    return tl.sum(tl.where(tl.arange(0, BT)[:, None] == BT - 1, sums, 0.0), 0)
+
+
+@triton.jit
 def _running_scores(
     qk, wx, carries, scores, energy, log_decay, chunk_start, chunk_end,
-    HEADS: tl.constexpr, P: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr, BLOCKS: tl.constexpr,
+    HEADS: tl.constexpr, P: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr,
     BT: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, NS: tl.constexpr,
     DECAY: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
@@ -132,75 +146,80 @@ def _running_scores(
     triangle = _triangle(rate, BT, DECAY)
     fade = _powers(rate, t + 1, DECAY)
     qk += (side * HEADS + head) * P
-    for rank_block in tl.range(0, NS, loop_unroll_factor=1):
+    for rank_block in tl.static_range(NS):
         s = rank_block * BS + tl.arange(0, BS)
-        w = tl.load(
-            wx + lane * (P * S) + p[:, None] * S + s[None], mask=(p[:, None] < P) & (s[None] < S), other=0.0
-        ).to(qk.dtype.element_ty)
+        w = _weights_block(wx, lane, rank_block, qk, P, S, BP, BS)
         total = tl.zeros((BS,), tl.float32)
-        block = chunk.to(tl.int64) * BLOCKS
+        carry = tl.load(carries + (chunk.to(tl.int64) * (2 * HEADS) + lane) * P + p, mask=p < P, other=0.0)
         for first in range(start, end, BT):
             row = first + t
             live = row < end
             z = tl.load(qk + row[:, None] * (2 * HEADS * P) + p[None], mask=live[:, None] & (p[None] < P), other=0.0)
-            carry = tl.load(carries + (block * (2 * HEADS) + lane) * P + p, mask=p < P, other=0.0)
             sums = _sums_within(z, triangle, DECAY, PRECISION, FINE) + fade[:, None] * carry[None]
+            carry = _last_row(sums, BT)
             inverse = 1.0 / tl.maximum(tl.sqrt(tl.sum(sums * sums, 1)), EPS)
             e = dot((sums * inverse[:, None]).to(z.dtype), w, PRECISION)
             total += tl.sum(tl.where(live[:, None], e * e, 0.0), 0)
             e = tl.where((s[None] == RANK) & (lane == 0), 1.0, e)  # see scores.py
             place = scores + row[:, None] * (2 * HEADS * S) + lane * S + s[None]
             tl.store(place, e.to(scores.dtype.element_ty), mask=live[:, None] & (s[None] < S))
-            block += 1
         tl.store(energy + (chunk.to(tl.int64) * (2 * HEADS) + lane) * S + s, total, mask=s < S)
 
 
 @triton.jit
+def _score_gradient(
+    phi, w, grad_scores, grad_energy, row, live, lane, sequence, rank_block,
+    HEADS: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr, BS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """e of a block of directions, and its whole gradient: from the output and from the energies."""
+    s = rank_block * BS + tl.arange(0, BS)
+    twice = 2.0 * tl.load(grad_energy + (sequence * (2 * HEADS) + lane) * S + s, mask=s < RANK, other=0.0)
+    de = tl.load(
+        grad_scores + row[:, None] * (2 * HEADS * S) + lane * S + s[None],
+        mask=live[:, None] & (s[None] < RANK), other=0.0,
+    ).to(tl.float32)  # fmt: skip
+    e = dot(phi, w, PRECISION)
+    return e, de + tl.where(live[:, None], twice[None] * e, 0.0)
+
+
+@triton.jit
 def _adjoint_of_sums(
-    qk, wx, carry, grad_scores, grad_energy, triangle, fade, row, live, column, lane, sequence,
+    z, w, wx, carry, grad_scores, grad_energy, triangle, fade, row, live, lane, sequence,
     HEADS: tl.constexpr, P: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr,
     BT: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, NS: tl.constexpr,
     DECAY: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
-    """A block's rows z, their sums s, φ, ds, and de of the last block of directions (the only one where NS is 1)."""
-    p = tl.arange(0, BP)
-    z = tl.load(
-        qk + row[:, None] * (2 * HEADS * P) + column[None], mask=live[:, None] & (p[None] < P), other=0.0
-    )  # fmt: skip
+    """A block's sums s, φ, ds, and de of the last block of directions. w: the weights' first block."""
     sums = _sums_within(z, triangle, DECAY, PRECISION, FINE) + fade[:, None] * carry[None]
     norm = tl.sqrt(tl.sum(sums * sums, 1))
     inverse = 1.0 / tl.maximum(norm, EPS)
     wide = sums * inverse[:, None]
     phi = wide.to(z.dtype)
-    grad = tl.zeros((BT, BP), tl.float32)
-    along = tl.zeros((BT,), tl.float32)
-    de = tl.zeros((BT, BS), tl.float32)
-    for rank_block in tl.range(0, NS, loop_unroll_factor=1):
-        s = rank_block * BS + tl.arange(0, BS)
-        w = tl.load(
-            wx + lane * (P * S) + p[:, None] * S + s[None], mask=(p[:, None] < P) & (s[None] < S), other=0.0
-        ).to(qk.dtype.element_ty)
-        twice = 2.0 * tl.load(grad_energy + (sequence * (2 * HEADS) + lane) * S + s, mask=s < RANK, other=0.0)
-        de = tl.load(
-            grad_scores + row[:, None] * (2 * HEADS * S) + lane * S + s[None],
-            mask=live[:, None] & (s[None] < RANK), other=0.0,
-        ).to(tl.float32)  # fmt: skip
-        e = dot(phi, w, PRECISION)
-        de += tl.where(live[:, None], twice[None] * e, 0.0)
+    e, de = _score_gradient(
+        phi, w, grad_scores, grad_energy, row, live, lane, sequence, 0, HEADS, S, RANK, BS, PRECISION
+    )  # fmt: skip
+    along = tl.sum(e * de, 1)
+    grad = dot(de.to(z.dtype), tl.trans(w), PRECISION)
+    for rank_block in tl.static_range(1, NS):
+        other = _weights_block(wx, lane, rank_block, grad_scores, P, S, BP, BS)
+        e, de = _score_gradient(
+            phi, other, grad_scores, grad_energy, row, live, lane, sequence, rank_block, HEADS, S, RANK, BS, PRECISION
+        )  # fmt: skip
         along += tl.sum(e * de, 1)
-        grad += dot(de.to(z.dtype), tl.trans(w), PRECISION)
+        grad += dot(de.to(z.dtype), tl.trans(other), PRECISION)
     grad = (grad - wide * tl.where(norm > EPS, along, 0.0)[:, None]) * inverse[:, None]
-    return z, sums, phi, tl.where(live[:, None], grad, 0.0), de
+    return sums, phi, tl.where(live[:, None], grad, 0.0), de
 
 
 @triton.jit
 def _adjoint_sums(
-    qk, wx, carries, grad_scores, grad_energy, sums, grad_wx, log_decay, chunk_sequence, chunk_start, chunk_end,
+    qk, wx, carries, grad_scores, grad_energy, block_carries, sums, grad_wx,
+    log_decay, chunk_sequence, chunk_start, chunk_end,
     HEADS: tl.constexpr, P: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr, BLOCKS: tl.constexpr,
     BT: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, NS: tl.constexpr,
     DECAY: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
-    """Σ_i γ^i ds_i of each block; and, where one block holds the rank, dW of the chunk."""
+    """Σ_i γ^i ds_i of each chunk; the carry before each of its blocks; and, where one block holds the rank, dW."""
     chunk, lane = tl.program_id(0), tl.program_id(1)
     start, end = tl.load(chunk_start + chunk), tl.load(chunk_end + chunk)
     sequence = tl.load(chunk_sequence + chunk)
@@ -209,38 +228,41 @@ def _adjoint_sums(
     rate = tl.load(log_decay + lane // 2) if DECAY else 0.0
     triangle = _triangle(rate, BT, DECAY)
     fade = _powers(rate, t + 1, DECAY)
-    back = _powers(rate, t, DECAY)
-    sum_w = tl.zeros((BP, BS), tl.float32)
+    w = _weights_block(wx, lane, 0, qk, P, S, BP, BS)
+    sum_w = tl.zeros((BS, BP), tl.float32)
+    parts = tl.zeros((BT, BP), tl.float32)
+    carry = tl.load(carries + (chunk.to(tl.int64) * (2 * HEADS) + lane) * P + p, mask=p < P, other=0.0)
     place = (chunk.to(tl.int64) * BLOCKS * (2 * HEADS) + lane) * P + p
     for first in range(start, end, BT):
         row = first + t
-        carry = tl.load(carries + place, mask=p < P, other=0.0)
-        _, _, phi, grad, de = _adjoint_of_sums(
-            qk, wx, carry, grad_scores, grad_energy, triangle, fade, row, row < end, column, lane, sequence,
+        live = row < end
+        z = tl.load(qk + row[:, None] * (2 * HEADS * P) + column[None], mask=live[:, None] & (p[None] < P), other=0.0)
+        tl.store(block_carries + place, carry, mask=p < P)
+        rows, phi, grad, de = _adjoint_of_sums(
+            z, w, wx, carry, grad_scores, grad_energy, triangle, fade, row, live, lane, sequence,
             HEADS, P, S, RANK, BT, BP, BS, NS, DECAY, PRECISION, FINE,
         )  # fmt: skip
-        tl.store(sums + place, tl.sum(grad * back[:, None], 0), mask=p < P)
-        place += 2 * HEADS * P
+        carry = _last_row(rows, BT)
+        parts += grad * _powers(rate, row - start, DECAY)[:, None] if DECAY else grad
         if NS == 1:
-            sum_w += dot(tl.trans(phi), de.to(phi.dtype), PRECISION)
-    for _ in range(tl.cdiv(end - start, BT), BLOCKS):
-        tl.store(sums + place, tl.zeros((BP,), tl.float32), mask=p < P)
+            sum_w += dot(tl.trans(de.to(phi.dtype)), phi, PRECISION)
         place += 2 * HEADS * P
+    out = chunk.to(tl.int64) * (2 * HEADS) + lane
+    tl.store(sums + out * P + p, tl.sum(parts, 0), mask=p < P)
     if NS == 1:
-        out = chunk.to(tl.int64) * (2 * HEADS) + lane
-        fits = (p[:, None] < P) & (s[None] < S)
-        tl.store(grad_wx + out * (P * S) + p[:, None] * S + s[None], sum_w, mask=fits)
+        fits = (p[None] < P) & (s[:, None] < S)
+        tl.store(grad_wx + out * (P * S) + p[None] * S + s[:, None], sum_w, mask=fits)
 
 
 @triton.jit
 def _running_rows(
-    qk, wx, carries, after, grad_scores, grad_energy, grad_qk, grad_bias, grad_decay,
+    qk, wx, block_carries, after, grad_scores, grad_energy, grad_qk, grad_bias, grad_decay,
     log_decay, chunk_sequence, chunk_start, chunk_end,
     HEADS: tl.constexpr, P: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr, BLOCKS: tl.constexpr,
     BT: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, NS: tl.constexpr,
     DECAY: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
-    """dz = Lᵀ ds + γ^(m−t)·(what comes after the block); with it the gradients of the bias and of log γ."""
+    """From the chunk's end: dz = Lᵀ ds + γ^(m−t)·(what comes after the block), and the gradients of b and log γ."""
     chunk, lane = tl.program_id(0), tl.program_id(1)
     start, end = tl.load(chunk_start + chunk), tl.load(chunk_end + chunk)
     sequence = tl.load(chunk_sequence + chunk)
@@ -249,27 +271,32 @@ def _running_rows(
     rate = tl.load(log_decay + lane // 2) if DECAY else 0.0
     triangle = _triangle(rate, BT, DECAY)
     fade = _powers(rate, t + 1, DECAY)
+    w = _weights_block(wx, lane, 0, qk, P, S, BP, BS)
     sum_b = tl.zeros((BP,), tl.float32)
     sum_decay = tl.zeros((BP,), tl.float32)
-    place = (chunk.to(tl.int64) * BLOCKS * (2 * HEADS) + lane) * P + p
-    for first in range(start, end, BT):
+    later = tl.load(after + (chunk.to(tl.int64) * (2 * HEADS) + lane) * P + p, mask=p < P, other=0.0)
+    blocks = tl.cdiv(end - start, BT)
+    place = ((chunk.to(tl.int64) * BLOCKS + blocks - 1) * (2 * HEADS) + lane) * P + p
+    for back in range(blocks):
+        first = start + (blocks - 1 - back) * BT
         row = first + t
         live = row < end
-        carry = tl.load(carries + place, mask=p < P, other=0.0)
-        later = tl.load(after + place, mask=p < P, other=0.0)
-        z, sums, _, grad, _ = _adjoint_of_sums(
-            qk, wx, carry, grad_scores, grad_energy, triangle, fade, row, live, column, lane, sequence,
+        inside = live[:, None] & (p[None] < P)
+        z = tl.load(qk + row[:, None] * (2 * HEADS * P) + column[None], mask=inside, other=0.0)
+        carry = tl.load(block_carries + place, mask=p < P, other=0.0)
+        sums, _, grad, _ = _adjoint_of_sums(
+            z, w, wx, carry, grad_scores, grad_energy, triangle, fade, row, live, lane, sequence,
             HEADS, P, S, RANK, BT, BP, BS, NS, DECAY, PRECISION, FINE,
         )  # fmt: skip
         ahead = _powers(rate, tl.maximum(tl.minimum(end - first, BT) - t, 0), DECAY)
         dz = dot(tl.trans(triangle), grad, FINE) + ahead[:, None] * later[None]
         dz = tl.where(live[:, None], dz, 0.0)
+        later = tl.sum(tl.where(t[:, None] == 0, dz, 0.0), 0)
         sum_b += tl.sum(dz, 0)
         if DECAY:
             sum_decay += tl.sum(dz * (sums - z.to(tl.float32)), 0)
-        inside = live[:, None] & (p[None] < P)
         tl.store(grad_qk + row[:, None] * (2 * HEADS * P) + column[None], dz.to(z.dtype), mask=inside)
-        place += 2 * HEADS * P
+        place -= 2 * HEADS * P
     tl.store(grad_bias + chunk.to(tl.int64) * (2 * HEADS * P) + column, sum_b, mask=p < P)
     if DECAY:
         tl.store(grad_decay + chunk.to(tl.int64) * (2 * HEADS) + lane, tl.sum(tl.where(p < P, sum_decay, 0.0), 0))
@@ -278,7 +305,7 @@ def _running_rows(
 @triton.jit
 def _running_weights(
     qk, wx, carries, grad_scores, grad_energy, grad_wx, log_decay, chunk_sequence, chunk_start, chunk_end,
-    HEADS: tl.constexpr, P: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr, BLOCKS: tl.constexpr,
+    HEADS: tl.constexpr, P: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr,
     BT: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr,
     DECAY: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
@@ -291,29 +318,23 @@ def _running_weights(
     rate = tl.load(log_decay + lane // 2) if DECAY else 0.0
     triangle = _triangle(rate, BT, DECAY)
     fade = _powers(rate, t + 1, DECAY)
-    fits = (p[:, None] < P) & (s[None] < S)
-    w = tl.load(wx + lane * (P * S) + p[:, None] * S + s[None], mask=fits, other=0.0).to(qk.dtype.element_ty)
-    twice = 2.0 * tl.load(grad_energy + (sequence * (2 * HEADS) + lane) * S + s, mask=s < RANK, other=0.0)
-    sum_w = tl.zeros((BP, BS), tl.float32)
-    place = (chunk.to(tl.int64) * BLOCKS * (2 * HEADS) + lane) * P + p
+    w = _weights_block(wx, lane, rank_block, qk, P, S, BP, BS)
+    sum_w = tl.zeros((BS, BP), tl.float32)
+    carry = tl.load(carries + (chunk.to(tl.int64) * (2 * HEADS) + lane) * P + p, mask=p < P, other=0.0)
     for first in range(start, end, BT):
         row = first + t
         live = row < end
-        carry = tl.load(carries + place, mask=p < P, other=0.0)
-        z = tl.load(
-            qk + row[:, None] * (2 * HEADS * P) + column[None], mask=live[:, None] & (p[None] < P), other=0.0
-        )  # fmt: skip
+        z = tl.load(qk + row[:, None] * (2 * HEADS * P) + column[None], mask=live[:, None] & (p[None] < P), other=0.0)
         sums = _sums_within(z, triangle, DECAY, PRECISION, FINE) + fade[:, None] * carry[None]
+        carry = _last_row(sums, BT)
         phi = (sums / tl.maximum(tl.sqrt(tl.sum(sums * sums, 1)), EPS)[:, None]).to(z.dtype)
-        de = tl.load(
-            grad_scores + row[:, None] * (2 * HEADS * S) + lane * S + s[None],
-            mask=live[:, None] & (s[None] < RANK), other=0.0,
-        ).to(tl.float32)  # fmt: skip
-        de += tl.where(live[:, None], twice[None] * dot(phi, w, PRECISION), 0.0)
-        sum_w += dot(tl.trans(phi), de.to(phi.dtype), PRECISION)
-        place += 2 * HEADS * P
+        _, de = _score_gradient(
+            phi, w, grad_scores, grad_energy, row, live, lane, sequence, rank_block, HEADS, S, RANK, BS, PRECISION
+        )  # fmt: skip
+        sum_w += dot(tl.trans(de.to(phi.dtype)), phi, PRECISION)
     out = chunk.to(tl.int64) * (2 * HEADS) + lane
-    tl.store(grad_wx + out * (P * S) + p[:, None] * S + s[None], sum_w, mask=fits)
+    fits = (p[None] < P) & (s[:, None] < S)
+    tl.store(grad_wx + out * (P * S) + p[None] * S + s[:, None], sum_w, mask=fits)
 
 
 class _Plan:
@@ -328,24 +349,22 @@ class _Plan:
         self.seqs, self.device = seqs, qk.device
         # Powers of γ and float32 gradients: TF32 holds more than the 16-bit types that come out of it.
         fine = precision(qk.dtype) if qk.dtype == torch.float32 else "tf32"
-        self.shape = {
-            "HEADS": self.heads, "P": self.p, "BLOCKS": self.blocks, "BT": self.size.tokens,
-            "DECAY": log_decay is not None,
-        }  # fmt: skip
+        self.shape = {"HEADS": self.heads, "P": self.p, "DECAY": log_decay is not None}
         self.full = {
-            **self.shape, "S": self.stored, "BP": self.size.width, "BS": self.size.rank,
-            "PRECISION": precision(qk.dtype), "FINE": fine, "num_warps": self.size.warps,
+            **self.shape, "S": self.stored, "RANK": rank, "BT": self.size.tokens, "BP": self.size.width,
+            "BS": self.size.rank, "PRECISION": precision(qk.dtype), "FINE": fine, "num_warps": self.size.warps,
+            "num_stages": 2 if self.size.rank_blocks == 1 and self.size.width <= 64 else 1,
         }  # fmt: skip
 
-    def per_block(self) -> Tensor:
-        shape = (self.chunks * self.blocks, self.heads, 2, self.p)
+    def sums(self, per_chunk: int = 1) -> Tensor:
+        shape = (self.chunks * per_chunk, self.heads, 2, self.p)
         return torch.empty(shape, dtype=torch.float32, device=self.device)
 
     def carries(self, sums: Tensor, reverse: bool, initial: Tensor | None, final: Tensor | None) -> Tensor:
         carries = torch.empty_like(sums)
         _carries[(self.batch, 2 * self.heads, triton.cdiv(self.p, 16))](
             sums, carries, sums if initial is None else initial, sums if final is None else final, self.rate,
-            self.seqs.first_chunk, self.seqs.lengths, **self.shape, BC=16, REVERSE=reverse,
+            self.seqs.first_chunk, self.seqs.lengths, **self.shape, ROWS=CHUNK, BC=16, REVERSE=reverse,
             INITIAL=initial is not None, FINAL=final is not None,
         )  # fmt: skip
         return carries
@@ -361,7 +380,7 @@ def running_forward(
     initial: Tensor | None = None,
     final: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores (rows, H, 2, S), the energies' partial sums per chunk, and the blocks' carries for the way back.
+    """Scores (rows, H, 2, S), the energies' partial sums per chunk, and the chunks' carries for the way back.
 
     initial, final: (B, H, 2, p) float32, the sums before the first token, and where to write those after the last.
     """
@@ -369,16 +388,14 @@ def running_forward(
     make = torch.empty if whole else torch.zeros
     scores = make((qk.shape[0], plan.heads, 2, plan.stored), dtype=qk.dtype, device=qk.device)
     energy = torch.empty((plan.chunks, plan.heads, 2, plan.stored), dtype=torch.float32, device=qk.device)
-    sums = plan.per_block()
+    sums = plan.sums()
     if not plan.chunks:
         return scores, energy, sums
-    starts = (seqs.chunk_start, seqs.chunk_end)
-    _block_sums[(plan.chunks * plan.blocks, 2 * plan.heads)](
-        qk, sums, plan.rate, *starts, **plan.shape, BP=plan.size.width
-    )  # fmt: skip
+    grid, starts = (plan.chunks, 2 * plan.heads), (seqs.chunk_start, seqs.chunk_end)
+    _chunk_sums[grid](qk, sums, plan.rate, *starts, **plan.shape, BT=64, BP=plan.size.width)
     carries = plan.carries(sums, False, initial, final)
-    _running_scores[(plan.chunks, 2 * plan.heads)](
-        qk, wx, carries, scores, energy, plan.rate, *starts, **plan.full, RANK=rank, NS=plan.size.rank_blocks
+    _running_scores[grid](
+        qk, wx, carries, scores, energy, plan.rate, *starts, **plan.full, NS=plan.size.rank_blocks
     )  # fmt: skip
     return scores, energy, carries
 
@@ -403,18 +420,19 @@ def running_backward(
     if not plan.chunks:
         return grad_qk, grad_wx, grad_bias, grad_decay
     tables = (plan.rate, seqs.chunk_sequence, seqs.chunk_start, seqs.chunk_end)
-    grid, blocks = (plan.chunks, 2 * plan.heads), plan.size.rank_blocks
-    sums = plan.per_block()
+    grid, rank_blocks = (plan.chunks, 2 * plan.heads), plan.size.rank_blocks
+    sums, block_carries = plan.sums(), plan.sums(plan.blocks)
     _adjoint_sums[grid](
-        qk, wx, carries, grad_scores, grad_energy, sums, grad_wx, *tables, **plan.full, RANK=rank, NS=blocks
+        qk, wx, carries, grad_scores, grad_energy, block_carries, sums, grad_wx, *tables,
+        **plan.full, BLOCKS=plan.blocks, NS=rank_blocks,
     )  # fmt: skip
     after = plan.carries(sums, True, None, None)
     _running_rows[grid](
-        qk, wx, carries, after, grad_scores, grad_energy, grad_qk, grad_bias, grad_decay, *tables,
-        **plan.full, RANK=rank, NS=blocks,
+        qk, wx, block_carries, after, grad_scores, grad_energy, grad_qk, grad_bias, grad_decay, *tables,
+        **plan.full, BLOCKS=plan.blocks, NS=rank_blocks,
     )  # fmt: skip
-    if blocks > 1:
-        _running_weights[(plan.chunks, 2 * plan.heads, blocks)](
-            qk, wx, carries, grad_scores, grad_energy, grad_wx, *tables, **plan.full, RANK=rank
+    if rank_blocks > 1:
+        _running_weights[(plan.chunks, 2 * plan.heads, rank_blocks)](
+            qk, wx, carries, grad_scores, grad_energy, grad_wx, *tables, **plan.full
         )  # fmt: skip
     return grad_qk, grad_wx, grad_bias, grad_decay

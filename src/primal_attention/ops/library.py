@@ -1,0 +1,296 @@
+"""The kernels as PyTorch operators `primal::…`: with shapes that the compiler can follow, and with their gradients.
+
+Eager code calls the same functions without going through the dispatcher, which costs as much host time as a kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .kernels import fold as folding
+from .kernels import landmarks, objective, running
+from .kernels import scores as scoring
+from .kernels.config import stored_rank
+from .kernels.segments import column_sum, segment_sum
+from .kernels.sequences import Sequences
+
+Tables = list[Tensor]  # the tensors of `Sequences`, in their order
+
+
+def _sequences(tables: Tables, single: bool) -> Sequences:
+    return Sequences(*tables, single)  # type: ignore[arg-type, call-arg]
+
+
+def _wide(like: Tensor, *shape: Any) -> Tensor:
+    return like.new_empty(shape, dtype=torch.float32)
+
+
+class Operator:
+    """A kernel by name: `run` in eager mode, the registered operator where somebody traces."""
+
+    def __init__(self, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+        self.run = run
+        self.registered = torch.library.custom_op(f"primal::{run.__name__}", run, mutates_args=())
+        self.registered.register_fake(fake)
+
+    def __call__(self, *args: Any) -> Any:
+        traced = torch.compiler.is_compiling() or type(args[0]) not in (Tensor, torch.nn.Parameter)
+        return self.registered(*args) if traced else self.run(*args)
+
+
+def project(
+    x: Tensor, weight: Tensor, bias: Tensor | None, w_e: Tensor, w_r: Tensor, rows: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q and k side by side, wx, and the traces."""
+    wx, trace = landmarks.landmark_weights(x, rows, w_e, w_r)
+    return F.linear(x, weight, bias), wx, trace
+
+
+def _fake_project(x: Tensor, weight: Tensor, bias: Any, w_e: Tensor, w_r: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
+    heads, _, rank = w_e.shape
+    wx = _wide(x, rows.shape[0], heads, 2, x.shape[1] // heads, stored_rank(rank))
+    return x.new_empty(x.shape[0], weight.shape[0]), wx, _wide(x, heads)
+
+
+def project_backward(
+    x: Tensor,
+    weight: Tensor,
+    w_e: Tensor,
+    w_r: Tensor,
+    rows: Tensor,
+    grad_qk: Tensor,
+    grad_wx: Tensor,
+    grad_trace: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, of the projection, of w_e and of w_r."""
+    grad_x = grad_qk @ weight
+    grad_e, grad_r = landmarks.landmark_weights_backward(x, rows, w_e, w_r, grad_wx, grad_trace, grad_x)
+    return grad_x, grad_qk.mT @ x, grad_e, grad_r
+
+
+def pack(w_e: Tensor, w_r: Tensor) -> tuple[Tensor, Tensor]:
+    """wx of weights that do not depend on the data, and the traces."""
+    return landmarks.packed_weights(w_e, w_r)
+
+
+def _fake_pack(w_e: Tensor, w_r: Tensor) -> tuple[Tensor, Tensor]:
+    heads, p, rank = w_e.shape
+    return _wide(w_e, 1, heads, 2, p, stored_rank(rank)), _wide(w_e, heads)
+
+
+def pack_backward(grad_wx: Tensor, w_e: Tensor, w_r: Tensor, grad_trace: Tensor | None) -> tuple[Tensor, Tensor]:
+    return landmarks.finish_weights(grad_wx, w_e, w_r, grad_trace)
+
+
+def score(
+    qk: Tensor,
+    wx: Tensor,
+    bias: Tensor | None,
+    origin: list[Tensor],
+    tables: Tables,
+    single: bool,
+    rank: int,
+    whole: bool,
+) -> tuple[Tensor, Tensor]:
+    """Scores (rows, H, 2, S) and energies (B, H, 2, S). bias and origin serve the way back alone."""
+    seqs = _sequences(tables, single)
+    scores, parts = scoring.scores_forward(qk, wx, seqs, rank, whole)
+    return scores, segment_sum(parts, seqs)
+
+
+def _fake_score(
+    qk: Tensor, wx: Tensor, bias: Any, origin: Any, tables: Tables, single: bool, rank: int, whole: bool
+) -> tuple[Tensor, Tensor]:
+    shape = (wx.shape[1], 2, wx.shape[4])
+    return qk.new_empty(qk.shape[0], *shape), _wide(qk, tables[0].shape[0], *shape)
+
+
+def score_backward(
+    qk: Tensor,
+    origin: list[Tensor],
+    grad_scores: Tensor,
+    grad_energy: Tensor,
+    tables: Tables,
+    single: bool,
+    rank: int,
+    whole: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of qk, of wx and of the projection's bias. origin: wx, or (x, rows, w_e, w_r) to rebuild it."""
+    seqs = _sequences(tables, single)
+    depends = len(origin) > 1
+    wx = landmarks.landmark_weights(*origin)[0] if depends else origin[0]
+    grad_qk, parts, bias_parts = scoring.scores_backward(qk, wx, grad_scores, grad_energy, seqs, rank, whole)
+    grad_wx = segment_sum(parts, seqs) if depends else parts.sum(0, keepdim=True)
+    return grad_qk, grad_wx, column_sum(bias_parts, qk.dtype)
+
+
+def _fake_score_backward(
+    qk: Tensor, origin: list[Tensor], grad_scores: Tensor, grad_energy: Tensor, tables: Tables, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    _, heads, _, stored = grad_scores.shape
+    batch = origin[1].shape[0] if len(origin) > 1 else 1
+    p = qk.shape[1] // (2 * heads)
+    return torch.empty_like(qk), _wide(qk, batch, heads, 2, p, stored), qk.new_empty(qk.shape[1])
+
+
+def running_score(
+    qk: Tensor,
+    wx: Tensor,
+    bias: Tensor | None,
+    log_decay: Tensor | None,
+    initial: Tensor | None,
+    tables: Tables,
+    single: bool,
+    rank: int,
+    whole: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Causal scores and energies, the chunks' carries for the way back, and the sums after the last token."""
+    seqs = _sequences(tables, single)
+    final = _wide(qk, tables[0].shape[0], wx.shape[1], 2, wx.shape[3])
+    scores, parts, carries = running.running_forward(qk, wx, log_decay, seqs, rank, whole, initial, final)
+    return scores, segment_sum(parts, seqs), carries, final
+
+
+def _fake_running_score(
+    qk: Tensor,
+    wx: Tensor,
+    bias: Any,
+    log_decay: Any,
+    initial: Any,
+    tables: Tables,
+    single: bool,
+    rank: int,
+    whole: bool,
+) -> tuple[Tensor, ...]:
+    heads, _, p = wx.shape[1:4]
+    scores, energy = _fake_score(qk, wx, bias, None, tables, single, rank, whole)
+    return scores, energy, _wide(qk, tables[4].shape[0], heads, 2, p), _wide(qk, tables[0].shape[0], heads, 2, p)
+
+
+def running_score_backward(
+    qk: Tensor,
+    wx: Tensor,
+    log_decay: Tensor | None,
+    carries: Tensor,
+    grad_scores: Tensor,
+    grad_energy: Tensor,
+    tables: Tables,
+    single: bool,
+    rank: int,
+    whole: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of qk, of wx, of the projection's bias and of log γ."""
+    grad_qk, grad_wx, bias_parts, decay_parts = running.running_backward(
+        qk, wx, log_decay, carries, grad_scores, grad_energy, _sequences(tables, single), rank, whole
+    )
+    grad_decay = _wide(qk, wx.shape[1]) if log_decay is None else decay_parts.sum((0, 2))
+    return grad_qk, grad_wx.sum(0, keepdim=True), column_sum(bias_parts, qk.dtype), grad_decay
+
+
+def _fake_running_score_backward(qk: Tensor, wx: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return torch.empty_like(qk), torch.empty_like(wx), qk.new_empty(qk.shape[1]), _wide(qk, wx.shape[1])
+
+
+def combine(
+    scores: Tensor, score_weight: Tensor, score_bias: Tensor | None, out_weight: Tensor, out_bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """y, and the product of the two output maps for the way back."""
+    product, bias = folding.fold(out_weight, out_bias, score_weight, score_bias)
+    shift = None if score_bias is None and out_bias is None else bias
+    return F.linear(scores.view(scores.shape[0], -1), product, shift), product
+
+
+def _fake_combine(
+    scores: Tensor, score_weight: Tensor, score_bias: Any, out_weight: Tensor, out_bias: Any
+) -> tuple[Tensor, Tensor]:
+    d = out_weight.shape[0]
+    return scores.new_empty(scores.shape[0], d), out_weight.new_empty(d, scores[0].numel())
+
+
+def combine_backward(
+    grad_y: Tensor,
+    scores: Tensor,
+    product: Tensor,
+    score_weight: Tensor,
+    score_bias: Tensor | None,
+    out_weight: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of the scores, of W_o and b_o, of W_out and b_out."""
+    grad_scores = (grad_y @ product).view_as(scores)
+    grad_product = _product_in_float32(grad_y.mT, scores.view(scores.shape[0], -1))
+    ones = scores.shape[3] > score_weight.shape[1] // 2  # the scores carry a column of ones
+    grad_bias = None if ones else grad_y.sum(0, dtype=torch.float32)
+    grad_out, grad_score, grad_out_bias, grad_score_bias = folding.unfold(
+        grad_product, grad_bias, out_weight, score_weight, score_bias
+    )
+    return grad_scores, grad_score, grad_score_bias, grad_out, grad_out_bias
+
+
+def _fake_combine_backward(
+    grad_y: Tensor, scores: Tensor, product: Tensor, score_weight: Tensor, score_bias: Any, out_weight: Tensor
+) -> tuple[Tensor, ...]:
+    p, d = score_weight.shape[0], out_weight.shape[0]
+    vectors = out_weight.new_empty(p), out_weight.new_empty(d)
+    return (
+        torch.empty_like(scores),
+        torch.empty_like(score_weight),
+        vectors[0],
+        torch.empty_like(out_weight),
+        vectors[1],
+    )
+
+
+def _product_in_float32(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b without rounding the sums back to 16 bits, where torch can."""
+    if a.is_cuda and a.dtype != torch.float32:
+        try:
+            return torch.mm(a, b, out_dtype=torch.float32)
+        except (TypeError, RuntimeError):  # torch before 2.8
+            pass
+    return (a @ b).float()
+
+
+def measure(
+    energy: Tensor, sqrt_lambda: Tensor, trace: Tensor, lengths: Tensor | None, length: int, summed: bool
+) -> Tensor:
+    """J (B,); `lengths` where the sequences differ, else `length`."""
+    return objective.objective_forward(energy, sqrt_lambda, trace, length if lengths is None else lengths, summed)
+
+
+def _fake_measure(energy: Tensor, *rest: Any) -> Tensor:
+    return _wide(energy, energy.shape[0])
+
+
+def measure_backward(
+    grad: Tensor, energy: Tensor, sqrt_lambda: Tensor, lengths: Tensor | None, length: int, summed: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the energies, of √Λ and of the traces."""
+    return objective.objective_backward(grad, energy, sqrt_lambda, length if lengths is None else lengths, summed)
+
+
+def _fake_measure_backward(grad: Tensor, energy: Tensor, sqrt_lambda: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return torch.empty_like(energy), torch.empty_like(sqrt_lambda), _wide(energy, energy.shape[1])
+
+
+PROJECT = Operator(project, _fake_project)
+PROJECT_BACKWARD = Operator(
+    project_backward,
+    lambda x, weight, w_e, w_r, *rest: tuple(torch.empty_like(t) for t in (x, weight, w_e, w_r)),
+)
+PACK = Operator(pack, _fake_pack)
+PACK_BACKWARD = Operator(
+    pack_backward, lambda grad_wx, w_e, w_r, grad_trace: (torch.empty_like(w_e), torch.empty_like(w_r))
+)
+SCORE = Operator(score, _fake_score)
+SCORE_BACKWARD = Operator(score_backward, _fake_score_backward)
+RUNNING_SCORE = Operator(running_score, _fake_running_score)
+RUNNING_SCORE_BACKWARD = Operator(running_score_backward, _fake_running_score_backward)
+COMBINE = Operator(combine, _fake_combine)
+COMBINE_BACKWARD = Operator(combine_backward, _fake_combine_backward)
+MEASURE = Operator(measure, _fake_measure)
+MEASURE_BACKWARD = Operator(measure_backward, _fake_measure_backward)
