@@ -2,31 +2,31 @@
 
 reference   the equations, any dtype and device
 compiled    torch.compile of the equations
-lean        the equations as few passes that keep little for the way back; what "auto" takes on a CPU
+lean        the equations as few passes that keep little for the way back; what "auto" takes on a CPU. Its gradients
+            cannot be differentiated again: ask for "reference" where a loss holds a gradient
 fused       Triton kernels on a GPU
 """
 
 from __future__ import annotations
 
 import os
-from functools import lru_cache
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .modes import FeatureMap, Mode, State
 
 FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-@lru_cache(maxsize=1)
+TRITON_MISSING = None if find_spec("triton") else "Triton is not installed"
+
+
 def triton_missing() -> str | None:
     """Why Triton cannot be used, or None."""
-    try:
-        import triton  # noqa: F401
-    except ImportError as error:
-        return f"Triton cannot be imported ({error})"
-    return None
+    return TRITON_MISSING
 
 
 def interpreting() -> bool:
@@ -34,37 +34,30 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-@lru_cache(maxsize=16)
 def _old_gpu(index: int) -> str | None:
     major, minor = torch.cuda.get_device_capability(index)
     return None if major >= 8 else f"the GPU's compute capability {major}.{minor} is below 8.0"
 
 
-def unfit(x: Tensor, rank: int, mode: Mode, feature_map: FeatureMap, state: State | None) -> str | None:
+def unfit(feature_map: FeatureMap) -> str | None:
     """What of the call itself only the equations can do, or None."""
     if not feature_map.scale_free:
-        return "only the cosine feature map has kernels"
-    if mode.causal and mode.data_dependent:
-        return "the causal data-dependent mode has no kernels"
-    if torch._C._are_functorch_transforms_active():
-        return "torch.func transforms need the equations"
-    if (
-        state is not None
-        and torch.is_grad_enabled()
-        and any(t.requires_grad for t in (x, *state) if isinstance(t, Tensor))
-    ):
-        return "gradients through a streaming state need the equations"
-    head_dim = x.shape[-1] // mode.heads
-    if head_dim > 256 or rank > 256:
-        return f"head width {head_dim} and rank {rank} must not exceed 256"
+        return "only the cosine feature map has a fast path"
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return "torch.func transforms and forward derivatives need the equations"
     return None
 
 
-def _tracks(values: tuple[object, ...]) -> bool:
-    return any(isinstance(value, Tensor) and value.requires_grad for value in values)
+def cannot_lean(mode: Mode, feature_map: FeatureMap) -> str | None:
+    """Why the lean path cannot serve this call, or None."""
+    if mode.causal and mode.data_dependent:
+        return "the causal data-dependent mode has no lean path"
+    return unfit(feature_map)
 
 
-def cannot_fuse(x: Tensor, rank: int, mode: Mode, feature_map: FeatureMap, state: State | None) -> str | None:
+def cannot_fuse(
+    x: Tensor, rank: int, mode: Mode, feature_map: FeatureMap, state: State | None, need_state: bool = False
+) -> str | None:
     """Why the fused kernels cannot serve this call, or None."""
     if (missing := triton_missing()) is not None:
         return missing
@@ -75,24 +68,41 @@ def cannot_fuse(x: Tensor, rank: int, mode: Mode, feature_map: FeatureMap, state
     dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
     if dtype not in FUSED_DTYPES:
         return f"{dtype} is not one of bfloat16, float16, float32"
-    return unfit(x, rank, mode, feature_map, state)
+    streams = state is not None or need_state
+    if streams and torch.is_grad_enabled():
+        return "gradients through a streaming state need the equations (torch.no_grad() has none)"
+    growing, head_dim = mode.causal and mode.data_dependent, x.shape[-1] // mode.heads
+    if growing and streams:
+        return "the causal data-dependent mode streams through the equations"
+    most = 128 if growing else 256
+    if head_dim > most or rank > most:
+        return f"head width {head_dim} and rank {rank} must not exceed {most} in this mode"
+    return unfit(feature_map)
 
 
-def choose(backend: str, x: Tensor, rank: int, mode: Mode, feature_map: FeatureMap, state: State | None) -> str:
+def choose(
+    backend: str,
+    x: Tensor,
+    rank: int,
+    mode: Mode,
+    feature_map: FeatureMap,
+    state: State | None,
+    need_state: bool = False,
+) -> str:
     """The backend for this call; raises where the caller insisted on one that cannot."""
     if backend == "fused":
-        if (why := cannot_fuse(x, rank, mode, feature_map, state)) is not None:
+        if (why := cannot_fuse(x, rank, mode, feature_map, state, need_state)) is not None:
             raise ValueError(f"backend='fused' cannot serve this call: {why} (backend='auto' falls back by itself)")
         return "fused"
     if backend == "lean":
-        if (why := unfit(x, rank, mode, feature_map, state)) is not None:
+        if (why := cannot_lean(mode, feature_map)) is not None:
             raise ValueError(f"backend='lean' cannot serve this call: {why} (backend='auto' falls back by itself)")
         return "lean"
     if backend != "auto":
         return backend
     if x.is_cuda:
-        return "fused" if cannot_fuse(x, rank, mode, feature_map, state) is None else "reference"
-    # Inside torch.compile the compiler fuses the equations itself.
-    if torch.compiler.is_compiling() or True:
+        return "fused" if cannot_fuse(x, rank, mode, feature_map, state, need_state) is None else "reference"
+    # torch.compile fuses the equations by itself, and tracers record them better than one opaque node.
+    if x.device.type != "cpu" or torch.compiler.is_compiling() or torch.jit.is_tracing():
         return "reference"
-    return "lean"
+    return "lean" if cannot_lean(mode, feature_map) is None else "reference"

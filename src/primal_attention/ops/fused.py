@@ -18,11 +18,13 @@ from torch.nn import functional as F
 
 from . import library as ops
 from .kernels import sequences
+from .kernels.decode import decode
 from .kernels.fold import foldable
 from .kernels.sequences import Sequences
 from .layer import Attended, Energies, Objective, Weights
 from .modes import Mode, State
 from .reference import RunningState, Scores
+from .sampling import landmark_indices
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -171,6 +173,36 @@ class RunningScore(Node):
         return grad_qk, grad_wx, grad_bias, None if log_decay is None else grad_decay, None, None, None, None, None
 
 
+class GrowingScore(Node):
+    """(x, W_qk, b, W_e, W_r, log γ) → (scores, energies, qk) of the causal data-dependent mode."""
+
+    operator = ops.GROWING_SCORE
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        return ops.GROWING_SCORE.run(*args)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        x, weight, _, w_e, w_r, log_decay, rows, grid, tables, ctx.single, ctx.whole = inputs
+        scores, _, qk = output
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight, w_e, w_r, log_decay, rows, grid, qk, scores, *tables)
+        ctx.shapes = [t.shape for t in output]
+        ctx.lists = {8: len(tables)}
+
+    @staticmethod
+    def backward(ctx: Any, grad_scores: Tensor | None, grad_energy: Tensor | None, _: Any) -> Gradients:
+        x, weight, w_e, w_r, log_decay, rows, grid, qk, scores, *tables = ctx.saved_tensors
+        grads = _present(ctx, grad_scores, grad_energy, qk)
+        grad_x, grad_weight, grad_bias, grad_e, grad_r, grad_decay = ops.GROWING_SCORE_BACKWARD(
+            x, weight, w_e, w_r, log_decay, rows, grid, qk, scores, *grads, list(tables), ctx.single, ctx.whole
+        )
+        grad_bias = grad_bias if ctx.needs_input_grad[2] else None
+        grad_decay = None if log_decay is None else grad_decay
+        return grad_x, grad_weight, grad_bias, grad_e, grad_r, grad_decay, None, None, None, None, None
+
+
 class Combine(Node):
     """scores (rows, H, 2, S) → y through the product of both output maps; nothing stands between the two."""
 
@@ -256,12 +288,22 @@ def fused_attention(
                 x.to(dtype), cast, mode, valid=valid, cu_seqlens=cu_seqlens, decay=decay, state=state,
                 dropout=dropout, objective=objective, need_scores=need_scores, need_state=need_state,
             )  # fmt: skip
+    if isinstance(state, RunningState) and x.shape[1] == 1 and valid is None and not (need_scores or objective):
+        return _decode_one(x, weights, mode, decay, state)
     rank, whole = weights.w_e.shape[-1], valid is None
     flat, seqs, rows, order = _lay_out(x, mode, valid, cu_seqlens)
     tokens = x.shape[1] if cu_seqlens is None and valid is None else seqs.lengths
     where = (list(seqs[:-1]), seqs.single, rank, whole)
+    log_decay = None if decay is None else decay.float().log()
     after = None
-    if mode.data_dependent:
+    if mode.causal and mode.data_dependent:
+        grid = landmark_indices(_given(mode.max_length), mode.landmarks, x.device)
+        scores, energy, _ = through(
+            GrowingScore, "growing_score", flat, weights.qk_weight, weights.qk_bias, weights.w_e, weights.w_r,
+            log_decay, rows, grid, list(seqs[:-1]), seqs.single, whole,
+        )  # fmt: skip
+        wx, trace = through(Pack, "pack", weights.w_e, weights.w_r)
+    elif mode.data_dependent:
         qk, wx, trace = through(
             Project, "project", flat, weights.qk_weight, _held(weights.qk_bias), weights.w_e, weights.w_r, rows
         )
@@ -271,7 +313,6 @@ def fused_attention(
         qk = F.linear(flat, weights.qk_weight, _held(weights.qk_bias))
         wx, trace = through(Pack, "pack", weights.w_e, weights.w_r)
         if mode.causal:
-            log_decay = None if decay is None else decay.float().log()
             past = state if isinstance(state, RunningState) else None
             initial = None if past is None else torch.stack([past.query_sum, past.key_sum], dim=2).float()
             scores, energy, _, final = through(
@@ -291,9 +332,24 @@ def fused_attention(
     )
 
 
+def _given(length: int | None) -> int:
+    assert length is not None, "the causal data-dependent mode has a max_length"
+    return length
+
+
 def _held(bias: Tensor | None) -> Tensor | None:
     """The bias without its gradient, which comes from the scores."""
     return None if bias is None else bias.detach()
+
+
+def _decode_one(x: Tensor, weights: Weights, mode: Mode, decay: Tensor | None, state: RunningState) -> Attended:
+    """One token of a stream: its projection, one launch, and the two output maps."""
+    qk = F.linear(x[:, 0], weights.qk_weight, weights.qk_bias)
+    log_decay = None if decay is None else decay.float().log()
+    scores, query_sum, key_sum, weight = decode(qk, *state[:3], weights.w_e, weights.w_r, log_decay)
+    each = F.linear(scores.flatten(2), weights.score_weight, weights.score_bias)  # (B, H, p)
+    y = F.linear(each.flatten(1), weights.out_weight, weights.out_bias)
+    return Attended(y[:, None], state=RunningState(query_sum, key_sum, weight))
 
 
 def _measure(
@@ -323,8 +379,11 @@ def _lay_out(
         order = valid.logical_not().to(torch.uint8).argsort(dim=1, stable=True)
         x = x.masked_fill(~valid[..., None], 0.0).gather(1, order[..., None].expand_as(x))
         seqs = sequences.padded(valid.sum(dim=1), x.shape[1])
-    if not mode.data_dependent or mode.causal:
+    if not mode.data_dependent:
         rows = seqs.starts
+    elif mode.causal:
+        grid = landmark_indices(_given(mode.max_length), mode.landmarks, x.device)
+        rows = torch.where(grid < seqs.lengths[:, None], seqs.starts[:, None] + grid, -1)
     elif cu_seqlens is None and valid is None:
         rows = sequences.uniform_landmarks(x.shape[0], x.shape[1], mode.landmarks, x.device)
     else:

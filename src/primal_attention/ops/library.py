@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .kernels import fold as folding
-from .kernels import landmarks, objective, running
+from .kernels import growing, landmarks, objective, running
 from .kernels import scores as scoring
 from .kernels.config import stored_rank
 from .kernels.segments import column_sum, segment_sum
@@ -196,6 +196,69 @@ def _fake_running_score_backward(qk: Tensor, wx: Tensor, *rest: Any) -> tuple[Te
     return torch.empty_like(qk), torch.empty_like(wx), qk.new_empty(qk.shape[1]), _wide(qk, wx.shape[1])
 
 
+def growing_score(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    w_e: Tensor,
+    w_r: Tensor,
+    log_decay: Tensor | None,
+    rows: Tensor,
+    grid: Tensor,
+    tables: Tables,
+    single: bool,
+    whole: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The causal data-dependent mode from x on: scores, energies, and q and k for the way back."""
+    seqs = _sequences(tables, single)
+    qk = F.linear(x, weight, bias)
+    scores, parts = growing.growing_forward(qk, x, rows, grid, w_e, w_r, log_decay, seqs, whole)
+    return scores, segment_sum(parts, seqs), qk
+
+
+def _fake_growing_score(
+    x: Tensor, weight: Tensor, bias: Any, w_e: Tensor, w_r: Tensor, log_decay: Any, rows: Tensor, grid: Tensor,
+    tables: Tables, single: bool, whole: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    heads, _, rank = w_e.shape
+    shape = (heads, 2, stored_rank(rank))
+    qk = x.new_empty(x.shape[0], weight.shape[0])
+    return x.new_empty(x.shape[0], *shape), _wide(x, tables[0].shape[0], *shape), qk
+
+
+def growing_score_backward(
+    x: Tensor,
+    weight: Tensor,
+    w_e: Tensor,
+    w_r: Tensor,
+    log_decay: Tensor | None,
+    rows: Tensor,
+    grid: Tensor,
+    qk: Tensor,
+    scores: Tensor,
+    grad_scores: Tensor,
+    grad_energy: Tensor,
+    tables: Tables,
+    single: bool,
+    whole: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, of the projection and its bias, of w_e and w_r, and of log γ."""
+    seqs = _sequences(tables, single)
+    grad_qk, bias_parts, decay_parts, grad_rows, parts = growing.growing_backward(
+        qk, x, rows, grid, w_e, w_r, log_decay, scores, grad_scores, grad_energy, seqs, whole
+    )
+    grad_x = grad_qk @ weight
+    growing.add_rows(grad_rows, rows, grad_x, seqs)
+    grad_e, grad_r = landmarks.finish_weights(parts, w_e, w_r, None)
+    grad_decay = _wide(qk, w_e.shape[0]) if log_decay is None else decay_parts.sum((0, 2))
+    return grad_x, grad_qk.mT @ x, column_sum(bias_parts, qk.dtype), grad_e, grad_r, grad_decay
+
+
+def _fake_growing_score_backward(x: Tensor, weight: Tensor, w_e: Tensor, w_r: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    like = [torch.empty_like(t) for t in (x, weight, w_e, w_r)]
+    return like[0], like[1], x.new_empty(weight.shape[0]), like[2], like[3], _wide(x, w_e.shape[0])
+
+
 def combine(
     scores: Tensor, score_weight: Tensor, score_bias: Tensor | None, out_weight: Tensor, out_bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -290,6 +353,8 @@ SCORE = Operator(score, _fake_score)
 SCORE_BACKWARD = Operator(score_backward, _fake_score_backward)
 RUNNING_SCORE = Operator(running_score, _fake_running_score)
 RUNNING_SCORE_BACKWARD = Operator(running_score_backward, _fake_running_score_backward)
+GROWING_SCORE = Operator(growing_score, _fake_growing_score)
+GROWING_SCORE_BACKWARD = Operator(growing_score_backward, _fake_growing_score_backward)
 COMBINE = Operator(combine, _fake_combine)
 COMBINE_BACKWARD = Operator(combine_backward, _fake_combine_backward)
 MEASURE = Operator(measure, _fake_measure)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ def attend(
     need_state: bool = False,
 ) -> Attended:
     """The layer on padded (B, N, d) input, `valid` (B, N) marking the tokens, or on packed (total, d) input."""
-    chosen = backends.choose(backend, x, weights.w_e.shape[-1], mode, feature_map, state)
+    chosen = backends.choose(backend, x, weights.w_e.shape[-1], mode, feature_map, state, need_state)
     if chosen == "fused":
         from .fused import fused_attention
 
@@ -42,15 +43,19 @@ def attend(
             x, weights, mode, valid=valid, cu_seqlens=cu_seqlens, decay=decay, state=state, dropout=dropout,
             objective=objective, need_scores=need_scores, need_state=need_state,
         )  # fmt: skip
-    layer = _compiled() if chosen == "compiled" else reference_attention
+    if chosen == "lean":
+        from .lean import lean_attention
+
+        layer = partial(lean_attention, need_scores=need_scores, need_state=need_state)
+    else:
+        layer = partial(_compiled() if chosen == "compiled" else reference_attention, feature_map=feature_map)
+    given: dict[str, Any] = {"decay": decay, "dropout": dropout, "objective": objective}
     if cu_seqlens is None:
-        return layer(
-            x, weights, mode, feature_map, valid=valid, decay=decay, state=state, dropout=dropout, objective=objective
-        )
+        return layer(x, weights, mode, valid=valid, state=state, **given)
     width = max(int(cu_seqlens.diff().max()), 1) if max_seqlen is None else max_seqlen
     rows, valid = layout.padded_positions(cu_seqlens, width)
     padded = x.new_zeros(*rows.shape, x.shape[-1]) if x.shape[0] == 0 else x[rows]
-    result = layer(padded, weights, mode, feature_map, valid=valid, decay=decay, dropout=dropout, objective=objective)
+    result = layer(padded, weights, mode, valid=valid, **given)
     sequence, place = layout.packed_positions(cu_seqlens, x.shape[0])
     scores = result.scores
     packed = None if scores is None else Scores(*(s.transpose(1, 2)[sequence, place].transpose(0, 1) for s in scores))
