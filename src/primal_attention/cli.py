@@ -32,7 +32,8 @@ COMMANDS = {
     "train": Command("primal_attention.engine.commands:train", "train a recipe"),
     "evaluate": Command("primal_attention.engine.commands:evaluate", "measure a finished run again"),
     "recipes": Command("primal_attention.engine.commands:recipes", "list the recipes"),
-    "info": Command("primal_attention.engine.commands:info", "versions, devices, extras"),
+    "bench": Command("primal_attention.bench.command:main", "time attention layers on this machine", "report"),
+    "info": Command("primal_attention.info:main", "versions, devices, which backend runs here and why, extras"),
 }
 
 

@@ -1,0 +1,161 @@
+"""The words after `primal bench`, with nothing but argparse: the same command runs where only torch is installed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from primal_attention.bench.settings import DTYPES, BenchError, read_decay, read_length, read_width
+
+ABOUT = "Time attention layers on this machine."
+ATTENTION = """Time one attention layer, forward + backward: Primal with every backend that runs here, softmax attention
+(SDPA), Primal as published, the rivals (--rivals) and flash-linear-attention where it is installed. A Primal backend
+whose results are wrong is not timed. Prints tables, writes NAME.json, NAME.png and NAME.svg."""
+DECODE = """Time one more token after N tokens were read, and weigh the state: Primal's running sums against softmax
+attention's cache of keys and values."""
+PLOT = """Draw the picture of an earlier run again, for instance of one from a machine without matplotlib."""
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise BenchError(f"{message} (see {self.prog} --help)")
+
+
+def parser(prog: str) -> Parser:
+    top = Parser(prog=prog, description=ABOUT, epilog=f"Example: {prog} attention --lengths 256 1024 4096")
+    commands = top.add_subparsers(dest="what", metavar="attention | decode | plot", required=True, parser_class=Parser)
+
+    def command(name: str, about: str, example: str) -> Parser:
+        return commands.add_parser(
+            name, prog=f"{prog} {name}", description=about, help=about.split(".")[0].split(":")[0].split(",")[0],
+            epilog=f"Example: {prog} {name} {example}",
+        )  # fmt: skip
+
+    attention = command("attention", ATTENTION, "--lengths 256 1K 4K 16K 64K --widths 512:8 1024:16 --tokens 65536")
+    common(attention)
+    attention.add_argument("--tokens", type=word(read_length), help="per step; the batch follows (65,536 on a GPU)")
+    attention.add_argument("--batch", type=int, help="sequences per step, instead of --tokens (1 on a CPU)")
+    attention.add_argument("--causal", action="store_true", help="the causal layers; Primal not data-dependent")
+    attention.add_argument("--data-independent", action="store_true", help="Primal with W_e, W_r themselves")
+    attention.add_argument("--landmarks", type=int, default=300, help="Primal's (default 300)")
+    limit = "a layer whose step took longer is not tried at longer lengths (default 2)"
+    attention.add_argument("--limit", type=float, default=2.0, metavar="SECONDS", help=limit)
+    decode = command("decode", DECODE, "--lengths 1K 16K 1M")
+    common(decode, repeats=100, seconds=0.3)
+    decode.add_argument("--batch", type=int, default=1, help="sequences that decode at once (default 1)")
+    plot = command("plot", PLOT, "results/bench/attention.json")
+    plot.add_argument("file", type=Path, help="NAME.json of a run")
+    return top
+
+
+def common(command: Parser, repeats: int = 20, seconds: float = 0.5) -> None:
+    add: Callable[..., Any] = command.add_argument
+    add("--lengths", nargs="+", type=word(read_length), metavar="N", help="tokens: 4096, 4K, 1M")
+    add("--widths", nargs="+", type=word(read_width), metavar="D:H", help="embed_dim:num_heads (default 512:8)")
+    add("--dtype", choices=DTYPES, help="default bfloat16 on a GPU, float32 on a CPU")
+    add("--device", help="cpu, cuda or cuda:N (default: the GPU if there is one)")
+    add("--rank", type=int, default=30, help="Primal's s (default 30)")
+    add("--decay", type=word(read_decay), help="Primal's, causal: 'learned' or a number in (0, 1]")
+    add("--rivals", action="store_true", help="all attentions of the paper's tables too")
+    add("--only", nargs="+", default=[], metavar="NAME",
+        help="sdpa, published, primal (all backends), primal-fused, …, rival, linear, performer, …, fla")  # fmt: skip
+    add("--eager", action="store_true", help="on a GPU: no CUDA graph, the host's launches included")
+    add("--repeats", type=int, default=repeats, help=f"on a GPU (default {repeats})")
+    add("--seconds", type=float, default=seconds, help=f"to measure each for, on a CPU (default {seconds})")
+    add("--seed", type=int, default=0)
+    add("--out", type=Path, default=Path("results/bench"), help="folder (default results/bench)")
+    add("--name", help="of the files in it (default: attention or decode, and what is special about the run)")
+    add("--commit", help="to write down where git cannot say it")
+    add("--no-plot", action="store_true", help="tables and JSON only")
+
+
+def word(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """A reader whose complaint argparse passes on as it is."""
+
+    def convert(text: str) -> Any:
+        try:
+            return read(text)
+        except BenchError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return convert
+
+
+def main(args: Sequence[str], prog: str = "primal bench") -> int:
+    try:
+        found = parser(prog).parse_args(list(args))
+        found.command = shlex.join([*prog.split(), *args])
+        {"attention": attention, "decode": decode, "plot": plot}[found.what](found)
+    except BenchError as error:
+        print(f"primal: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+SHARED = ("dtype", "device", "rank", "decay", "rivals", "eager", "repeats", "seconds", "seed", "out", "name", "batch")
+
+
+def shared(found: argparse.Namespace) -> dict[str, Any]:
+    values = {name: getattr(found, name) for name in (*SHARED, "commit", "command")}
+    values |= {"plot": not found.no_plot, "only": tuple(found.only)}
+    values |= {"lengths": tuple(found.lengths) if found.lengths else None}
+    return values | ({"widths": tuple(found.widths)} if found.widths else {})
+
+
+def attention(found: argparse.Namespace) -> None:
+    from primal_attention.bench import run, tables
+    from primal_attention.bench.settings import Settings
+
+    if found.decay is not None and not found.causal:
+        raise BenchError("--decay needs --causal: only the causal layers fade")
+    settings = Settings(
+        **shared(found),
+        tokens=found.tokens,
+        causal=found.causal,
+        data_dependent=not (found.data_independent or found.causal),
+        landmarks=found.landmarks,
+        limit=found.limit,
+    )
+    report = run.run(settings)
+    print(tables.attention(report))
+    finish(report, settings.out / settings.file_name, settings.plot)
+
+
+def decode(found: argparse.Namespace) -> None:
+    from primal_attention.bench import decode, tables
+
+    settings = decode.DecodeSettings(**shared(found))
+    report = decode.run(settings)
+    print(tables.decode(report))
+    finish(report, settings.out / settings.file_name, settings.plot)
+
+
+def plot(found: argparse.Namespace) -> None:
+    try:
+        report = json.loads(found.file.read_text(encoding="utf-8"))
+        kind = report["kind"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise BenchError(f"{found.file} is not the JSON of a primal bench run") from None
+    from primal_attention.bench import tables
+
+    print(tables.decode(report) if kind == "decode" else tables.attention(report))
+    finish(report, found.file.with_suffix(""), plot=True, rows=False)
+
+
+def finish(report: dict[str, Any], file: Path, plot: bool, rows: bool = True) -> None:
+    written = [file.with_name(f"{file.name}.json")] if rows else []
+    if plot:
+        from primal_attention.bench.plot import draw
+
+        try:
+            written += draw(report, file)
+        except ImportError:
+            print("no picture: matplotlib is missing (pip install 'primal-attention[report]'); "
+                  f"primal bench plot {file}.json draws it later", file=sys.stderr)  # fmt: skip
+    if written:
+        print("\nwritten: " + ", ".join(map(str, written)))
