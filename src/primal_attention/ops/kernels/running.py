@@ -4,9 +4,9 @@
 
 The sum is a chunked scan with a float32 carry. A block of rows holds L z with L_ij = γ^(i−j) for j ≤ i; what came
 before the block enters as γ^(i+1) times its carry. Three launches forward: the chunks' own sums, the carries from
-them, the scores. Back the same: the chunks' adjoint sums, their carries from the end, then dz = Lᵀ ds plus what comes
-after the block. Blocks are short (32 rows): products that small stay on instructions that the compiler gets right, and
-the kernels wait for memory, not for them.
+them, the scores. Back the same: ds and the chunks' adjoint sums, their carries from the end, then dz = Lᵀ ds plus what
+comes after the block. Blocks are short (32 rows): products that small stay on instructions that the compiler gets
+right, and the kernels wait for memory, not for them.
 The gradient of log γ is Σ_i dz_i · (s_i − z_i). Layouts as in `scores.py`; a lane is (head, side).
 """
 
@@ -213,13 +213,13 @@ def _adjoint_of_sums(
 
 @triton.jit
 def _adjoint_sums(
-    qk, wx, carries, grad_scores, grad_energy, block_carries, sums, grad_wx,
+    qk, wx, carries, grad_scores, grad_energy, grad_sums, block_carries, sums, grad_wx,
     log_decay, chunk_sequence, chunk_start, chunk_end,
     HEADS: tl.constexpr, P: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr, BLOCKS: tl.constexpr,
     BT: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, NS: tl.constexpr,
     DECAY: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
-    """Σ_i γ^i ds_i of each chunk; the carry before each of its blocks; and, where one block holds the rank, dW."""
+    """ds of each token and Σ_i γ^i ds_i of each chunk; with decay the carry before each block; with NS = 1 also dW."""
     chunk, lane = tl.program_id(0), tl.program_id(1)
     start, end = tl.load(chunk_start + chunk), tl.load(chunk_end + chunk)
     sequence = tl.load(chunk_sequence + chunk)
@@ -237,16 +237,19 @@ def _adjoint_sums(
         row = first + t
         live = row < end
         z = tl.load(qk + row[:, None] * (2 * HEADS * P) + column[None], mask=live[:, None] & (p[None] < P), other=0.0)
-        tl.store(block_carries + place, carry, mask=p < P)
+        if DECAY:
+            tl.store(block_carries + place, carry, mask=p < P)
+            place += 2 * HEADS * P
         rows, phi, grad, de = _adjoint_of_sums(
             z, w, wx, carry, grad_scores, grad_energy, triangle, fade, row, live, lane, sequence,
             HEADS, P, S, RANK, BT, BP, BS, NS, DECAY, PRECISION, FINE,
         )  # fmt: skip
         carry = _last_row(rows, BT)
         parts += grad * _powers(rate, row - start, DECAY)[:, None] if DECAY else grad
+        inside = live[:, None] & (p[None] < P)
+        tl.store(grad_sums + row[:, None] * (2 * HEADS * P) + column[None], grad.to(z.dtype), mask=inside)
         if NS == 1:
             sum_w += dot(tl.trans(de.to(phi.dtype)), phi, PRECISION)
-        place += 2 * HEADS * P
     out = chunk.to(tl.int64) * (2 * HEADS) + lane
     tl.store(sums + out * P + p, tl.sum(parts, 0), mask=p < P)
     if NS == 1:
@@ -256,50 +259,44 @@ def _adjoint_sums(
 
 @triton.jit
 def _running_rows(
-    qk, wx, block_carries, after, grad_scores, grad_energy, grad_qk, grad_bias, grad_decay,
-    log_decay, chunk_sequence, chunk_start, chunk_end,
-    HEADS: tl.constexpr, P: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr, BLOCKS: tl.constexpr,
-    BT: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, NS: tl.constexpr,
+    qk, block_carries, after, grad_qk, grad_bias, grad_decay, log_decay, chunk_start, chunk_end,
+    HEADS: tl.constexpr, P: tl.constexpr, BLOCKS: tl.constexpr, BT: tl.constexpr, BP: tl.constexpr,
     DECAY: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
-    """From the chunk's end: dz = Lᵀ ds + γ^(m−t)·(what comes after the block), and the gradients of b and log γ."""
+    """From the chunk's end, in place: ds → dz = Lᵀ ds + γ^(m−t)·(what comes after the block); and db, d log γ."""
     chunk, lane = tl.program_id(0), tl.program_id(1)
     start, end = tl.load(chunk_start + chunk), tl.load(chunk_end + chunk)
-    sequence = tl.load(chunk_sequence + chunk)
     p, t = tl.arange(0, BP), tl.arange(0, BT)
     column = ((lane % 2) * HEADS + lane // 2) * P + p
     rate = tl.load(log_decay + lane // 2) if DECAY else 0.0
     triangle = _triangle(rate, BT, DECAY)
+    backwards = tl.trans(triangle)
     fade = _powers(rate, t + 1, DECAY)
-    w = _weights_block(wx, lane, 0, qk, P, S, BP, BS)
     sum_b = tl.zeros((BP,), tl.float32)
     sum_decay = tl.zeros((BP,), tl.float32)
     later = tl.load(after + (chunk.to(tl.int64) * (2 * HEADS) + lane) * P + p, mask=p < P, other=0.0)
     blocks = tl.cdiv(end - start, BT)
-    place = ((chunk.to(tl.int64) * BLOCKS + blocks - 1) * (2 * HEADS) + lane) * P + p
     for back in range(blocks):
         first = start + (blocks - 1 - back) * BT
         row = first + t
-        live = row < end
-        inside = live[:, None] & (p[None] < P)
-        z = tl.load(qk + row[:, None] * (2 * HEADS * P) + column[None], mask=inside, other=0.0)
-        carry = tl.load(block_carries + place, mask=p < P, other=0.0)
-        sums, _, grad, _ = _adjoint_of_sums(
-            z, w, wx, carry, grad_scores, grad_energy, triangle, fade, row, live, lane, sequence,
-            HEADS, P, S, RANK, BT, BP, BS, NS, DECAY, PRECISION, FINE,
-        )  # fmt: skip
-        ahead = _powers(rate, tl.maximum(tl.minimum(end - first, BT) - t, 0), DECAY)
-        dz = dot(tl.trans(triangle), grad, FINE) + ahead[:, None] * later[None]
-        dz = tl.where(live[:, None], dz, 0.0)
+        inside = (row < end)[:, None] & (p[None] < P)
+        place = row[:, None] * (2 * HEADS * P) + column[None]
+        grad = tl.load(grad_qk + place, mask=inside, other=0.0)
+        dz = _sums_within(grad, backwards, DECAY, PRECISION, FINE)
+        dz += _powers(rate, tl.maximum(tl.minimum(end - first, BT) - t, 0), DECAY)[:, None] * later[None]
+        dz = tl.where(inside, dz, 0.0)
         later = tl.sum(tl.where(t[:, None] == 0, dz, 0.0), 0)
         sum_b += tl.sum(dz, 0)
         if DECAY:
+            block = (chunk.to(tl.int64) * BLOCKS + blocks - 1 - back) * (2 * HEADS) + lane
+            carry = tl.load(block_carries + block * P + p, mask=p < P, other=0.0)
+            z = tl.load(qk + place, mask=inside, other=0.0)
+            sums = _sums_within(z, triangle, DECAY, PRECISION, FINE) + fade[:, None] * carry[None]
             sum_decay += tl.sum(dz * (sums - z.to(tl.float32)), 0)
-        tl.store(grad_qk + row[:, None] * (2 * HEADS * P) + column[None], dz.to(z.dtype), mask=inside)
-        place -= 2 * HEADS * P
+        tl.store(grad_qk + place, dz.to(grad.dtype), mask=inside)
     tl.store(grad_bias + chunk.to(tl.int64) * (2 * HEADS * P) + column, sum_b, mask=p < P)
     if DECAY:
-        tl.store(grad_decay + chunk.to(tl.int64) * (2 * HEADS) + lane, tl.sum(tl.where(p < P, sum_decay, 0.0), 0))
+        tl.store(grad_decay + chunk.to(tl.int64) * (2 * HEADS) + lane, tl.sum(sum_decay, 0))
 
 
 @triton.jit
@@ -421,15 +418,16 @@ def running_backward(
         return grad_qk, grad_wx, grad_bias, grad_decay
     tables = (plan.rate, seqs.chunk_sequence, seqs.chunk_start, seqs.chunk_end)
     grid, rank_blocks = (plan.chunks, 2 * plan.heads), plan.size.rank_blocks
-    sums, block_carries = plan.sums(), plan.sums(plan.blocks)
+    sums, block_carries = plan.sums(), plan.sums(0 if log_decay is None else plan.blocks)
     _adjoint_sums[grid](
-        qk, wx, carries, grad_scores, grad_energy, block_carries, sums, grad_wx, *tables,
+        qk, wx, carries, grad_scores, grad_energy, grad_qk, block_carries, sums, grad_wx, *tables,
         **plan.full, BLOCKS=plan.blocks, NS=rank_blocks,
     )  # fmt: skip
     after = plan.carries(sums, True, None, None)
+    shared = ("BT", "BP", "PRECISION", "FINE")
     _running_rows[grid](
-        qk, wx, block_carries, after, grad_scores, grad_energy, grad_qk, grad_bias, grad_decay, *tables,
-        **plan.full, BLOCKS=plan.blocks, NS=rank_blocks,
+        qk, block_carries, after, grad_qk, grad_bias, grad_decay, plan.rate, seqs.chunk_start, seqs.chunk_end,
+        **plan.shape, **{name: plan.full[name] for name in shared}, BLOCKS=plan.blocks,
     )  # fmt: skip
     if rank_blocks > 1:
         _running_weights[(plan.chunks, 2 * plan.heads, rank_blocks)](
