@@ -265,14 +265,14 @@ def combine(
     """y, and the product of the two output maps for the way back."""
     product, bias = folding.fold(out_weight, out_bias, score_weight, score_bias)
     shift = None if score_bias is None and out_bias is None else bias
-    return F.linear(scores.view(scores.shape[0], -1), product, shift), product
+    return F.linear(scores.flatten(1), product, shift), product
 
 
 def _fake_combine(
     scores: Tensor, score_weight: Tensor, score_bias: Any, out_weight: Tensor, out_bias: Any
 ) -> tuple[Tensor, Tensor]:
     d = out_weight.shape[0]
-    return scores.new_empty(scores.shape[0], d), out_weight.new_empty(d, scores[0].numel())
+    return scores.new_empty(scores.shape[0], d), out_weight.new_empty(d, scores.shape[1] * 2 * scores.shape[3])
 
 
 def combine_backward(
@@ -285,7 +285,7 @@ def combine_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the scores, of W_o and b_o, of W_out and b_out."""
     grad_scores = (grad_y @ product).view_as(scores)
-    grad_product = _product_in_float32(grad_y.mT, scores.view(scores.shape[0], -1))
+    grad_product = _product_in_float32(grad_y.mT, scores.flatten(1))
     ones = scores.shape[3] > score_weight.shape[1] // 2  # the scores carry a column of ones
     grad_bias = None if ones else grad_y.sum(0, dtype=torch.float32)
     grad_out, grad_score, grad_out_bias, grad_score_bias = folding.unfold(
