@@ -182,3 +182,36 @@ def test_spread_of_times():
 
     assert spread([1.0]) == 0.0
     assert math.isclose(spread([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]), 4.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
+def test_on_a_gpu_graphs_are_replayed_and_peaks_measured(tmp_path, eager):
+    settings = Settings(
+        lengths=(64, 256), widths=((64, 2),), tokens=512, rank=8, landmarks=20, eager=eager, repeats=5, out=tmp_path,
+        only=("sdpa", "primal-reference", "published"),
+    )  # fmt: skip
+    found = run.run(settings)
+    for row in found["rows"]:
+        assert row["status"] == "ok", row["note"]
+        assert row["method"] == ("CUDA events, eager" if eager else "CUDA graph")
+        assert row["peak_bytes"] > row["resident_bytes"] > 0
+        assert row["kept_bytes"] > 0
+    # What one contender left behind does not count as the next one's.
+    resident = [row["resident_bytes"] for row in found["rows"] if row["name"] == "sdpa"]
+    assert max(resident) <= min(resident) + 1024**2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_what_cannot_be_captured_is_timed_eagerly_and_marked(tmp_path):
+    class Looking(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * float(x.detach().sum() * 0 + 1)
+
+    settings = Settings(lengths=(64,), widths=((64, 2),), tokens=512, rank=8, landmarks=20, repeats=5, out=tmp_path)
+    looking = Contender("looking", "looking", "rival", lambda c: Looking(64, 64, device=c.device, dtype=c.dtype))
+    rows = run.run(settings, [sdpa(), looking, sdpa()])["rows"]
+    assert [row["method"] for row in rows] == ["CUDA graph", "CUDA events, eager", "CUDA graph"]
+    assert "no CUDA graph" in rows[1]["note"]

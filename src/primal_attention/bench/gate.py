@@ -1,7 +1,9 @@
 """No speed without correctness: who claims to be Primal-Attention is held against the equations in float64 first.
 
 A backend passes if, for the output, the objective and every gradient, its error is at most 1.2 × that of the eager
-equations in the same precision, or below a floor of a few roundings of that precision. NaN never passes.
+equations in the same precision, or below a floor of a few roundings of that precision. NaN never passes. Where a result
+is a handful of numbers (J of each sample, the gradient of each head's decay) both errors are drawn from a wide
+distribution, and one may be 4 × the other by chance.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from primal_attention.bench.contenders import build_primal
 from primal_attention.bench.settings import Case
 from primal_attention.bench.step import data
 
-ALLOWANCE = 1.2
+ALLOWANCE, ALLOWANCE_FEW = 1.2, 4.0
+FEW = 32  # numbers
 # Below this an error is rounding whoever computes: half a unit in the last place in 16 bits, long sums in 32.
 FLOORS = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 1e-5, torch.float64: 1e-12}
 # Odd on purpose, one below and one above the usual number of landmarks.
@@ -105,7 +108,8 @@ def compare(found: Mapping[str, Tensor], truth: Results, eager: Results, floor: 
     worst, margin = Verdict(True), -math.inf
     for name, expected in truth.items():
         error = rms_error(found[name], expected)
-        allowed = max(ALLOWANCE * rms_error(eager[name], expected), floor)
+        allowance = ALLOWANCE if expected.numel() > FEW else ALLOWANCE_FEW
+        allowed = max(allowance * rms_error(eager[name], expected), floor)
         ratio = error / allowed if math.isfinite(error) else math.inf
         if ratio > margin:
             worst, margin = Verdict(ratio <= 1, name, error, allowed), ratio

@@ -63,7 +63,12 @@ def busy(hardware: dict[str, Any]) -> str:
 
 
 def show_time(row: Row) -> str:
-    return f"{1e3 * row['seconds']:.3g} ±{5e2 * row['iqr']:.2g}"
+    return f"{number(1e3 * row['seconds'])} ±{number(5e2 * row['iqr'], 2)}"
+
+
+def number(value: float, digits: int = 3) -> str:
+    """Some digits, never an exponent."""
+    return f"{value:,.0f}" if value >= 10 ** (digits - 1) else f"{value:.{digits}g}"
 
 
 def bytes_of(what: str) -> Callable[[Row], str]:
