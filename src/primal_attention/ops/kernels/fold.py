@@ -51,12 +51,17 @@ def _fold(
         part = dot(w_out, w_o, PRECISION)
         tl.store(
             product + row[:, None] * (HEADS * 2 * S) + head * (2 * S) + c[None], part.to(product.dtype.element_ty),
-            mask=(row[:, None] < D) & (c[None] < 2 * S),
+            mask=(row[:, None] < D) & (c[None] < 2 * S) & ((head > 0) | (c[None] != RANK) | (RANK == S)),
         )  # fmt: skip
         if SHIFT:
             b_o = tl.load(score_bias + p, mask=p < P, other=0.0).to(tl.float32)
             total += tl.sum(w_out.to(tl.float32) * b_o[None], 1)
-    tl.store(bias + row, total.to(bias.dtype.element_ty), mask=row < D)
+    rounded = total.to(bias.dtype.element_ty)
+    tl.store(bias + row, rounded, mask=row < D)
+    if RANK < S:
+        # What rounding takes from the bias meets the scores' column of ones.
+        rest = (total - rounded.to(tl.float32)).to(product.dtype.element_ty)
+        tl.store(product + row * (HEADS * 2 * S) + RANK, rest, mask=row < D)
 
 
 @triton.jit

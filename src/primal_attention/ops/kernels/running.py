@@ -219,7 +219,10 @@ def _adjoint_sums(
     BT: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, NS: tl.constexpr,
     DECAY: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
-    """ds of each token and Σ_i γ^i ds_i of each chunk; with decay the carry before each block; with NS = 1 also dW."""
+    """Σ_i γ^i ds_i of each chunk and dW (where NS is 1); without decay also ds, with decay the carry before each block.
+
+    The gradient of log γ is a sum of small differences that does not bear ds in 16 bits: with decay it is formed again.
+    """
     chunk, lane = tl.program_id(0), tl.program_id(1)
     start, end = tl.load(chunk_start + chunk), tl.load(chunk_end + chunk)
     sequence = tl.load(chunk_sequence + chunk)
@@ -246,8 +249,9 @@ def _adjoint_sums(
         )  # fmt: skip
         carry = _last_row(rows, BT)
         parts += grad * _powers(rate, row - start, DECAY)[:, None] if DECAY else grad
-        inside = live[:, None] & (p[None] < P)
-        tl.store(grad_sums + row[:, None] * (2 * HEADS * P) + column[None], grad.to(z.dtype), mask=inside)
+        if not DECAY:
+            inside = live[:, None] & (p[None] < P)
+            tl.store(grad_sums + row[:, None] * (2 * HEADS * P) + column[None], grad.to(z.dtype), mask=inside)
         if NS == 1:
             sum_w += dot(tl.trans(de.to(phi.dtype)), phi, PRECISION)
     out = chunk.to(tl.int64) * (2 * HEADS) + lane
@@ -259,19 +263,22 @@ def _adjoint_sums(
 
 @triton.jit
 def _running_rows(
-    qk, block_carries, after, grad_qk, grad_bias, grad_decay, log_decay, chunk_start, chunk_end,
-    HEADS: tl.constexpr, P: tl.constexpr, BLOCKS: tl.constexpr, BT: tl.constexpr, BP: tl.constexpr,
+    qk, wx, block_carries, after, grad_scores, grad_energy, grad_qk, grad_bias, grad_decay,
+    log_decay, chunk_sequence, chunk_start, chunk_end,
+    HEADS: tl.constexpr, P: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr, BLOCKS: tl.constexpr,
+    BT: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, NS: tl.constexpr,
     DECAY: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
-    """From the chunk's end, in place: ds → dz = Lᵀ ds + γ^(m−t)·(what comes after the block); and db, d log γ."""
+    """From the chunk's end: dz = Lᵀ ds + γ^(m−t)·(what comes after the block), and the gradients of b and log γ."""
     chunk, lane = tl.program_id(0), tl.program_id(1)
     start, end = tl.load(chunk_start + chunk), tl.load(chunk_end + chunk)
+    sequence = tl.load(chunk_sequence + chunk)
     p, t = tl.arange(0, BP), tl.arange(0, BT)
     column = ((lane % 2) * HEADS + lane // 2) * P + p
     rate = tl.load(log_decay + lane // 2) if DECAY else 0.0
     triangle = _triangle(rate, BT, DECAY)
-    backwards = tl.trans(triangle)
     fade = _powers(rate, t + 1, DECAY)
+    w = _weights_block(wx, lane, 0, qk, P, S, BP, BS)
     sum_b = tl.zeros((BP,), tl.float32)
     sum_decay = tl.zeros((BP,), tl.float32)
     later = tl.load(after + (chunk.to(tl.int64) * (2 * HEADS) + lane) * P + p, mask=p < P, other=0.0)
@@ -279,21 +286,28 @@ def _running_rows(
     for back in range(blocks):
         first = start + (blocks - 1 - back) * BT
         row = first + t
-        inside = (row < end)[:, None] & (p[None] < P)
+        live = row < end
+        inside = live[:, None] & (p[None] < P)
         place = row[:, None] * (2 * HEADS * P) + column[None]
-        grad = tl.load(grad_qk + place, mask=inside, other=0.0)
-        dz = _sums_within(grad, backwards, DECAY, PRECISION, FINE)
-        dz += _powers(rate, tl.maximum(tl.minimum(end - first, BT) - t, 0), DECAY)[:, None] * later[None]
-        dz = tl.where(inside, dz, 0.0)
-        later = tl.sum(tl.where(t[:, None] == 0, dz, 0.0), 0)
-        sum_b += tl.sum(dz, 0)
+        ahead = _powers(rate, tl.maximum(tl.minimum(end - first, BT) - t, 0), DECAY)
         if DECAY:
             block = (chunk.to(tl.int64) * BLOCKS + blocks - 1 - back) * (2 * HEADS) + lane
             carry = tl.load(block_carries + block * P + p, mask=p < P, other=0.0)
             z = tl.load(qk + place, mask=inside, other=0.0)
-            sums = _sums_within(z, triangle, DECAY, PRECISION, FINE) + fade[:, None] * carry[None]
+            sums, _, grad, _ = _adjoint_of_sums(
+                z, w, wx, carry, grad_scores, grad_energy, triangle, fade, row, live, lane, sequence,
+                HEADS, P, S, RANK, BT, BP, BS, NS, DECAY, PRECISION, FINE,
+            )  # fmt: skip
+            dz = dot(tl.trans(triangle), grad, FINE) + ahead[:, None] * later[None]
+            dz = tl.where(inside, dz, 0.0)
             sum_decay += tl.sum(dz * (sums - z.to(tl.float32)), 0)
-        tl.store(grad_qk + place, dz.to(grad.dtype), mask=inside)
+        else:
+            grad = tl.load(grad_qk + place, mask=inside, other=0.0)
+            dz = dot(tl.trans(triangle).to(grad.dtype), grad, PRECISION) + later[None]
+            dz = tl.where(inside, dz, 0.0)
+        later = tl.sum(tl.where(t[:, None] == 0, dz, 0.0), 0)
+        sum_b += tl.sum(dz, 0)
+        tl.store(grad_qk + place, dz.to(grad_qk.dtype.element_ty), mask=inside)
     tl.store(grad_bias + chunk.to(tl.int64) * (2 * HEADS * P) + column, sum_b, mask=p < P)
     if DECAY:
         tl.store(grad_decay + chunk.to(tl.int64) * (2 * HEADS) + lane, tl.sum(sum_decay, 0))
@@ -349,9 +363,10 @@ class _Plan:
         self.shape = {"HEADS": self.heads, "P": self.p, "DECAY": log_decay is not None}
         self.full = {
             **self.shape, "S": self.stored, "RANK": rank, "BT": self.size.tokens, "BP": self.size.width,
-            "BS": self.size.rank, "PRECISION": precision(qk.dtype), "FINE": fine, "num_warps": self.size.warps,
-            "num_stages": 2 if self.size.rank_blocks == 1 and self.size.width <= 64 else 1,
+            "BS": self.size.rank, "PRECISION": precision(qk.dtype), "FINE": fine,
+            "num_stages": 3 if self.size.rank_blocks == 1 and self.size.width <= 64 else 1,
         }  # fmt: skip
+        self.warps = self.size.warps
 
     def sums(self, per_chunk: int = 1) -> Tensor:
         shape = (self.chunks * per_chunk, self.heads, 2, self.p)
@@ -389,10 +404,11 @@ def running_forward(
     if not plan.chunks:
         return scores, energy, sums
     grid, starts = (plan.chunks, 2 * plan.heads), (seqs.chunk_start, seqs.chunk_end)
-    _chunk_sums[grid](qk, sums, plan.rate, *starts, **plan.shape, BT=64, BP=plan.size.width)
+    _chunk_sums[grid](qk, sums, plan.rate, *starts, **plan.shape, BT=32, BP=plan.size.width)
     carries = plan.carries(sums, False, initial, final)
     _running_scores[grid](
-        qk, wx, carries, scores, energy, plan.rate, *starts, **plan.full, NS=plan.size.rank_blocks
+        qk, wx, carries, scores, energy, plan.rate, *starts, **plan.full, NS=plan.size.rank_blocks,
+        num_warps=max(1, plan.warps // 2),
     )  # fmt: skip
     return scores, energy, carries
 
@@ -421,16 +437,15 @@ def running_backward(
     sums, block_carries = plan.sums(), plan.sums(0 if log_decay is None else plan.blocks)
     _adjoint_sums[grid](
         qk, wx, carries, grad_scores, grad_energy, grad_qk, block_carries, sums, grad_wx, *tables,
-        **plan.full, BLOCKS=plan.blocks, NS=rank_blocks,
+        **plan.full, BLOCKS=plan.blocks, NS=rank_blocks, num_warps=plan.warps,
     )  # fmt: skip
     after = plan.carries(sums, True, None, None)
-    shared = ("BT", "BP", "PRECISION", "FINE")
     _running_rows[grid](
-        qk, block_carries, after, grad_qk, grad_bias, grad_decay, plan.rate, seqs.chunk_start, seqs.chunk_end,
-        **plan.shape, **{name: plan.full[name] for name in shared}, BLOCKS=plan.blocks,
+        qk, wx, block_carries, after, grad_scores, grad_energy, grad_qk, grad_bias, grad_decay, *tables,
+        **plan.full, BLOCKS=plan.blocks, NS=rank_blocks, num_warps=plan.warps,
     )  # fmt: skip
     if rank_blocks > 1:
         _running_weights[(plan.chunks, 2 * plan.heads, rank_blocks)](
-            qk, wx, carries, grad_scores, grad_energy, grad_wx, *tables, **plan.full
+            qk, wx, carries, grad_scores, grad_energy, grad_wx, *tables, **plan.full, num_warps=plan.warps
         )  # fmt: skip
     return grad_qk, grad_wx, grad_bias, grad_decay
