@@ -321,7 +321,7 @@ def fused_attention(
             after = _running_state(final, tokens, decay, past) if need_state else None
         else:
             scores, energy = through(Score, "score", qk, wx, weights.qk_bias, [], *where)
-    y = combine(F.dropout(scores, dropout) if dropout else scores, weights, rank).view(x.shape)
+    y = combine(_drop(scores, dropout, rank) if dropout else scores, weights, rank).view(x.shape)
     if order is not None:
         y = _scatter_back(y, order, valid)
     return Attended(
@@ -337,6 +337,14 @@ def _given(length: int | None) -> int:
     return length
 
 
+def _drop(scores: Tensor, dropout: float, rank: int) -> Tensor:
+    """Dropout on the scores; the column of ones beyond them, which carries the bias and its gradient, stays."""
+    dropped = F.dropout(scores, dropout)
+    if scores.shape[3] > rank:
+        dropped[:, 0, 0, rank] = 1.0
+    return dropped
+
+
 def _held(bias: Tensor | None) -> Tensor | None:
     """The bias without its gradient, which comes from the scores."""
     return None if bias is None else bias.detach()
@@ -346,7 +354,10 @@ def _decode_one(x: Tensor, weights: Weights, mode: Mode, decay: Tensor | None, s
     """One token of a stream: its projection, one launch, and the two output maps."""
     qk = F.linear(x[:, 0], weights.qk_weight, weights.qk_bias)
     log_decay = None if decay is None else decay.float().log()
-    scores, query_sum, key_sum, weight = decode(qk, *state[:3], weights.w_e, weights.w_r, log_decay)
+    queries, keys, held, _ = state
+    # A state may be a slice of a pass's sums.
+    past = queries.contiguous(), keys.contiguous(), held.contiguous()
+    scores, query_sum, key_sum, weight = decode(qk, *past, weights.w_e, weights.w_r, log_decay)
     each = F.linear(scores.flatten(2), weights.score_weight, weights.score_bias)  # (B, H, p)
     y = F.linear(each.flatten(1), weights.out_weight, weights.out_bias)
     return Attended(y[:, None], state=RunningState(query_sum, key_sum, weight))
