@@ -30,21 +30,32 @@ Gradients = tuple[Tensor | None, ...]
 
 
 class Node(torch.autograd.Function):
-    """An operator with its way back."""
+    """An operator with its way back: `remember` keeps what `backward` needs."""
 
     operator: ops.Operator
 
     def __init_subclass__(cls) -> None:
-        backward = cls.backward
+        backward, run, remember = cls.backward, cls.operator.run, cls.remember
+
+        def forward(ctx: Any, *args: Any) -> Any:
+            output = run(*args)
+            remember(ctx, args, output)
+            return output
 
         def as_structured(ctx: Any, *grads: Any) -> tuple[Any, ...]:
             """A registered operator wants a list of nothing where a list came in."""
             lists = getattr(ctx, "lists", {})
             return tuple([None] * lists[i] if i in lists else g for i, g in enumerate(backward(ctx, *grads)))
 
-        cls.operator.registered.register_autograd(as_structured, setup_context=cls.setup_context)
+        cls.operator.registered.register_autograd(as_structured, setup_context=remember)
+        # Not `setup_context` here: torch would look up the signature of `forward` anew at every call.
+        cls.forward = staticmethod(forward)  # type: ignore[method-assign]
         # The kernels' own gradients are not written: a second derivative must raise, not come out as zero.
-        cls.backward = staticmethod(torch.autograd.function.once_differentiable(cls.backward))  # type: ignore[assignment]
+        cls.backward = staticmethod(torch.autograd.function.once_differentiable(backward))  # type: ignore[assignment]
+
+    @staticmethod
+    def remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        raise NotImplementedError
 
 
 def through(node: type[Node], name: str, *args: Any) -> Any:
@@ -58,11 +69,7 @@ class Project(Node):
     operator = ops.PROJECT
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return ops.PROJECT.run(*args)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    def remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         x, weight, _, w_e, w_r, rows = inputs
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight, w_e, w_r, rows)
@@ -88,11 +95,7 @@ class Pack(Node):
     operator = ops.PACK
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, Tensor]:
-        return ops.PACK.run(*args)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, ...]) -> None:
+    def remember(ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, ...]) -> None:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs)
         ctx.shape = output[0].shape
@@ -123,11 +126,7 @@ class Score(Node):
     operator = ops.SCORE
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, Tensor]:
-        return ops.SCORE.run(*args)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    def remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         qk, wx, _, origin, tables, ctx.single, ctx.rank, ctx.whole = inputs
         ctx.set_materialize_grads(False)
         # W_{·|X} is as large as a quarter of x when sequences are short: keep where it came from instead.
@@ -151,11 +150,7 @@ class RunningScore(Node):
     operator = ops.RUNNING_SCORE
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, ...]:
-        return ops.RUNNING_SCORE.run(*args)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    def remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         qk, wx, _, log_decay, _, tables, ctx.single, ctx.rank, ctx.whole = inputs
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(qk, wx, log_decay, output[2], *tables)
@@ -179,11 +174,7 @@ class GrowingScore(Node):
     operator = ops.GROWING_SCORE
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, ...]:
-        return ops.GROWING_SCORE.run(*args)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    def remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         x, weight, _, w_e, w_r, log_decay, rows, grid, tables, ctx.single, ctx.whole = inputs
         scores, _, qk = output
         ctx.set_materialize_grads(False)
@@ -209,11 +200,7 @@ class Combine(Node):
     operator = ops.COMBINE
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, Tensor]:
-        return ops.COMBINE.run(*args)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    def remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         scores, score_weight, score_bias, out_weight, out_bias = inputs
         ctx.save_for_backward(scores, output[1], score_weight, score_bias, out_weight)
         ctx.biases = (score_bias is not None, out_bias is not None)
@@ -238,11 +225,7 @@ class Measure(Node):
     operator = ops.MEASURE
 
     @staticmethod
-    def forward(*args: Any) -> Tensor:
-        return ops.MEASURE.run(*args)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         energy, sqrt_lambda, _, lengths, ctx.length, ctx.summed = inputs
         ctx.save_for_backward(energy, sqrt_lambda, lengths)
 
@@ -421,7 +404,9 @@ def _running_state(
     final: Tensor, tokens: Tensor | int, decay: Tensor | None, past: RunningState | None
 ) -> RunningState:
     """The sums after the last token, and their weight: Σ_j γ^j over the tokens."""
-    count = torch.as_tensor(tokens, device=final.device).expand(final.shape[0]).float()[:, None]  # (B, 1)
+    if isinstance(tokens, int):  # made on the device: a copy from the host would break a CUDA graph
+        tokens = torch.full((final.shape[0],), tokens, device=final.device)
+    count = tokens.float()[:, None]  # (B, 1)
     before = torch.zeros_like(final[:, :, 0, 0]) if past is None else past.weight
     if decay is None:
         weight = before + count
@@ -429,4 +414,4 @@ def _running_state(
         gamma = decay.float()[None]
         kept = gamma**count
         weight = before * kept + torch.where(gamma < 1, (1 - kept) / (1 - gamma).clamp(min=1e-30), count)
-    return RunningState(final[:, :, 0], final[:, :, 1], weight)
+    return RunningState(final[:, :, 0].contiguous(), final[:, :, 1].contiguous(), weight)

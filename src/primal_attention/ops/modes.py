@@ -132,8 +132,9 @@ def running_features(
     if fm.normalised:
         sums = eq.running_sum(phi_k, decay, valid, feature_past)
         phi_q, phi_k = feature_maps.normalise_both(phi_q, phi_k, sums)
-        feature_sum = sums[:, :, -1]
-    after = RunningState(q_sum[:, :, -1], k_sum[:, :, -1], weight[:, :, -1, 0], feature_sum)
+        feature_sum = sums[:, :, -1].clone()
+    # Copies: a view of the last row would keep the sums of the whole context alive.
+    after = RunningState(q_sum[:, :, -1].clone(), k_sum[:, :, -1].clone(), weight[:, :, -1, 0].clone(), feature_sum)
     return phi_q, phi_k, after
 
 
@@ -158,7 +159,7 @@ def _growing_weights(
     if fm.normalised:
         sums = eq.running_sum(phi_k, decay, valid, past.feature_sum if past else None)
         phi_q, phi_k = feature_maps.normalise_both(phi_q, phi_k, sums)
-        feature_sum = sums[:, :, -1]
+        feature_sum = sums[:, :, -1].clone()
     x_h = x_h.to(q.dtype)
     e = eq.causal_landmark_scores(phi_q, x_h, w_e, grid, position, decay, valid)
     r = eq.causal_landmark_scores(phi_k, x_h, w_r, grid, position, decay, valid)

@@ -10,6 +10,9 @@ import triton
 LANE = 8  # scores are stored in rows of a multiple of 8 numbers: whole 16-byte pieces in 16-bit types
 
 
+INTERPRETED = bool(triton.knobs.runtime.interpret)  # as at import, when the kernels are made
+
+
 class Tiles(NamedTuple):
     """Sizes that make one specialisation of the score kernels."""
 
@@ -20,13 +23,17 @@ class Tiles(NamedTuple):
     warps: int
 
 
+def ceil_div(value: int, by: int) -> int:
+    return -(-value // by)  # Triton's own cdiv costs as much host time as a launch
+
+
 def power_of_two(value: int, least: int = 16) -> int:
     return max(least, 1 << (value - 1).bit_length())
 
 
 def stored_rank(rank: int) -> int:
     """The rank as scores are stored: rounded up to a whole number of lanes."""
-    return -(-rank // LANE) * LANE
+    return ceil_div(rank, LANE) * LANE
 
 
 def tiles(dtype: torch.dtype, head_dim: int, rank: int) -> Tiles:
@@ -36,7 +43,7 @@ def tiles(dtype: torch.dtype, head_dim: int, rank: int) -> Tiles:
     tokens = 128 if width * max(block, width) <= 64 * 64 else (64 if width <= 128 else 32)
     if dtype == torch.float32:
         tokens = min(tokens, 64 if width <= 64 else 32)
-    return Tiles(tokens, width, block, -(-stored_rank(rank) // block), 4 if tokens * width <= 128 * 64 else 8)
+    return Tiles(tokens, width, block, ceil_div(stored_rank(rank), block), 4 if tokens * width <= 128 * 64 else 8)
 
 
 def running_tiles(dtype: torch.dtype, head_dim: int, rank: int) -> Tiles:
@@ -47,7 +54,7 @@ def running_tiles(dtype: torch.dtype, head_dim: int, rank: int) -> Tiles:
     width, full = power_of_two(head_dim), power_of_two(stored_rank(rank))
     block = min(full, 64 if width <= 128 else 32)
     warps = 2 if width <= 64 and dtype != torch.float32 else 4
-    return Tiles(32 if width <= 128 else 16, width, block, -(-stored_rank(rank) // block), warps)
+    return Tiles(32 if width <= 128 else 16, width, block, ceil_div(stored_rank(rank), block), warps)
 
 
 def precision(dtype: torch.dtype) -> str:
@@ -55,12 +62,8 @@ def precision(dtype: torch.dtype) -> str:
 
     Triton's interpreter cannot multiply bfloat16, which numpy lacks: there the operands are widened first.
     """
-    if interpreted() and dtype == torch.bfloat16:
+    if INTERPRETED and dtype == torch.bfloat16:
         return "widened"
     if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32:
         return "tf32"
     return "ieee"
-
-
-def interpreted() -> bool:
-    return bool(triton.knobs.runtime.interpret)

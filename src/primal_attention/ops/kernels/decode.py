@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .config import power_of_two
+from .config import ceil_div, power_of_two
 from .scores import EPS
 
 
@@ -55,6 +55,7 @@ def decode(
     log_decay: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Scores (B, H, 2, s) of one token each, and the state after it. qk: (B, 2·H·p), sums: (B, H, p) float32."""
+    query_sum, key_sum, weight = (t.contiguous() for t in (query_sum, key_sum, weight))
     batch, heads, p = query_sum.shape
     rank = w_e.shape[2]
     scores = torch.empty((batch, heads, 2, rank), dtype=qk.dtype, device=qk.device)
@@ -63,7 +64,7 @@ def decode(
     if batch:
         _decode[(batch, 2 * heads)](
             qk, query_sum, key_sum, weight, w_e, w_r, qk if log_decay is None else log_decay, scores, *after,
-            HEADS=heads, P=p, RANK=rank, BP=power_of_two(p), BS=block, NS=triton.cdiv(rank, block),
+            HEADS=heads, P=p, RANK=rank, BP=power_of_two(p), BS=block, NS=ceil_div(rank, block),
             DECAY=log_decay is not None,
         )  # fmt: skip
     return scores, *after

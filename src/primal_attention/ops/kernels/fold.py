@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .config import power_of_two, precision, stored_rank
+from .config import ceil_div, power_of_two, precision, stored_rank
 from .products import dot
 
 ROWS = 32
@@ -140,7 +140,7 @@ def fold(
     d, stored, heads = out_weight.shape[0], size["S"], size["HEADS"]
     product = out_weight.new_empty(d, heads * 2 * stored)  # type: ignore[operator]
     bias = out_weight.new_empty(d)
-    _fold[(triton.cdiv(d, ROWS),)](
+    _fold[(ceil_div(d, ROWS),)](
         out_weight, out_weight if out_bias is None else out_bias, score_weight,
         out_weight if score_bias is None else score_bias, product, bias,
         BIAS=out_bias is not None, SHIFT=score_bias is not None, **size,
@@ -157,7 +157,7 @@ def unfold(
     """
     size = _sizes(out_weight, score_weight)
     d, p, stored = out_weight.shape[0], score_weight.shape[0], stored_rank(score_weight.shape[1] // 2)
-    programs = triton.cdiv(d, ROWS)
+    programs = ceil_div(d, ROWS)
     grad_out, grad_score = torch.empty_like(out_weight), torch.empty_like(score_weight)
     grad_out_bias, grad_score_bias = out_weight.new_empty(d), out_weight.new_empty(p)
     parts = torch.empty(programs, p, 2 * stored, dtype=torch.float32, device=out_weight.device)

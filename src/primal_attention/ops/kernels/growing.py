@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .config import power_of_two, precision, stored_rank
+from .config import ceil_div, power_of_two, precision, stored_rank
 from .products import dot
 from .scores import EPS
 from .sequences import Sequences
@@ -291,7 +291,7 @@ def growing_backward(
         _growing_rows[(chunks, 2 * heads)](
             *given, grad_qk, grad_bias, grad_decay, rate, *_where(seqs), n, **size
         )  # fmt: skip
-        _growing_landmarks[(chunks, 2 * heads, triton.cdiv(n, 32))](
+        _growing_landmarks[(chunks, 2 * heads, ceil_div(n, 32))](
             *given, grad_rows, grad_w, rate, *_where(seqs), n, **size
         )  # fmt: skip
     return grad_qk, grad_bias, grad_decay, grad_rows, grad_w
@@ -301,7 +301,7 @@ def add_rows(grad_rows: Tensor, rows: Tensor, grad_x: Tensor, seqs: Sequences) -
     """Adds the landmarks' share to grad_x (rows, H·p) in place. grad_rows: (chunks, H, 2, n, p)."""
     _, heads, _, n, p = grad_rows.shape
     if rows.shape[0]:
-        _add_rows[(rows.shape[0], triton.cdiv(n, 32), heads)](
+        _add_rows[(rows.shape[0], ceil_div(n, 32), heads)](
             grad_rows, rows, grad_x, seqs.first_chunk, n, HEADS=heads, P=p, BN=32, BP=power_of_two(p)
         )
 

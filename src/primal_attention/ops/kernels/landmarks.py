@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .config import power_of_two, precision, stored_rank
+from .config import ceil_div, power_of_two, precision, stored_rank
 from .products import dot
 
 
@@ -181,7 +181,7 @@ def landmark_weights(x: Tensor, rows: Tensor, w_e: Tensor, w_r: Tensor) -> tuple
     heads, n, rank = w_e.shape
     p, stored = x.shape[1] // heads, stored_rank(rank)
     block = _blocks(p, rank)
-    rank_blocks = triton.cdiv(stored, block["BS"])
+    rank_blocks = ceil_div(stored, block["BS"])
     wx = torch.empty((rows.shape[0], heads, 2, p, stored), dtype=torch.float32, device=x.device)
     trace = torch.empty((heads, rank_blocks), dtype=torch.float32, device=x.device)
     if not rows.shape[0]:
@@ -196,7 +196,7 @@ def packed_weights(w_e: Tensor, w_r: Tensor) -> tuple[Tensor, Tensor]:
     """wx (1, H, 2, p, S) of W_e, W_r (H, p, s) themselves, and their traces."""
     heads, p, rank = w_e.shape
     stored, block = stored_rank(rank), _blocks(p, rank)
-    rank_blocks = triton.cdiv(stored, block["BS"])
+    rank_blocks = ceil_div(stored, block["BS"])
     wx = torch.empty((1, heads, 2, p, stored), dtype=torch.float32, device=w_e.device)
     trace = torch.empty((heads, rank_blocks), dtype=torch.float32, device=w_e.device)
     sizes = {"HEADS": heads, "P": p, "RANK": rank, "S": stored, "BP": block["BP"], "BS": block["BS"]}
@@ -209,7 +209,7 @@ def finish_weights(parts: Tensor, w_e: Tensor, w_r: Tensor, grad_trace: Tensor |
     heads, n, rank = w_e.shape
     grad_e, grad_r = torch.empty_like(w_e), torch.empty_like(w_r)
     bn, bs = 32, min(power_of_two(stored_rank(rank)), 64)
-    _finish_weights[(heads, triton.cdiv(n, bn), triton.cdiv(rank, bs))](
+    _finish_weights[(heads, ceil_div(n, bn), ceil_div(rank, bs))](
         parts, w_e, w_r, parts if grad_trace is None else grad_trace, grad_e, grad_r, n, parts.shape[0],
         HEADS=heads, RANK=rank, S=stored_rank(rank), BN=bn, BS=bs, TRACE=grad_trace is not None,
     )  # fmt: skip
@@ -223,7 +223,7 @@ def landmark_weights_backward(
     heads, n, rank = w_e.shape
     batch, p, stored = rows.shape[0], x.shape[1] // heads, stored_rank(rank)
     block = _blocks(p, rank)
-    rank_blocks, marks = triton.cdiv(stored, block["BS"]), triton.cdiv(n, block["BN"])
+    rank_blocks, marks = ceil_div(stored, block["BS"]), ceil_div(n, block["BN"])
     # Enough programs to fill a large GPU, few enough partial sums to add cheaply.
     splits = min(batch, max(1, 512 // (2 * heads * marks * rank_blocks)))
     parts = torch.empty((splits, heads, 2, n, stored), dtype=torch.float32, device=x.device)
@@ -231,6 +231,6 @@ def landmark_weights_backward(
         common = {"HEADS": heads, "P": p, "S": stored, "PRECISION": precision(x.dtype), **block}
         _to_rows[(batch, marks, heads)](grad_wx, rows, w_e, w_r, grad_x, n, RANK=rank, NS=rank_blocks, **common)
         _to_weights[(splits, 2 * heads, marks * rank_blocks)](
-            x, rows, grad_wx, parts, n, batch, triton.cdiv(batch, splits), **common
+            x, rows, grad_wx, parts, n, batch, ceil_div(batch, splits), **common
         )  # fmt: skip
     return finish_weights(parts, w_e, w_r, grad_trace)

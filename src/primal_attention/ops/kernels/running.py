@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .config import precision, running_tiles, stored_rank
+from .config import ceil_div, precision, running_tiles, stored_rank
 from .products import dot
 from .scores import EPS
 from .sequences import CHUNK, Sequences
@@ -374,7 +374,7 @@ class _Plan:
 
     def carries(self, sums: Tensor, reverse: bool, initial: Tensor | None, final: Tensor | None) -> Tensor:
         carries = torch.empty_like(sums)
-        _carries[(self.batch, 2 * self.heads, triton.cdiv(self.p, 16))](
+        _carries[(self.batch, 2 * self.heads, ceil_div(self.p, 16))](
             sums, carries, sums if initial is None else initial, sums if final is None else final, self.rate,
             self.seqs.first_chunk, self.seqs.lengths, **self.shape, ROWS=CHUNK, BC=16, REVERSE=reverse,
             INITIAL=initial is not None, FINAL=final is not None,

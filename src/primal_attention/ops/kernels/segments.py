@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .config import ceil_div
 from .sequences import Sequences
 
 
@@ -28,7 +29,7 @@ def segment_sum(parts: Tensor, seqs: Sequences) -> Tensor:
     width = parts.shape[1:].numel()
     if sums.shape[0]:
         block = 256
-        _segment_sum[(sums.shape[0], triton.cdiv(width, block))](parts, sums, seqs.first_chunk, width, BW=block)
+        _segment_sum[(sums.shape[0], ceil_div(width, block))](parts, sums, seqs.first_chunk, width, BW=block)
     return sums
 
 
@@ -47,5 +48,5 @@ def _column_sum(parts, total, count, width, BR: tl.constexpr, BW: tl.constexpr):
 def column_sum(parts: Tensor, dtype: torch.dtype) -> Tensor:
     """parts: (chunks, width) float32 → (width,) in `dtype`."""
     total = torch.empty(parts.shape[1], dtype=dtype, device=parts.device)
-    _column_sum[(triton.cdiv(parts.shape[1], 32),)](parts, total, parts.shape[0], parts.shape[1], BR=64, BW=32)
+    _column_sum[(ceil_div(parts.shape[1], 32),)](parts, total, parts.shape[0], parts.shape[1], BR=64, BW=32)
     return total
