@@ -1,0 +1,96 @@
+"""Layers on the fused kernels beside their truth: the equations in float64 on the same numbers."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from closeness import assert_close
+from primal_attention import PrimalAttention
+
+# Name of the mode → the keywords that make it: all that the kernels serve.
+MODES: dict[str, dict[str, Any]] = {
+    "data_dependent": {},
+    "plain": {"data_dependent": False},
+    "causal": {"data_dependent": False, "causal": True},
+    "learned_decay": {"data_dependent": False, "causal": True, "decay": "learned"},
+    "fixed_decay": {"data_dependent": False, "causal": True, "decay": 0.9},
+    "growing": {"causal": True},
+    "growing_decay": {"causal": True, "decay": "learned"},
+}
+
+# float32 throughout, and no product of more than a few hundred terms: what is left is rounding in another order.
+SAME = 2e-6
+# Few numbers, each a sum whose terms nearly cancel: the equations in float32 miss the truth by as much.
+CANCELLED = {"J": 1e-5, "gradient of decay_logit": 5e-5}
+
+Results = dict[str, Tensor]
+
+
+def make(
+    mode: str, head_dim: int = 16, rank: int = 5, heads: int = 2, max_length: int = 160, **keywords: Any
+) -> PrimalAttention:
+    """A fused layer of the mode in training; its landmarks are few enough to leave gaps in 63 tokens.
+
+    max_length counts in the growing modes alone: where their landmarks lie.
+    """
+    merged = {"rank": rank, "landmarks": 9, "backend": "fused", **MODES[mode], **keywords}
+    if mode.startswith("growing"):
+        merged["max_length"] = max_length
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a rank above the width is odd, not wrong
+        layer = PrimalAttention(heads * head_dim, heads, **merged)
+    if merged.get("decay") == "learned":
+        with torch.no_grad():
+            # γ up to 0.95. Closer to 1 the rounding of γ itself to float32, 6e-8 / (1 − γ), would drown the kernels'.
+            layer.decay_logit.copy_(torch.linspace(-1.0, 3.0, heads + 1)[1:])
+    return layer
+
+
+def tokens(layer: PrimalAttention, *shape: int) -> Tensor:
+    return torch.randn(*shape, layer.embed_dim, dtype=layer.w_e.dtype, device=layer.w_e.device)
+
+
+def twin(layer: PrimalAttention, dtype: torch.dtype = torch.float64, backend: str = "reference") -> PrimalAttention:
+    """The same numbers through the equations. To be made before the layer runs: a result cannot be copied."""
+    other = copy.deepcopy(layer).to(dtype)
+    other.backend = backend
+    return other
+
+
+def results(layer: PrimalAttention, x: Tensor, *args: Any, **keywords: Any) -> Results:
+    """y, e, r and J, and the gradients of x and of every parameter, of a sum that weighs each number differently."""
+    x = x.to(layer.w_e.dtype).detach().requires_grad_()
+    y, scores = layer(x, *args, return_scores=True, **keywords)
+    found = {"y": y, "e": scores.e, "r": scores.r, "J": layer.objective}
+    draw = torch.Generator().manual_seed(1)
+    loss = x.new_zeros((), dtype=torch.float64)
+    for name, result in found.items():
+        # Weights that every dtype holds exactly. J is a mean over the tokens: without the factor nobody would see it.
+        weight = torch.randn(result.shape, generator=draw).bfloat16().to(result.device, torch.float64)
+        loss = loss + (result.double() * weight).sum() * (x.shape[-2] if name == "J" else 1)
+    names, inputs = zip(("x", x), *layer.named_parameters(), strict=True)
+    grads = torch.autograd.grad(loss, inputs, allow_unused=True)
+    found |= {
+        f"gradient of {name}": torch.zeros_like(value) if grad is None else grad
+        for name, value, grad in zip(names, inputs, grads, strict=True)
+    }
+    return {name: value.detach() for name, value in found.items()}
+
+
+def assert_same(found: Results, expected: Results, ratio: float = SAME) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert_close(found[name], value, max(ratio, CANCELLED.get(name, 0.0)), name)
+
+
+def assert_as_truth(layer: PrimalAttention, x: Tensor, *args: Any, ratio: float = SAME, **keywords: Any) -> Results:
+    """Everything the layer gives, beside the equations in float64; returns what it gave."""
+    truth = twin(layer)
+    found = results(layer, x, *args, **keywords)
+    assert_same(found, results(truth, x, *args, **keywords), ratio)
+    return found

@@ -1,0 +1,48 @@
+"""In 16 bits the kernels are no further from the truth than the equations are in the same dtype."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from closeness import assert_close, rms_ratio
+from kernel_cases import MODES, make, results, tokens, twin
+
+# What the kernels may lose against the equations in the same dtype. The ratio of two errors of a handful of numbers is
+# a matter of luck, so those have more room.
+FACTOR, FACTOR_OF_A_HANDFUL = 1.2, 3.0
+HANDFUL = 32
+# Half of what one rounding costs (RMS 0.2 eps): below it the equations were merely lucky, as with J in float32.
+FLOOR = 0.1
+
+
+@pytest.mark.usefixtures("bfloat16_rounds")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("mode", [name for name in MODES if name != "fixed_decay"])
+def test_the_kernels_are_as_exact_as_the_equations_in_the_same_dtype(
+    device: torch.device, mode: str, dtype: torch.dtype
+) -> None:
+    layer = make(mode, heads=4, max_length=70).to(device, dtype)
+    x = tokens(layer, 1, 70)
+    truth, eager, fused = (results(one, x) for one in (twin(layer), twin(layer, dtype), layer))
+    for name, value in fused.items():
+        assert value.dtype == eager[name].dtype, name
+        factor = FACTOR if value.numel() >= HANDFUL else FACTOR_OF_A_HANDFUL
+        limit = max(factor * rms_ratio(eager[name], truth[name]), FLOOR * torch.finfo(dtype).eps)
+        assert_close(value, truth[name], limit, name)
+
+
+def test_autocast_runs_the_kernels_in_its_dtype(device: torch.device) -> None:
+    layer = make("data_dependent").to(device)
+    x = tokens(layer, 2, 7)
+    half = make("data_dependent").to(device)
+    half.load_state_dict(layer.state_dict())
+    half.half()
+    with torch.autocast(device.type, torch.float16):
+        y = layer(x)
+    assert y.dtype == torch.float16
+    assert torch.equal(y, half(x.half()))
+    y.float().sum().backward()
+    assert layer.w_e.grad.dtype == torch.float32
+    # √Λ is a parameter of J alone and stays in its own dtype.
+    assert layer.objective.dtype == torch.float32
