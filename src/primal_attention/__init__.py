@@ -8,16 +8,32 @@ from .nn.objective import ksvd_loss
 from .nn.primal import PrimalAttention
 
 if TYPE_CHECKING:
+    from .engine.estimator import PrimalClassifier
     from .ksvd import KernelSVD
+    from .nn.rivals import attention_names, make_attention
+    from .official import load_official
 
 __version__ = "0.1.0"
 
 # Names that need an extra, or that few people need at once, are loaded when somebody asks for them.
 _LAZY = {
     "KernelSVD": ("primal_attention.ksvd", "ksvd"),
+    "PrimalClassifier": ("primal_attention.engine.estimator", "timeseries"),
+    "attention_names": ("primal_attention.nn.rivals", "dev"),
+    "load_official": ("primal_attention.official", "dev"),
+    "make_attention": ("primal_attention.nn.rivals", "dev"),
 }
 
-__all__ = ["KernelSVD", "PrimalAttention", "__version__", "ksvd_loss"]
+__all__ = [
+    "KernelSVD",
+    "PrimalAttention",
+    "PrimalClassifier",
+    "__version__",
+    "attention_names",
+    "ksvd_loss",
+    "load_official",
+    "make_attention",
+]
 
 
 def __getattr__(name: str) -> Any:
