@@ -36,6 +36,7 @@ class RunState(Checkpoint):
         self.experiment = experiment
         self.rows: list[Row] = []
         self.seconds: list[float] = []
+        self.peak_bytes: int | None = None
         self.best: Row | None = None
         self.finished = False
         self._started = 0.0
@@ -54,11 +55,12 @@ class RunState(Checkpoint):
         return self.folder / "checkpoints" / "best.safetensors"
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rows": self.rows, "seconds": self.seconds, "best": self.best, "finished": self.finished}
+        keep = ("rows", "seconds", "best", "finished", "peak_bytes")
+        return {name: getattr(self, name) for name in keep}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.rows, self.seconds = list(state["rows"]), list(state["seconds"])
-        self.best, self.finished = state["best"], state["finished"]
+        self.best, self.finished, self.peak_bytes = state["best"], state["finished"], state.get("peak_bytes")
 
     def on_fit_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self.experiment.train.share(trainer.global_rank, trainer.world_size)
@@ -68,12 +70,17 @@ class RunState(Checkpoint):
             self._board = open_board(self.folder / "tensorboard", purge_after=trainer.global_step)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if module.device.type == "cuda":
+            # The peak is the training's own: neither an evaluation nor an earlier run of this process counts.
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
         self._started = time.perf_counter()
 
     def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         assert isinstance(module, TrainingModule)
         if module.device.type == "cuda":
             torch.cuda.synchronize()
+            self.peak_bytes = max(self.peak_bytes or 0, torch.cuda.max_memory_allocated())
         self.seconds.append(time.perf_counter() - self._started)
         epoch, config = trainer.current_epoch + 1, module.recipe.trainer
         last = epoch == config.epochs

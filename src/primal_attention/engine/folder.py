@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 import primal_attention
+from primal_attention.bench.provenance import git_commit
 from primal_attention.engine.config import Recipe, from_plain, to_plain
 from primal_attention.engine.errors import RunError
 from primal_attention.engine.files import write_text
@@ -40,7 +41,7 @@ def newest(folder: Path) -> Path:
     return place
 
 
-def write(folder: Path, recipe: Recipe, *, name: str, command: str) -> None:
+def write(folder: Path, recipe: Recipe, *, name: str, command: str, commit: str | None = None) -> None:
     """Put config.yaml into a new run folder; the one of a resumed run stays as it is."""
     file = folder / "config.yaml"
     if not file.exists():
@@ -50,9 +51,18 @@ def write(folder: Path, recipe: Recipe, *, name: str, command: str) -> None:
             "benchmark": recipe.benchmark,
             "recipe": name,
             "command": command,
+            "commit": commit or git_commit(),
             "config": to_plain(recipe),
         }
         write_text(file, yaml.safe_dump(text, sort_keys=False, allow_unicode=True))
+
+
+def origin(folder: Path) -> dict[str, Any]:
+    """Command, commit and settings of a run for its summary, which can then stand without the folder."""
+    text, recipe = read(folder)
+    config = to_plain(recipe)
+    config.get("data", {}).pop("folder", None)  # says something about a machine, nothing about a result
+    return {"command": text.get("command"), "commit": text.get("commit"), "config": config}
 
 
 def check(folder: Path, recipe: Recipe, *, resume: bool) -> None:

@@ -10,29 +10,44 @@ finished run leaves a small JSON file in the results folder, which is what table
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from primal_attention.data.errors import DataError
+from primal_attention.data.uea import default_folder
 from primal_attention.engine.errors import RunError
+from primal_attention.engine.files import write_json
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a grid: a recipe by name, the fields to change, and where run and result go."""
+    """One run of a grid: a recipe by name, the fields to change, where run and result go, the code's commit."""
 
     recipe: str
     changes: Mapping[str, Any]
     run: Path
     result: Path
+    commit: str | None = None
+
+    @property
+    def command(self) -> str:
+        """What trains the same by hand; where the data lies is left out, for that belongs to a machine."""
+        words = ["primal", "train", self.recipe]
+        for name, value in self.changes.items():
+            if name not in ("data.folder", *QUIET):
+                words += flag(name, value)
+        return shlex.join(words)
 
 
 @dataclass(frozen=True)
@@ -40,6 +55,18 @@ class Outcome:
     job: Job
     summary: Mapping[str, Any] | None = None
     error: str | None = None
+
+
+QUIET = {"trainer.progress": False, "trainer.tensorboard": False}
+
+
+def flag(name: str, value: Any) -> list[str]:
+    """A change of a recipe's field as the words of `primal train`."""
+    *path, last = name.replace("_", "-").split(".")
+    if isinstance(value, bool):
+        return ["--" + ".".join([*path, last if value else f"no-{last}"])]
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return ["--" + ".".join([*path, last]), *map(str, values)]
 
 
 @dataclass(frozen=True)
@@ -53,6 +80,7 @@ class Grid:
     runs: Path
     results: Path
     changes: Mapping[str, Any] = field(default_factory=dict)
+    commit: str | None = None
 
     def jobs(self) -> list[Job]:
         """Seeds vary slowest: after the first pass every cell of the table has a number."""
@@ -62,6 +90,7 @@ class Grid:
                 {**self.changes, "model.attention": (model,), "seed": seed},
                 self.runs / self.family / name / f"{model}-seed{seed}",
                 self.results / self.family / name / f"{model}-seed{seed}.json",
+                self.commit,
             )
             for seed in self.seeds
             for name in self.sets
@@ -75,12 +104,11 @@ def run_job(job: Job) -> Outcome:
         return Outcome(job, summary=json.loads(job.result.read_text()))
     from primal_attention.engine import registry, runner
     from primal_attention.engine.config import override
-    from primal_attention.engine.files import write_json
 
-    quiet = {"trainer.progress": False, "trainer.tensorboard": False}
+    gc.collect()  # what the last run of this process left behind would count as this one's memory
     try:
-        recipe = override(registry.get(job.recipe), {**quiet, **job.changes})
-        summary = runner.train(recipe, job.run, name=job.recipe, resume=True)
+        recipe = override(registry.get(job.recipe), {**QUIET, **job.changes})
+        summary = runner.train(recipe, job.run, name=job.recipe, resume=True, command=job.command, commit=job.commit)
         write_json(job.result, summary)
         return Outcome(job, summary=summary)
     except (RunError, DataError) as error:
@@ -117,8 +145,16 @@ def _local(jobs: Sequence[Job], workers: int) -> Iterable[Outcome]:
     for i in range(workers):
         numbers.put(i)
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_settle, initargs=(numbers, workers)) as pool:
-        for done in as_completed([pool.submit(run_job, job) for job in jobs]):
-            yield done.result()
+        running = {pool.submit(run_job, job): job for job in jobs}
+        try:
+            for done in as_completed(running):
+                try:
+                    yield done.result()
+                except BrokenProcessPool:
+                    died = "a worker process died (out of memory?); the same command goes on from here"
+                    yield Outcome(running[done], error=died)
+        finally:  # Ctrl-C: do not start what is still waiting
+            pool.shutdown(cancel_futures=True)
 
 
 def _settle(numbers: Any, workers: int) -> None:
@@ -138,14 +174,41 @@ def _ray(jobs: Sequence[Job], workers: int) -> Iterable[Outcome]:
         raise RunError("the ray launcher needs ray: pip install ray") from None
     started_here = not ray.is_initialized()
     if started_here:
-        ray.init(num_cpus=workers if "RAY_ADDRESS" not in os.environ else None, log_to_driver=False)
-    remote = ray.remote(num_cpus=1, num_gpus=_gpu_share(ray, workers))(run_job)
-    waiting = [remote.remote(job) for job in jobs]
-    while waiting:
-        done, waiting = ray.wait(waiting)
-        yield from ray.get(done)
-    if started_here:
-        ray.shutdown()
+        cluster = "RAY_ADDRESS" in os.environ
+        ray.init(
+            num_cpus=None if cluster else workers, log_to_driver=False, include_dashboard=None if cluster else False
+        )
+    try:
+        remote = ray.remote(num_cpus=1, num_gpus=_gpu_share(ray, workers))(run_job)
+        waiting = list(reversed(jobs))
+        running: dict[Any, Job] = {}
+        while waiting or running:
+            # A cluster may have room for more than was asked for.
+            while waiting and len(running) < workers:
+                job = waiting.pop()
+                running[remote.remote(_absolute(job))] = job
+            (done,), _ = ray.wait(list(running))
+            job = running.pop(done)
+            try:
+                outcome = ray.get(done)
+            except ray.exceptions.RayError as error:
+                yield Outcome(job, error=f"a Ray worker died: {str(error).splitlines()[0]}")
+                continue
+            if outcome.summary is not None and not job.result.exists():  # the worker's disk is another one
+                write_json(job.result, outcome.summary)
+            yield Outcome(job, outcome.summary, outcome.error)
+    finally:
+        if started_here:
+            ray.shutdown()
+
+
+def _absolute(job: Job) -> Job:
+    """Ray's workers have a working directory of their own."""
+    changes = dict(job.changes)
+    folder = Path(changes.get("data.folder") or default_folder()).resolve()
+    if folder.is_dir():
+        changes["data.folder"] = folder
+    return replace(job, changes=changes, run=job.run.resolve(), result=job.result.resolve())
 
 
 def _gpu_share(ray: Any, workers: int) -> float:
@@ -182,12 +245,14 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, default=None, help="folder of the archive")
     parser.add_argument("--runs", type=Path, default=Path("runs/grid"))
     parser.add_argument("--results", type=Path, default=Path("results"))
+    parser.add_argument("--commit", help="of the code, where git cannot say it")
     parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="fields of the recipe to change")
     found = parser.parse_args(args)
     changes = {name: parse_value(value) for name, _, value in (item.partition("=") for item in found.set)}
     if found.data is not None:
         changes["data.folder"] = found.data
-    grid = Grid(found.recipe, found.sets, found.models, range(found.seeds), found.runs, found.results, changes)
+    seeds = range(found.seeds)
+    grid = Grid(found.recipe, found.sets, found.models, seeds, found.runs, found.results, changes, found.commit)
     jobs = grid.jobs()
     ended = 0
 

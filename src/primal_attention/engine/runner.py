@@ -40,8 +40,13 @@ from primal_attention.nn.objective import primal_layers
 Summary = dict[str, Any]
 
 
-def train(recipe: Recipe, out: Path, *, name: str = "", resume: bool = False, command: str = "") -> Summary:
-    """Run all trainings of a recipe in the folder `out` and return the summary that is also written there."""
+def train(
+    recipe: Recipe, out: Path, *, name: str = "", resume: bool = False, command: str = "", commit: str | None = None
+) -> Summary:
+    """Run all trainings of a recipe in the folder `out` and return the summary that is also written there.
+
+    commit: of the code, where git cannot say it.
+    """
     recipe = recipe.resolved()
     run_folder.check(out, recipe, resume=resume or not distributed.is_main())
     if (out / "summary.json").exists():
@@ -50,13 +55,13 @@ def train(recipe: Recipe, out: Path, *, name: str = "", resume: bool = False, co
     parts = []
     for part, phase in recipe.phases():
         if part:
-            parts.append(train(phase, out / part, name=name, resume=True, command=command))
+            parts.append(train(phase, out / part, name=name, resume=True, command=command, commit=commit))
             continue
         experiment = build(phase)  # before anything is written: a recipe that cannot be built leaves no folder behind
         if distributed.is_main():
-            run_folder.write(out, recipe, name=name, command=command)
+            run_folder.write(out, recipe, name=name, command=command, commit=commit)
         parts.append(run_phase(phase, experiment, out, title))
-    summary = merge(parts, out, name)
+    summary = {**merge(parts, out, name), **run_folder.origin(out)}
     if distributed.is_main():
         write_json(out / "summary.json", summary)
     return summary
@@ -194,7 +199,7 @@ def summarise(recipe: Recipe, experiment: Experiment, state: RunState) -> Summar
         "objective": {"first": state.rows[0]["J"], "last": state.rows[-1]["J"]} if layers else None,
         # The median: the first epoch also pays for warming up.
         "seconds_per_epoch": statistics.median(state.seconds),
-        "peak_memory_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
+        "peak_memory_bytes": state.peak_bytes,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "torch": torch.__version__,
         "data": dict(experiment.facts),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from primal_attention.engine.classify import AugmentConfig
 from primal_attention.engine.config import OptimConfig, Recipe, TrainerConfig, require
@@ -80,6 +80,10 @@ class ClassifierConfig:
     """Directions s of Primal-Attention; None takes the paper's for the set."""
     landmarks: int | None = None
     """Rows that make f(X), at most the series' length; None takes the paper's for the set."""
+    data_dependent: bool = True
+    """Build Primal-Attention's projection weights from f(X); off uses W_e and W_r themselves."""
+    r_scores: bool = True
+    """Let Primal-Attention's r-scores reach its output; off is the paper's ablation (they stay in the objective)."""
     stem_kernel: int = 7
     """Kernel of the stem's convolutions (modern)."""
     local_kernel: int = 7
@@ -161,12 +165,16 @@ def modern_recipe(name: str) -> UEARecipe:
 
 def make_model(config: ClassifierConfig, channels: int, classes: int, max_length: int) -> nn.Module:
     """The network of a resolved configuration."""
+    from primal_attention.engine.ablation import without_r_scores
     from primal_attention.models.classifier import modern_classifier, paper_classifier
 
-    keywords = {"primal": {"rank": config.rank, "landmarks": min(config.landmarks or max_length, max_length)}}
+    landmarks = min(config.landmarks or max_length, max_length)
+    primal = {"rank": config.rank, "landmarks": landmarks, "data_dependent": config.data_dependent}
+    keywords: dict[str, dict[str, Any]] = {"primal": primal}
     attention = config.attention[0] if len(config.attention) == 1 else config.attention
+    model: nn.Module
     if config.kind == "paper":
-        return paper_classifier(
+        model = paper_classifier(
             channels,
             classes,
             max_length,
@@ -179,19 +187,21 @@ def make_model(config: ClassifierConfig, channels: int, classes: int, max_length
             attention_kwargs=keywords,
             attend_to_padding=config.attend_to_padding,
         )
-    return modern_classifier(
-        channels,
-        classes,
-        attention=attention,
-        embed_dim=config.embed_dim,
-        num_heads=config.num_heads,
-        layers=config.layers,
-        ffn_dim=config.ffn_dim,
-        dropout=config.dropout,
-        stem_kernel=config.stem_kernel,
-        local_kernel=config.local_kernel or None,
-        attention_kwargs=keywords,
-    )
+    else:
+        model = modern_classifier(
+            channels,
+            classes,
+            attention=attention,
+            embed_dim=config.embed_dim,
+            num_heads=config.num_heads,
+            layers=config.layers,
+            ffn_dim=config.ffn_dim,
+            dropout=config.dropout,
+            stem_kernel=config.stem_kernel,
+            local_kernel=config.local_kernel or None,
+            attention_kwargs=keywords,
+        )
+    return model if config.r_scores else without_r_scores(model)
 
 
 def build(recipe: UEARecipe) -> Experiment:
@@ -223,12 +233,13 @@ def build_from(recipe: UEARecipe, data: SeriesData) -> Experiment:
         arrays = (torch.from_numpy(values), torch.from_numpy(mask), torch.from_numpy(split.labels))
         return Batches(arrays, size, shuffle_seed)
 
-    test = batches(data.test)
+    fit, test = batches(train, shuffle_seed=recipe.seed), batches(data.test)
     watched = {"test": test} if held is None else {"val": batches(held)}
     model = make_model(recipe.model, data.channels, len(data.classes), data.max_length)
+    padded = any(bool(b.tensors[1].any()) for b in (fit, test, *watched.values()))
     return Experiment(
-        module=ClassificationModule(model, recipe, recipe.augment),
-        train=batches(train, shuffle_seed=recipe.seed),
+        module=ClassificationModule(model, recipe, recipe.augment, padded=padded),
+        train=fit,
         test=test,
         watched=watched,
         select=None if held is None else ("val", "accuracy"),
