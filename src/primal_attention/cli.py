@@ -33,6 +33,7 @@ COMMANDS = {
     "evaluate": Command("primal_attention.engine.commands:evaluate", "measure a finished run again"),
     "recipes": Command("primal_attention.engine.commands:recipes", "list the recipes"),
     "bench": Command("primal_attention.bench.command:main", "time attention layers on this machine", "report"),
+    "report": Command("primal_attention.report.page:main", "one HTML page of runs, to look at"),
     "info": Command("primal_attention.info:main", "versions, devices, which backend runs here and why, extras"),
 }
 

@@ -1,0 +1,278 @@
+"""What a report is made from: run folders, result files, benchmarks and demos, found under the paths that were given.
+
+    run folder       config.yaml, metrics.csv, summary.json, validation/ (engine/runner.py), maybe spectrum.json or .csv
+    result file      the summary of one run (engine/grid.py)
+    benchmark        the JSON of `primal bench`
+    demo             demo.json of `primal demo`
+
+Only files are read, never a model. What cannot be read is one line that names it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from primal_attention.engine.errors import RunError
+from primal_attention.report.page_numbers import (
+    BENCH_KINDS,
+    Numbers,
+    Spectrum,
+    Table,
+    benchmark,
+    demo,
+    number_at,
+    read_json,
+    read_spectrum,
+    read_table,
+)
+
+RUN_FILES = ("config.yaml", "summary.json", "metrics.csv")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run as its folder or its result file tells it."""
+
+    place: str
+    recipe: str
+    label: str
+    seed: int
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """The configuration with the fields that are younger than the run, at the values that leave it as it was."""
+    command: str = ""
+    commit: str = ""
+    metrics: Table = field(default_factory=dict)
+    validation: Table = field(default_factory=dict)
+    spectrum: Spectrum = field(default_factory=dict)
+    in_folder: bool = False
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.summary)
+
+    @property
+    def task(self) -> str:
+        """The data set, or the recipe where the run has not told it."""
+        data = self.summary.get("data") or (self.config or {}).get("data") or {}
+        name = data.get("set") or data.get("name") if isinstance(data, Mapping) else None
+        return str(name or self.recipe)
+
+    def accuracy(self, protocol: str, key: str = "accuracy") -> float | None:
+        """In percent."""
+        value = number_at(self.summary, ("scores", protocol, key))
+        return None if value is None else 100.0 * value
+
+
+@dataclass
+class Found:
+    runs: list[Run] = field(default_factory=list)
+    benches: list[Numbers] = field(default_factory=list)
+    demos: list[Numbers] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
+
+
+def collect(paths: Sequence[Path], *, skip_broken: bool = False) -> Found:
+    """Everything under the paths, each file once; the first that is broken raises unless it is to be skipped."""
+    found, seen = Found(), set()
+    for path in paths:
+        try:
+            places = list(look(path))
+        except RunError as error:
+            if not skip_broken:
+                raise
+            found.broken.append(str(error))
+            continue
+        for place in places:
+            if place.resolve() in seen:
+                continue
+            seen.add(place.resolve())
+            try:
+                take(place, found, asked_for=place == path)
+            except RunError as error:
+                if not skip_broken:
+                    raise
+                found.broken.append(str(error))
+    found.runs = without_copies(found.runs)
+    return found
+
+
+def look(path: Path) -> Iterator[Path]:
+    """The run folders and JSON files under a path, in order of their names."""
+    if not path.exists():
+        raise RunError(f"{path} does not exist")
+    if path.is_file() or any((path / name).is_file() for name in RUN_FILES):
+        yield path
+        return
+    found = False
+    for folder, inside, files in os.walk(path):
+        inside[:] = sorted(name for name in inside if not name.startswith("."))
+        if any(name in RUN_FILES for name in files):
+            inside.clear()  # what lies below belongs to this run
+            yield Path(folder)
+            found = True
+            continue
+        for name in sorted(files):
+            if name.endswith(".json") and not name.startswith("."):
+                yield Path(folder, name)
+                found = True
+    if not found:
+        raise RunError(f"{path} holds no run: neither config.yaml nor a results file is in it or below it")
+
+
+def take(place: Path, found: Found, *, asked_for: bool) -> None:
+    """Read one place into `found`. A foreign JSON file is refused if it was named itself, else left alone."""
+    if place.is_dir():
+        found.runs.append(read_run(place))
+        return
+    content = read_json(place)
+    if isinstance(content, dict) and "scores" in content:
+        found.runs.append(result(content, place))
+    elif isinstance(content, dict) and content.get("kind") in BENCH_KINDS and "rows" in content:
+        found.benches.append(benchmark(content, place))
+    elif isinstance(content, dict) and isinstance(content.get("singular_values"), dict):
+        found.demos.append(demo(content, place))
+    elif asked_for:
+        raise RunError(f"{place} is neither a run's result nor a benchmark of this library")
+
+
+def without_copies(runs: Sequence[Run]) -> list[Run]:
+    """A grid leaves each summary twice, in the run folder and as a result file: the folder says more."""
+
+    def told(run: Run) -> str:
+        return json.dumps(run.summary, sort_keys=True)
+
+    in_folders = {told(run) for run in runs if run.in_folder}
+    return [run for run in runs if run.in_folder or told(run) not in in_folders]
+
+
+def read_run(folder: Path) -> Run:
+    from primal_attention.engine.folder import check_format
+
+    about = read_config(folder)
+    summary: dict[str, Any] = {}
+    if (file := folder / "summary.json").exists():  # else the run has not finished: its curves are still worth a look
+        summary = read_json(file)
+        check_summary(summary, file)
+        check_format(summary, file)
+        summary.pop("config", None)  # the same again
+    config = about["config"]
+    return Run(
+        place=str(folder),
+        recipe=str(about.get("recipe") or about.get("benchmark")),
+        label=str(summary.get("label") or label_of(config)),
+        seed=seed_of(config, folder),
+        summary=summary,
+        config=config,
+        settings=filled_in(about.get("benchmark"), config),
+        command=str(about.get("command") or command_of(str(about.get("recipe")), config)),
+        commit=str(about.get("commit") or summary.get("commit") or ""),
+        metrics=read_table(folder / "metrics.csv"),
+        validation=read_table(folder / "validation" / "metrics.csv"),
+        spectrum=read_spectrum(folder),
+        in_folder=True,
+    )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    import yaml
+
+    from primal_attention.engine.folder import check_format
+
+    file = folder / "config.yaml"
+    try:
+        about = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RunError(f"{folder} is not a run folder: it has no config.yaml") from None
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        raise RunError(f"{file} cannot be read ({' '.join(str(error).split())})") from error
+    if not isinstance(about, dict) or "format" not in about or not isinstance(about.get("config"), dict):
+        raise RunError(f"{file} is not a run's configuration")
+    check_format(about, file)
+    return about
+
+
+def seed_of(config: Mapping[str, Any], folder: Path) -> int:
+    seed = config.get("seed", 0)
+    if not isinstance(seed, int):
+        raise RunError(f"{folder / 'config.yaml'}: the seed must be a whole number (got {seed!r})")
+    return seed
+
+
+def label_of(config: Mapping[str, Any]) -> str:
+    """The variant of a run that has no summary yet."""
+    model = config.get("model")
+    names = model.get("attention") if isinstance(model, dict) else None
+    return "-".join(map(str, names)) if isinstance(names, list) else str(names or "run")
+
+
+def filled_in(benchmark: Any, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    from primal_attention.engine.config import from_plain, to_plain
+    from primal_attention.engine.registry import RECIPES
+
+    kind = RECIPES.get(str(benchmark))
+    if kind is None or not config:
+        return config
+    try:
+        return to_plain(from_plain(kind, config))
+    except RunError:  # fields that this version does not know: compare what is there
+        return config
+
+
+def command_of(recipe: str, config: Mapping[str, Any]) -> str:
+    """The command that would start the same run, for one that was started from Python."""
+    from primal_attention.engine import registry
+    from primal_attention.engine.config import to_plain
+    from primal_attention.engine.folder import FREE, differences
+
+    try:
+        default = to_plain(registry.get(recipe))
+    except RunError:
+        return ""
+    words = ["primal", "train", recipe]
+    for name, _, value in differences(default, config):
+        flag = name.replace("_", "-")
+        if name in FREE:
+            continue
+        if isinstance(value, bool):
+            room, _, last = flag.rpartition(".")
+            words.append(f"--{flag}" if value else f"--{room}.no-{last}" if room else f"--no-{last}")
+        else:
+            words += [f"--{flag}", *(map(str, value) if isinstance(value, list) else [str(value)])]
+    return shlex.join(words)
+
+
+def check_summary(content: Any, file: Path) -> None:
+    scores = content.get("scores") if isinstance(content, dict) else None
+    if not isinstance(scores, dict) or not all(isinstance(score, dict) for score in scores.values()):
+        raise RunError(f"{file} is not a run's summary: it has no scores")
+
+
+def result(content: dict[str, Any], file: Path) -> Run:
+    from primal_attention.engine.folder import check_format
+
+    check_summary(content, file)
+    check_format(content, file)
+    config = content["config"] if isinstance(content.get("config"), dict) else None
+    try:
+        recipe = str(content.get("recipe") or content["benchmark"])
+        return Run(
+            place=str(file),
+            recipe=recipe,
+            label=str(content["label"]),
+            seed=int(content["seed"]),
+            summary={key: value for key, value in content.items() if key != "config"},
+            config=config,
+            settings=filled_in(content.get("benchmark"), config or {}),
+            command=str(content.get("command") or (command_of(recipe, config) if config else "")),
+            commit=str(content.get("commit") or ""),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunError(f"{file} is not a run's summary ({type(error).__name__}: {error})") from error

@@ -1,0 +1,94 @@
+"""Run folders, a benchmark and a demo as the library writes them, with numbers that are easy to find again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from primal_attention.engine import folder as run_folder
+from primal_attention.engine.config import override, to_plain
+from primal_attention.engine.files import write_csv, write_json
+from primal_attention.engine.uea import UEARecipe, paper_recipe
+
+RECIPE = "uea/JapaneseVowels"
+EPOCHS = 5
+
+
+def recipe(label: str, seed: int, **changes: Any) -> UEARecipe:
+    told = {"seed": seed, "model.attention": (label,), "model.embed_dim": 16, "trainer.epochs": EPOCHS}
+    return override(paper_recipe("JapaneseVowels"), {**told, **changes})
+
+
+def config(label: str, seed: int, **changes: Any) -> dict[str, Any]:
+    return to_plain(recipe(label, seed, **changes))
+
+
+def summary(label: str, seed: int, accuracy: float) -> dict[str, Any]:
+    primal = label.startswith("primal")
+    return {
+        "recipe": RECIPE,
+        "format": run_folder.FORMAT,
+        "version": "0",
+        "benchmark": "uea",
+        "label": label,
+        "seed": seed,
+        "scores": {
+            "last": {"epoch": EPOCHS, "accuracy": accuracy, "loss": 0.1},
+            "best_on_test": {"epoch": 3, "accuracy": accuracy + 0.01},
+        },
+        "test": {"accuracy": accuracy, "loss": 0.1},
+        "epochs": EPOCHS,
+        "parameters": 1234,
+        "primal_layers": 2 if primal else 0,
+        "objective": {"first": 3.0, "last": 0.5} if primal else None,
+        "seconds_per_epoch": 0.5 + 0.1 * seed,
+        "peak_memory_bytes": None,
+        "device": "cpu",
+        "torch": "2",
+        "data": {"set": "JapaneseVowels", "train_cases": 270},
+    }
+
+
+def put_run(place: Path, label: str, seed: int, accuracy: float, **changes: Any) -> Path:
+    """A finished run folder without weights."""
+    told = recipe(label, seed, **changes)
+    run_folder.write(place, told, name=RECIPE, command=f"primal train {RECIPE} --seed {seed}")
+    rows = []
+    for epoch in range(1, EPOCHS + 1):
+        row = {"epoch": epoch, "step": epoch, "lr": 1e-3, "task_loss": 2.0 / epoch}
+        row |= {"J": 3.0 / epoch} if label.startswith("primal") else {}
+        rows.append(row | {"test_accuracy": accuracy * epoch / EPOCHS, "test_loss": 1.0 / epoch})
+    write_csv(place / "metrics.csv", rows)
+    write_json(place / "summary.json", summary(label, seed, accuracy))
+    return place
+
+
+def bench() -> dict[str, Any]:
+    rows = [
+        {
+            "name": name,
+            "label": label,
+            "kind": "",
+            "embed_dim": 64,
+            "num_heads": 2,
+            "batch": 1,
+            "length": n,
+            "status": "ok" if seconds else "out of memory",
+            "seconds": seconds,
+            "kept_bytes": 1000 * n if seconds else None,
+            "peak_bytes": None,
+        }
+        for name, label, power in (("sdpa", "softmax (SDPA)", 2), ("primal-lean", "Primal (lean)", 1))
+        for n, seconds in ((256, 1e-3), (1024, 1e-3 * 4**power), (4096, None if power == 2 else 1.6e-2))
+    ]
+    hardware = {"device": "cpu", "cpu": "a processor", "cores": 2, "threads": 1, "load_before": 2.0}
+    settings = {"dtype": "float32", "causal": False}
+    return {"format": 1, "kind": "attention", "hardware": hardware, "settings": settings, "versions": {}, "rows": rows}
+
+
+def demo() -> dict[str, Any]:
+    return {
+        "results": [],
+        "seconds": {"primal": {"128": 0.001, "256": 0.002}, "softmax": {"128": 0.001, "256": 0.004}},
+        "singular_values": {"primal": [1.0, 0.1, 1e-12], "softmax": [1.0, 0.5, 0.2]},
+    }
