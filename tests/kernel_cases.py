@@ -29,11 +29,11 @@ SAME = 2e-6
 CANCELLED = {"J": 1e-5, "gradient of decay_logit": 5e-5}
 
 Results = dict[str, Tensor]
+# Typed loosely: J and gradients are None until a pass has made them, which every test does first.
+Layer = Any
 
 
-def make(
-    mode: str, head_dim: int = 16, rank: int = 5, heads: int = 2, max_length: int = 160, **keywords: Any
-) -> PrimalAttention:
+def make(mode: str, head_dim: int = 16, rank: int = 5, heads: int = 2, max_length: int = 160, **keywords: Any) -> Layer:
     """A fused layer of the mode in training; its landmarks are few enough to leave gaps in 63 tokens.
 
     max_length counts in the growing modes alone: where their landmarks lie.
@@ -43,7 +43,7 @@ def make(
         merged["max_length"] = max_length
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a rank above the width is odd, not wrong
-        layer = PrimalAttention(heads * head_dim, heads, **merged)
+        layer: Layer = PrimalAttention(heads * head_dim, heads, **merged)
     if merged.get("decay") == "learned":
         with torch.no_grad():
             # γ up to 0.95. Closer to 1 the rounding of γ itself to float32, 6e-8 / (1 − γ), would drown the kernels'.
@@ -51,18 +51,18 @@ def make(
     return layer
 
 
-def tokens(layer: PrimalAttention, *shape: int) -> Tensor:
+def tokens(layer: Layer, *shape: int) -> Tensor:
     return torch.randn(*shape, layer.embed_dim, dtype=layer.w_e.dtype, device=layer.w_e.device)
 
 
-def twin(layer: PrimalAttention, dtype: torch.dtype = torch.float64, backend: str = "reference") -> PrimalAttention:
+def twin(layer: Layer, dtype: torch.dtype = torch.float64, backend: str = "reference") -> Layer:
     """The same numbers through the equations. To be made before the layer runs: a result cannot be copied."""
     other = copy.deepcopy(layer).to(dtype)
     other.backend = backend
     return other
 
 
-def results(layer: PrimalAttention, x: Tensor, *args: Any, **keywords: Any) -> Results:
+def results(layer: Layer, x: Tensor, *args: Any, **keywords: Any) -> Results:
     """y, e, r and J, and the gradients of x and of every parameter, of a sum that weighs each number differently."""
     x = x.to(layer.w_e.dtype).detach().requires_grad_()
     y, scores = layer(x, *args, return_scores=True, **keywords)
@@ -88,7 +88,7 @@ def assert_same(found: Results, expected: Results, ratio: float = SAME) -> None:
         assert_close(found[name], value, max(ratio, CANCELLED.get(name, 0.0)), name)
 
 
-def assert_as_truth(layer: PrimalAttention, x: Tensor, *args: Any, ratio: float = SAME, **keywords: Any) -> Results:
+def assert_as_truth(layer: Layer, x: Tensor, *args: Any, ratio: float = SAME, **keywords: Any) -> Results:
     """Everything the layer gives, beside the equations in float64; returns what it gave."""
     truth = twin(layer)
     found = results(layer, x, *args, **keywords)

@@ -7,8 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from closeness import assert_close
-from kernel_cases import MODES, SAME, Results, assert_same, make, results, tokens, twin
-from primal_attention import PrimalAttention
+from kernel_cases import MODES, SAME, Layer, Results, assert_same, make, results, tokens, twin
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -42,7 +41,7 @@ def test_a_loss_of_one_result_alone_has_its_gradients(device: torch.device, mode
     layer = make(mode).to(device)
     x = tokens(layer, 2, 7)
 
-    def gradients(one: PrimalAttention) -> Results:
+    def gradients(one: Layer) -> Results:
         rows = x.to(one.w_e.dtype).requires_grad_()
         y = one(rows)
         loss = y.square().sum() if of == "y" else one.objective.sum()

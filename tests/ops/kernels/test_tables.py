@@ -1,0 +1,74 @@
+"""Where the sequences lie: every row of every sequence in exactly one chunk, and nothing else in any."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from primal_attention.ops.kernels import sequences
+from primal_attention.ops.kernels.sequences import CHUNK, Sequences
+from primal_attention.ops.sampling import landmark_indices
+
+LENGTHS = st.lists(st.sampled_from([0, 1, 7, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK]), min_size=1, max_size=5)
+CPU = torch.device("cpu")
+
+
+def check(tables: Sequences, starts: list[int], lengths: list[int]) -> None:
+    """The chunks of each sequence, in order and without a gap, are its rows."""
+    assert tables.starts.tolist() == starts
+    assert tables.lengths.tolist() == lengths
+    assert all(table.dtype == torch.int64 for table in tables[:-1])
+    bounds = tables.first_chunk.tolist()
+    assert len(bounds) == len(lengths) + 1
+    for b, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        at = start
+        for chunk in range(bounds[b], bounds[b + 1]):
+            assert tables.chunk_sequence[chunk] == b
+            assert tables.chunk_start[chunk] == at
+            assert 0 < tables.chunk_end[chunk] - at <= CHUNK
+            at = int(tables.chunk_end[chunk])
+        assert at == start + length
+    spare = slice(bounds[-1], None)
+    assert torch.equal(tables.chunk_start[spare], tables.chunk_end[spare]), "a chunk beyond the last one holds rows"
+
+
+@settings(max_examples=30, deadline=None)
+@given(lengths=LENGTHS)
+def test_packed_sequences_follow_one_another(lengths: list[int]) -> None:
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    check(sequences.packed(bounds.int(), int(bounds[-1])), bounds[:-1].tolist(), lengths)
+
+
+@settings(max_examples=30, deadline=None)
+@given(lengths=LENGTHS, spare=st.sampled_from([0, 1, CHUNK]))
+def test_padded_sequences_start_at_their_row_of_the_batch(lengths: list[int], spare: int) -> None:
+    width = max(lengths) + spare
+    check(sequences.padded(torch.tensor(lengths), width), [b * width for b in range(len(lengths))], lengths)
+
+
+@pytest.mark.parametrize("length", [1, CHUNK, CHUNK + 1, 2 * CHUNK])
+@pytest.mark.parametrize("batch", [0, 1, 3])
+def test_uniform_sequences_know_when_each_is_one_chunk(batch: int, length: int) -> None:
+    tables = sequences.uniform(batch, length, CPU)
+    check(tables, [b * length for b in range(batch)], [length] * batch)
+    assert tables.single == (length <= CHUNK)
+    assert tables.chunk_start.shape[0] == tables.first_chunk[-1], "no spare chunks where the lengths are known"
+
+
+def test_tables_of_one_length_are_made_once() -> None:
+    assert sequences.uniform(2, 9, CPU) is sequences.uniform(2, 9, CPU)
+    assert sequences.uniform_landmarks(2, 9, 4, CPU) is sequences.uniform_landmarks(2, 9, 4, CPU)
+
+
+def test_landmarks_are_rows_of_their_own_sequence() -> None:
+    tables = sequences.packed(torch.tensor([0, 7, 7, 9]), 9)
+    table = sequences.landmark_table(tables, 4)
+    assert table.tolist() == [landmark_indices(7, 4).tolist(), [-1] * 4, (7 + landmark_indices(2, 4)).tolist()]
+    assert (table.diff(dim=1) >= 0).all(), "equal rows must stand together"
+
+
+def test_landmarks_of_one_length_are_those_of_the_table() -> None:
+    table = sequences.landmark_table(sequences.uniform(3, 11, CPU), 5)
+    assert torch.equal(sequences.uniform_landmarks(3, 11, 5, CPU), table)
