@@ -32,6 +32,7 @@ COMMANDS = {
     "train": Command("primal_attention.engine.commands:train", "train a recipe"),
     "evaluate": Command("primal_attention.engine.commands:evaluate", "measure a finished run again"),
     "recipes": Command("primal_attention.engine.commands:recipes", "list the recipes"),
+    "table": Command("primal_attention.engine.table:main", "run a table of the paper, and show it beside ours"),
     "bench": Command("primal_attention.bench.command:main", "time attention layers on this machine", "report"),
     "report": Command("primal_attention.report.page:main", "one HTML page of runs, to look at"),
     "info": Command("primal_attention.info:main", "versions, devices, which backend runs here and why, extras"),

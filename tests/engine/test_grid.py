@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -71,9 +72,17 @@ def test_bad_workers_and_launchers_are_one_line(tmp_path: Path):
         grid.run([], launcher="slurm")
 
 
-def test_ray_with_two_workers(toy_folder: Path, tmp_path: Path):
-    pytest.importorskip("ray", reason="ray is not installed")
-    cells = grid.Grid(
-        "uea", ["Toy"], ["softmax", "primal"], [0], tmp_path / "runs", tmp_path / "results", small(toy_folder)
-    )
-    assert all(o.error is None for o in grid.run(cells.jobs(), workers=2, launcher="ray"))
+def test_a_worker_that_dies_is_told_and_ends_the_grid(toy_folder: Path, tmp_path: Path):
+    cells = grid.Grid("uea", ["Toy"], ["primal"], [0], tmp_path / "runs", tmp_path / "results", small(toy_folder))
+    (job,) = cells.jobs()
+    (outcome,) = grid.run([Deadly(job.recipe, job.changes, job.run, job.result)])
+    assert outcome.job.recipe == "uea/Toy"
+    assert "a worker process died" in str(outcome.error)
+
+
+class Deadly(grid.Job):
+    """A job that ends its process, as the kernel does when memory runs out."""
+
+    @property
+    def command(self) -> str:
+        os._exit(9)

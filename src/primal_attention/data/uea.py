@@ -50,6 +50,15 @@ def load(name: str, folder: str | Path | None = None) -> SeriesData:
     return read_pair(name, train, test)
 
 
+def available(name: str, folder: str | Path | None = None) -> bool:
+    """Whether `load` would find the set."""
+    folder = default_folder() if folder is None else Path(folder)
+    try:
+        return (folder / f"{name}.npz").is_file() or _home_of(name, folder).is_dir()
+    except DataError:
+        return False
+
+
 def _home_of(name: str, folder: Path) -> Path:
     """The folder that holds the `.ts` pair of a set."""
     for home in (folder / name, folder):
