@@ -1,0 +1,228 @@
+"""Pathfinder (Linsley et al., 2018; Long-Range Arena): do two dots on a 32×32 image lie on one dashed contour?
+
+Every image has two long contours and some short ones that distract. The dots stand on both ends of one long contour
+(label 1), or on an end of each (label 0). Read row by row an image is a sequence of 1024 gray levels.
+
+    write("data/pathfinder", seed=0)          # imgs/0/sample_0.png …, metadata/0.npy …, as the images are released
+    data = load("data/pathfinder")
+
+The images are this library's own drawing of the task, not the released ones: accuracies compare within one set only.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from primal_attention.data.contours import SIZE, Canvas
+from primal_attention.data.errors import DataError
+from primal_attention.data.tokens import Arrays, Progress, TokenData, TokenSplit, cached, utf8_lines
+
+SIZES = {"train": 160_000, "valid": 20_000, "test": 20_000}
+FOLDER_SIZE = 1000  # images per folder, as released
+DRAWN_AT_ONCE = 512
+CONTOUR_LENGTH = 14
+DISTRACTORS = 5
+ALIKE = 1.5  # pixels by which the distances of the dots of the two labels may differ in one image
+
+
+def generate(
+    cases: int,
+    seed: int,
+    contour_length: int = CONTOUR_LENGTH,
+    distractors: int = DISTRACTORS,
+    progress: Progress | None = None,
+) -> Arrays:
+    """Images (cases, 32, 32) uint8 and labels (cases,) uint8; images 2i and 2i + 1 have one label each."""
+    if not 3 <= contour_length <= 18:
+        raise DataError(f"contour_length must lie between 3 and 18 to fit a 32×32 image twice (got {contour_length})")
+    if distractors < 0:
+        raise DataError(f"distractors must not be negative (got {distractors})")
+    rng = np.random.default_rng([seed, 1])
+    labels = np.stack([first := rng.integers(0, 2, -(-cases // 2)), 1 - first], axis=1).ravel()[:cases].astype(np.uint8)
+    images = np.zeros((cases, SIZE, SIZE), dtype=np.uint8)
+    done, sheet = 0, 0
+    while done < cases:
+        canvas, ends = _sheet(np.random.default_rng([seed, 2, sheet]), contour_length, distractors)
+        sheet += 1
+        ends, like = _dots(ends, canvas.rng)
+        rows = np.flatnonzero(canvas.alive & like)[: cases - done]
+        dots = ends[rows, labels[done : done + len(rows)]]
+        images[done : done + len(rows)] = canvas.draw(rows, dots)
+        done += len(rows)
+        if progress is not None:
+            progress(len(rows))
+    return {"images": images, "labels": labels}
+
+
+def _sheet(rng: np.random.Generator, contour_length: int, distractors: int) -> tuple[Canvas, np.ndarray]:
+    """Contours of many images, and the ends of the two long ones, (images, 2 contours, 2 ends, 2)."""
+    canvas = Canvas(DRAWN_AT_ONCE, rng)
+    ends = np.stack([canvas.grow(contour_length, may_carry_dots=True) for _ in range(2)], axis=1)
+    for _ in range(distractors):
+        canvas.grow(max(2, contour_length // 3), needed=False)
+    return canvas, ends
+
+
+def _dots(ends: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Places of the two dots for either label, (images, 2 labels, 2 dots, 2), and whether the two are alike.
+
+    Ends of one contour lie further apart than ends of two, and a model could go by that instead of the path. So an
+    image is used, for either label, only where both kinds of pairs come in nearly the same distance.
+    """
+    flat = ends.reshape(len(ends), 4, 2)  # ends 0 and 1 of one contour, 2 and 3 of the other
+    apart = np.array([(0, 2), (0, 3), (1, 2), (1, 3)])
+    joined = np.array([(0, 1), (2, 3)])
+
+    def distances(pairs: np.ndarray) -> np.ndarray:
+        return np.linalg.norm(flat[:, pairs[:, 0]] - flat[:, pairs[:, 1]], axis=-1)  # (images, pairs)
+
+    unlike = np.abs(distances(apart)[:, :, None] - distances(joined)[:, None]).reshape(len(ends), -1)
+    alike = unlike < ALIKE
+    choice = np.where(alike, rng.random(alike.shape), -1.0).argmax(axis=1)
+    row = np.arange(len(ends))[:, None]
+    places = np.stack([flat[row, apart[choice // len(joined)]], flat[row, joined[choice % len(joined)]]], axis=1)
+    return places, alike.any(axis=1)
+
+
+def write(
+    folder: str | Path,
+    *,
+    train: int = SIZES["train"],
+    valid: int = SIZES["valid"],
+    test: int = SIZES["test"],
+    seed: int = 0,
+    contour_length: int = CONTOUR_LENGTH,
+    distractors: int = DISTRACTORS,
+    progress: Progress | None = None,
+) -> Path:
+    """Write images and metadata in the released layout, and splits.json, which says where train, valid and test begin.
+
+    `progress` hears of every case twice: when it is drawn and when it is written.
+    """
+    folder = Path(folder)
+    sizes = {"train": train, "valid": valid, "test": test}
+    if min(sizes.values()) < 1:
+        raise DataError(f"every split needs at least one case (got {', '.join(f'{k} {v}' for k, v in sizes.items())})")
+    arrays = generate(sum(sizes.values()), seed, contour_length, distractors, progress)
+    (folder / "metadata").mkdir(parents=True, exist_ok=True)
+    for number, start in enumerate(range(0, len(arrays["labels"]), FOLDER_SIZE)):
+        part = f"imgs/{number}"
+        (folder / part).mkdir(parents=True, exist_ok=True)
+        lines = []
+        for i, image in enumerate(arrays["images"][start : start + FOLDER_SIZE]):
+            (folder / part / f"sample_{i}.png").write_bytes(png(image))
+            lines.append(f"{part} sample_{i}.png {i} {arrays['labels'][start + i]}")
+            if progress is not None:
+                progress(1)
+        (folder / "metadata" / f"{number}.npy").write_text("\n".join(lines) + "\n")
+    (folder / "splits.json").write_text(json.dumps(sizes) + "\n")
+    cached(folder, "images", _metadata(folder), None, lambda: arrays)
+    return folder
+
+
+def png(image: np.ndarray) -> bytes:
+    """A gray image as PNG."""
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return len(body).to_bytes(4, "big") + kind + body + zlib.crc32(kind + body).to_bytes(4, "big")
+
+    height, width = image.shape
+    header = width.to_bytes(4, "big") + height.to_bytes(4, "big") + bytes([8, 0, 0, 0, 0])  # 8 bits, gray
+    rows = np.pad(image, ((0, 0), (1, 0))).tobytes()  # each row opens with its filter: none
+    parts = (chunk(b"IHDR", header), chunk(b"IDAT", zlib.compress(rows)), chunk(b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+def load(folder: str | Path, contour_length: int = CONTOUR_LENGTH) -> TokenData:
+    """Read a folder with imgs/ and metadata/, or the released archive's folder with one such per contour length.
+
+    Without a splits.json, 80 % are for training, 10 % for validation and 10 % for test, drawn with a fixed seed.
+    """
+    folder = _home(Path(folder), contour_length)
+    files = _metadata(folder)
+    if not files:
+        raise DataError(
+            f"{folder}: no metadata/*.npy and so no images; 'primal data pathfinder --out {folder}' draws some"
+        )
+    arrays = cached(folder, "images", files, None, lambda: read(folder, files))
+    images, labels = arrays["images"], arrays["labels"].astype(np.int64)
+    tokens = images.reshape(len(images), -1)
+    splits = {name: TokenSplit(tokens[rows], labels[rows]) for name, rows in _splits(folder, len(labels)).items()}
+    return TokenData("pathfinder", **splits, vocabulary=256, classes=2, padded=False)
+
+
+def _home(folder: Path, contour_length: int) -> Path:
+    inner = folder / f"curv_contour_length_{contour_length}"
+    return inner if inner.is_dir() else folder
+
+
+def _metadata(folder: Path) -> list[Path]:
+    files = [file for file in (folder / "metadata").glob("*.npy") if file.stem.isdecimal()]
+    return sorted(files, key=lambda file: int(file.stem))
+
+
+def _splits(folder: Path, cases: int) -> dict[str, slice | np.ndarray]:
+    file = folder / "splits.json"
+    if not file.is_file():
+        if cases < 10:
+            raise DataError(f"{folder}: {cases} images are too few to split off validation and test")
+        order = np.random.default_rng(0).permutation(cases)
+        ends = cases * 8 // 10, cases * 9 // 10
+        parts = np.split(order, ends)
+        return {name: np.sort(part) for name, part in zip(SIZES, parts, strict=True)}
+    try:
+        sizes = [int(json.loads(file.read_text())[name]) for name in SIZES]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{file}: must give the numbers of train, valid and test ({error!r})") from None
+    if sum(sizes) != cases or min(sizes) < 1:
+        raise DataError(f"{file}: {sum(sizes)} cases in splits of {sizes} where the metadata lists {cases} images")
+    ends_of = np.cumsum(sizes)
+    return {name: slice(end - size, end) for name, size, end in zip(SIZES, sizes, ends_of, strict=True)}
+
+
+def read(folder: Path, files: list[Path]) -> Arrays:
+    """All images that the metadata lists, in their order."""
+    try:
+        from PIL import Image
+    except ImportError:
+        raise DataError("reading PNG files needs pillow: pip install pillow") from None
+    images, labels = [], []
+    for place, label, where in _entries(folder, files):
+        try:
+            with Image.open(io.BytesIO(place.read_bytes())) as image:
+                pixels = np.asarray(image.convert("L"))
+        except (OSError, ValueError) as error:
+            reason = "is missing" if isinstance(error, FileNotFoundError) else "is no image"
+            raise DataError(f"{place} {reason}, though {where} lists it") from None
+        if pixels.shape != (SIZE, SIZE):
+            raise DataError(f"{place}: {pixels.shape[1]}×{pixels.shape[0]} pixels where {SIZE}×{SIZE} are needed")
+        images.append(pixels)
+        labels.append(label)
+    return {"images": np.stack(images), "labels": np.array(labels, dtype=np.uint8)}
+
+
+def _entries(folder: Path, files: list[Path]) -> Iterator[tuple[Path, int, str]]:
+    empty = True
+    for file in files:
+        for number, line in enumerate(utf8_lines(file), start=1):
+            words = line.split()
+            if len(words) < 4 or words[3] not in ("0", "1"):
+                raise DataError(f"{file}, line {number}: expected folder, file, number and label 0 or 1")
+            empty = False
+            yield folder / words[0] / words[1], int(words[3]), f"{file.name}, line {number},"
+    if empty:
+        raise DataError(f"{folder}: the metadata lists no images")
+
+
+def sheet(images: np.ndarray, columns: int, scale: int = 3, gap: int = 2) -> np.ndarray:
+    """Images side by side on one gray picture, for looking at."""
+    rows = len(images) // columns
+    big = np.kron(images[: rows * columns], np.ones((1, scale, scale), dtype=np.uint8))
+    big = np.pad(big, ((0, 0), (gap, gap), (gap, gap)), constant_values=96)
+    return np.concatenate([np.concatenate(list(big[r * columns : (r + 1) * columns]), axis=1) for r in range(rows)])
