@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from closeness import assert_close, rms_ratio
-from kernel_cases import MODES, make, results, tokens, twin
+from kernel_cases import make, results, tokens, twin
 
 # What the kernels may lose against the equations in the same dtype. The ratio of two errors of a handful of numbers is
 # a matter of luck, so those have more room.
@@ -18,12 +18,12 @@ FLOOR = 0.1
 
 @pytest.mark.usefixtures("bfloat16_rounds")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
-@pytest.mark.parametrize("mode", [name for name in MODES if name != "fixed_decay"])
+@pytest.mark.parametrize("mode", ["data_dependent", "plain", "causal", "learned_decay", "growing_decay"])
 def test_the_kernels_are_as_exact_as_the_equations_in_the_same_dtype(
     device: torch.device, mode: str, dtype: torch.dtype
 ) -> None:
-    layer = make(mode, heads=4, max_length=70).to(device, dtype)
-    x = tokens(layer, 1, 70)
+    layer = make(mode, heads=4, max_length=40).to(device, dtype)
+    x = tokens(layer, 1, 40)
     truth, eager, fused = (results(one, x) for one in (twin(layer), twin(layer, dtype), layer))
     for name, value in fused.items():
         assert value.dtype == eager[name].dtype, name

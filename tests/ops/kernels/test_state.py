@@ -36,7 +36,7 @@ def test_a_pass_in_stretches_is_the_whole_pass(device: torch.device, mode: str) 
     assert_same_state(state, after)
 
 
-@pytest.mark.parametrize("mode", RUNNING)
+@pytest.mark.parametrize("mode", ["causal", "learned_decay"])
 @pytest.mark.parametrize(("head_dim", "rank", "bias"), [(60, 96, True), (16, 5, False)])
 @torch.no_grad()
 def test_decoding_token_by_token_is_the_whole_pass(
@@ -44,7 +44,7 @@ def test_decoding_token_by_token_is_the_whole_pass(
 ) -> None:
     layer = make(mode, head_dim, rank, bias=bias).to(device).eval()
     truth = twin(layer)
-    x = tokens(layer, 3, 6)
+    x = tokens(layer, 2, 5)
     expected, after = truth(x.double(), return_state=True)
     # The state of a pass is a slice of its sums, not memory of its own.
     y, state = layer(x[:, :3], return_state=True)
