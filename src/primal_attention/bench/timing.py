@@ -56,9 +56,12 @@ def _on_gpu(step: Callable[[], object], eager: bool, repeats: int) -> Timing:
     torch.cuda.synchronize()
     if eager:
         return _between_events(step, repeats, EVENTS)
+    step()  # once more outside that stream: the layer may still hold what the last step there left
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):
+        # thread_local: the backward pass runs in autograd's own thread, whose first steps may allocate.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             step()
     except torch.OutOfMemoryError:
         raise
@@ -66,10 +69,18 @@ def _on_gpu(step: Callable[[], object], eager: bool, repeats: int) -> Timing:
         del graph
         gc.collect()
         torch.cuda.synchronize()
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        _capture_nothing()
+        first = error.__context__ or error  # what broke the capture, not what its end says about it
+        reason = (str(first).strip().splitlines() or [type(first).__name__])[0]
         return _between_events(step, repeats, EVENTS, note=f"no CUDA graph: {reason}")
     graph.replay()
     return _between_events(graph.replay, repeats, GRAPH)
+
+
+def _capture_nothing() -> None:
+    """A capture that failed leaves the random generator thinking that it is still captured; one that ends mends it."""
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+        torch.zeros(1, device="cuda").add_(1)
 
 
 def _between_events(work: Callable[[], object], repeats: int, method: str, note: str = "") -> Timing:

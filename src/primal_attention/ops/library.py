@@ -19,6 +19,8 @@ from .kernels.config import stored_rank
 from .kernels.segments import column_sum, segment_sum
 from .kernels.sequences import Sequences
 
+WIDE_PRODUCTS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)  # torch.mm with an output type
+
 Tables = list[Tensor]  # the tensors of `Sequences`, in their order
 
 
@@ -310,11 +312,8 @@ def _fake_combine_backward(
 
 def _product_in_float32(a: Tensor, b: Tensor) -> Tensor:
     """a @ b without rounding the sums back to 16 bits, where torch can."""
-    if a.is_cuda and a.dtype != torch.float32:
-        try:
-            return torch.mm(a, b, out_dtype=torch.float32)
-        except (TypeError, RuntimeError):  # torch before 2.8
-            pass
+    if WIDE_PRODUCTS and a.is_cuda and a.dtype != torch.float32:
+        return torch.mm(a, b, out_dtype=torch.float32)
     return (a @ b).float()
 
 
