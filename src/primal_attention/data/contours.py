@@ -89,7 +89,7 @@ class Canvas:
 
     def _free(self, rows: np.ndarray, places: np.ndarray, extra: float) -> np.ndarray:
         """Whether places (rows, tries, 2) are inside and far enough from all finished contours."""
-        inside = ((places > BORDER) & (places < SIZE - BORDER)).all(axis=-1)
+        inside: np.ndarray = np.all((places > BORDER) & (places < SIZE - BORDER), axis=-1)
         if self.points.shape[1] == 0:
             return inside
         return inside & _apart(places, self.points[rows], self.extra[rows][:, None] + np.float32(MARGIN + extra))

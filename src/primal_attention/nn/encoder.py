@@ -114,6 +114,7 @@ class Encoder(nn.Module):
 
     attention: a name, a name with a plus (last layer only), or one name per layer; see `attention_names`.
     attention_kwargs: keywords by attention name, for example `{"primal": {"rank": 30, "landmarks": 150}}`.
+    block: the class of the blocks, for a model that mixes its tokens in another way.
     """
 
     def __init__(
@@ -128,12 +129,13 @@ class Encoder(nn.Module):
         norm_first: bool = True,
         local_kernel: int | None = None,
         attention_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+        block: type[EncoderBlock] = EncoderBlock,
     ) -> None:
         super().__init__()
         self.attention_names = attention_names(attention, layers)
         keywords = attention_kwargs or {}
         self.blocks = nn.ModuleList(
-            EncoderBlock(
+            block(
                 embed_dim,
                 num_heads,
                 name,

@@ -1,0 +1,149 @@
+"""Classifiers of token sequences for Long-Range Arena, in the small setting that Nyströmformer introduced.
+
+Token and position embeddings, a pre-LN encoder (2 layers, width 64, 2 heads, 128 hidden), the mean over the tokens, and
+a network with one hidden layer. Pairs of sequences go through the same encoder, and the head reads [a; b; a·b; a − b].
+
+    model = LRAClassifier(16, 10, 2000, attention="primal+", attention_kwargs={"primal": {"rank": 30}})
+    logits = model(tokens, tokens == 0)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from primal_attention.nn.encoder import Encoder, EncoderBlock, masked_mean
+from primal_attention.nn.primal import PrimalAttention
+from primal_attention.nn.rivals.base import Tokens
+from primal_attention.nn.rivals.softmax import SoftmaxAttention
+
+
+class TokenStem(nn.Module):
+    """Embeddings of tokens and of positions, added."""
+
+    def __init__(self, vocabulary: int, embed_dim: int, max_length: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, embed_dim)
+        self.positions = nn.Embedding(max_length, embed_dim)
+        for table in (self.tokens, self.positions):
+            nn.init.normal_(table.weight, std=0.02)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, ids: Tensor) -> Tensor:  # (B, N) → (B, N, d)
+        if ids.shape[1] > self.positions.num_embeddings:
+            raise ValueError(
+                f"the sequences have {ids.shape[1]} tokens and the model was built for {self.positions.num_embeddings}"
+            )
+        return self.dropout(self.tokens(ids) + self.positions.weight[: ids.shape[1]])
+
+
+class LRABlock(EncoderBlock):
+    """A Transformer block that can treat padding as the published research code does; see `LRAClassifier`."""
+
+    published_padding = False
+
+    def mix(self, x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+        if key_padding_mask is None or not self.published_padding:
+            return super().mix(x, key_padding_mask)
+        return self.dropout(_mix_as_published(self.attention, x, key_padding_mask))
+
+
+def _mix_as_published(attention: nn.Module, x: Tensor, padding: Tensor) -> Tensor:
+    if isinstance(attention, PrimalAttention):
+        # Padding takes part in f(X) and in the objective. Then o is zero there, and of the output map its bias is left.
+        y = attention(x)
+        bias = attention.out_proj.bias
+        return torch.where(padding.unsqueeze(-1), y.new_zeros(()) if bias is None else bias.to(y.dtype), y)
+    if isinstance(attention, SoftmaxAttention):
+        # Padded keys are hidden, padded queries look on like any other.
+        valid = ~padding
+        return attention.project_out(attention.mix(x, Tokens(valid, valid, valid.sum(dim=1))))
+    raise ValueError(f"published_padding is known for primal and softmax layers only (got {type(attention).__name__})")
+
+
+class Head(nn.Sequential):
+    """Linear, ReLU, Linear."""
+
+    def __init__(self, embed_dim: int, hidden_dim: int, classes: int) -> None:
+        super().__init__(nn.Linear(embed_dim, hidden_dim), nn.ReLU(), nn.Linear(hidden_dim, classes))
+
+
+class LRAClassifier(nn.Module):
+    """Tokens (B, N) and their padding mask to logits (B, classes); two of each where `pairs` is on.
+
+    published_padding: the published research code lets padding into f(X), into the objective and into the mean's count
+    of tokens. Off here; on only to reproduce it. It may be changed at any time.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int,
+        classes: int,
+        max_length: int,
+        *,
+        attention: str | Sequence[str] = "primal",
+        embed_dim: int = 64,
+        num_heads: int = 2,
+        layers: int = 2,
+        ffn_dim: int = 128,
+        dropout: float = 0.1,
+        pairs: bool = False,
+        attention_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+        published_padding: bool = False,
+    ) -> None:
+        super().__init__()
+        self.stem = TokenStem(vocabulary, embed_dim, max_length, dropout)
+        self.encoder = Encoder(
+            embed_dim,
+            num_heads,
+            layers,
+            attention,
+            ffn_dim=ffn_dim,
+            dropout=dropout,
+            norm_first=True,
+            attention_kwargs=attention_kwargs,
+            block=LRABlock,
+        )
+        self.head = Head(4 * embed_dim if pairs else embed_dim, ffn_dim, classes)
+        self.pairs = pairs
+        self.published_padding = published_padding
+
+    @property
+    def published_padding(self) -> bool:
+        return self._published_padding
+
+    @published_padding.setter
+    def published_padding(self, on: bool) -> None:
+        self._published_padding = on
+        for block in self.encoder.blocks:
+            block.published_padding = on  # type: ignore[assignment]
+
+    def forward(
+        self,
+        ids: Tensor,
+        key_padding_mask: Tensor | None = None,
+        second: Tensor | None = None,
+        second_padding_mask: Tensor | None = None,
+    ) -> Tensor:
+        if (second is not None) != self.pairs:
+            raise ValueError(f"pairs={self.pairs}: the model takes {'two sequences' if self.pairs else 'one sequence'}")
+        if second is None:
+            return self.head(self.encode(ids, key_padding_mask))
+        # One pass for both: the objective of a Primal layer is then about all of them.
+        mask = None
+        if key_padding_mask is not None and second_padding_mask is not None:
+            mask = torch.cat([key_padding_mask, second_padding_mask])
+        elif key_padding_mask is not None or second_padding_mask is not None:
+            raise ValueError("key_padding_mask and second_padding_mask come together or not at all")
+        a, b = self.encode(torch.cat([ids, second]), mask).chunk(2)
+        return self.head(torch.cat([a, b, a * b, a - b], dim=-1))
+
+    def encode(self, ids: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        """The mean of the encoded tokens, (B, N) → (B, d)."""
+        x = self.encoder(self.stem(ids), key_padding_mask)
+        if key_padding_mask is not None and self.published_padding:
+            return x.masked_fill(key_padding_mask.unsqueeze(-1), 0.0).mean(dim=1)
+        return masked_mean(x, key_padding_mask)

@@ -1,0 +1,95 @@
+"""Classifiers of token sequences: padding is invisible, pairs share one encoder, bad input is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from closeness import assert_close
+from primal_attention.models.lra import LRAClassifier
+from primal_attention.nn.objective import ksvd_loss, primal_layers
+from primal_attention.nn.rivals import attention_names
+
+SETTINGS = {"primal": {"rank": 4, "landmarks": 6}, "linformer": {"max_length": 24, "projected_length": 8}}
+
+
+def make(**changes: Any) -> LRAClassifier:
+    settings = {"embed_dim": 16, "ffn_dim": 32, "dropout": 0.0, "attention_kwargs": SETTINGS, **changes}
+    return LRAClassifier(11, 3, 24, **settings).double()
+
+
+def tokens(cases: int = 2, length: int = 24) -> torch.Tensor:
+    return torch.randint(1, 11, (cases, length))
+
+
+@pytest.mark.parametrize("attention", [*attention_names(), "primal+"])
+def test_padding_changes_nothing(attention):
+    model = make(attention=attention).eval()
+    ids = tokens()
+    ids[1, 9:] = 0
+    assert_close(model(ids, ids == 0)[1:], model(ids[1:, :9]), 1e-9)
+
+
+def test_the_papers_network():
+    model = LRAClassifier(16, 10, 2000, attention="primal+", attention_kwargs={"primal": {"rank": 30}})
+    assert [type(b.attention).__name__ for b in model.encoder.blocks] == ["SoftmaxAttention", "PrimalAttention"]
+    first = model.encoder.blocks[0]
+    assert first.norm_first
+    assert (first.attention.embed_dim, first.attention.num_heads, first.feed_forward[0].out_features) == (64, 2, 128)
+
+
+def test_pairs_are_encoded_alike_and_compared():
+    model = make(pairs=True).eval()
+    a, b = tokens(), tokens()
+    masks = a == 0, b == 0
+    left, right = model.encode(a), model.encode(b)
+    expected = model.head(torch.cat([left, right, left * right, left - right], dim=-1))
+    assert_close(model(a, masks[0], b, masks[1]), expected, 1e-12)
+    assert model.head[0].in_features == 64
+
+
+def test_the_objective_of_pairs_is_about_both_sequences():
+    model = make(pairs=True).train()
+    a, b = tokens(), tokens()
+    model(a, None, b, None)
+    both = ksvd_loss(model, "batch")
+    each = []
+    for ids in (a, b):
+        model.encode(ids)
+        each.append(torch.stack([layer.objective.mean() for layer in primal_layers(model).values()]))
+    assert_close(both, ((each[0] + each[1]) / 2).square().mean(), 1e-12)
+
+
+def test_the_published_way_of_padding_is_a_switch():
+    model = make(attention="primal+").eval()
+    ids = tokens()
+    ids[:, 15:] = 0
+    honest = model(ids, ids == 0)
+    model.published_padding = True
+    published = model(ids, ids == 0)
+    assert not torch.allclose(published, honest)
+    assert_close(model(ids[:, :15]), make_like(model)(ids[:, :15]), 1e-12)
+    model.published_padding = False
+    assert torch.equal(model(ids, ids == 0), honest)
+
+
+def make_like(model: LRAClassifier) -> LRAClassifier:
+    other = make(attention="primal+").eval()
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+def test_what_cannot_work_is_one_clear_line():
+    ids = tokens()
+    with pytest.raises(ValueError, match="the sequences have 30 tokens and the model was built for 24"):
+        make()(tokens(length=30))
+    with pytest.raises(ValueError, match="takes two sequences"):
+        make(pairs=True)(ids)
+    with pytest.raises(ValueError, match="takes one sequence"):
+        make()(ids, None, ids)
+    with pytest.raises(ValueError, match="come together"):
+        make(pairs=True)(ids, ids == 0, ids)
+    with pytest.raises(ValueError, match=r"primal and softmax layers only \(got LinearAttention\)"):
+        make(attention="linear", published_padding=True)(ids, ids == 0)
