@@ -18,7 +18,6 @@ from torch.nn import functional as F
 
 from . import library as ops
 from .kernels import sequences
-from .kernels.decode import decode
 from .kernels.fold import foldable
 from .kernels.sequences import Sequences
 from .layer import Attended, Energies, Objective, Weights
@@ -340,7 +339,7 @@ def _decode_one(x: Tensor, weights: Weights, mode: Mode, decay: Tensor | None, s
     queries, keys, held, _ = state
     # A state may be a slice of a pass's sums.
     past = queries.contiguous(), keys.contiguous(), held.contiguous()
-    scores, query_sum, key_sum, weight = decode(qk, *past, weights.w_e, weights.w_r, log_decay)
+    scores, query_sum, key_sum, weight = ops.DECODE(qk, *past, weights.w_e, weights.w_r, log_decay)
     each = F.linear(scores.flatten(2), weights.score_weight, weights.score_bias)  # (B, H, p)
     y = F.linear(each.flatten(1), weights.out_weight, weights.out_bias)
     return Attended(y[:, None], state=RunningState(query_sum, key_sum, weight))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .kernels import decode as decoding
 from .kernels import fold as folding
 from .kernels import growing, landmarks, objective, running
 from .kernels import scores as scoring
@@ -261,6 +262,26 @@ def _fake_growing_score_backward(x: Tensor, weight: Tensor, w_e: Tensor, w_r: Te
     return like[0], like[1], x.new_empty(weight.shape[0]), like[2], like[3], _wide(x, w_e.shape[0])
 
 
+def decode(
+    qk: Tensor,
+    query_sum: Tensor,
+    key_sum: Tensor,
+    weight: Tensor,
+    w_e: Tensor,
+    w_r: Tensor,
+    log_decay: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Scores of one token each, and the state after it; it has no way back."""
+    return decoding.decode(qk, query_sum, key_sum, weight, w_e, w_r, log_decay)
+
+
+def _fake_decode(
+    qk: Tensor, query_sum: Tensor, key_sum: Tensor, weight: Tensor, w_e: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
+    scores = qk.new_empty(*query_sum.shape[:2], 2, w_e.shape[2])
+    return scores, torch.empty_like(query_sum), torch.empty_like(key_sum), torch.empty_like(weight)
+
+
 def combine(
     scores: Tensor, score_weight: Tensor, score_bias: Tensor | None, out_weight: Tensor, out_bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -354,6 +375,7 @@ RUNNING_SCORE = Operator(running_score, _fake_running_score)
 RUNNING_SCORE_BACKWARD = Operator(running_score_backward, _fake_running_score_backward)
 GROWING_SCORE = Operator(growing_score, _fake_growing_score)
 GROWING_SCORE_BACKWARD = Operator(growing_score_backward, _fake_growing_score_backward)
+DECODE = Operator(decode, _fake_decode)
 COMBINE = Operator(combine, _fake_combine)
 COMBINE_BACKWARD = Operator(combine_backward, _fake_combine_backward)
 MEASURE = Operator(measure, _fake_measure)

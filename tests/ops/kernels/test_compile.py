@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from kernel_cases import assert_same, make, results, tokens, twin
+from closeness import assert_close
+from kernel_cases import SAME, assert_same, make, results, tokens, twin
 
 
 class Compiled:
@@ -79,3 +80,13 @@ def test_autocast_compiles(device: torch.device) -> None:
         return y
 
     assert torch.equal(outputs(Compiled(layer, "aot_eager")), outputs(plain))
+
+
+@torch.no_grad()
+def test_a_decoding_step_compiles(device: torch.device) -> None:
+    layer = make("learned_decay", heads=1).to(device).eval()
+    x, state = tokens(layer, 2), layer.initial_state(2)
+    expected, after = layer.step(x, state)
+    found, found_after = torch.compile(layer.step, fullgraph=True, backend="aot_eager")(x, state)
+    assert_close(found, expected, SAME)
+    assert_close(found_after.query_sum, after.query_sum, SAME)

@@ -87,6 +87,12 @@ def growing_score_backward(i: Inputs) -> tuple[Any, ...]:
     return *saved, i.qk(False), i.scores(False), i.scores(False), i.energy(False), *rest
 
 
+def decode(i: Inputs) -> tuple[Any, ...]:
+    """A state of three sequences; there is no way back."""
+    sums = (i.draw(3, HEADS, P, grad=False), i.draw(3, HEADS, P, grad=False), i.draw(3, HEADS, grad=False))
+    return i.draw(3, 2 * WIDTH, grad=False), *sums, *i.weights(P, False), i.decay
+
+
 def combine(i: Inputs) -> tuple[Any, ...]:
     return i.scores(), i.draw(P, 2 * RANK), i.draw(P), i.draw(WIDTH, WIDTH), i.draw(WIDTH)
 
@@ -116,6 +122,7 @@ ARGUMENTS: dict[str, Callable[[Inputs], tuple[Any, ...]]] = {
     "RUNNING_SCORE_BACKWARD": running_score_backward,
     "GROWING_SCORE": growing_score,
     "GROWING_SCORE_BACKWARD": growing_score_backward,
+    "DECODE": decode,
     "COMBINE": combine,
     "COMBINE_BACKWARD": combine_backward,
     "MEASURE": measure,
