@@ -8,6 +8,7 @@ from .nn.objective import ksvd_loss
 from .nn.primal import PrimalAttention
 
 if TYPE_CHECKING:
+    from .convert import primalize
     from .engine.estimator import PrimalClassifier
     from .ksvd import KernelSVD
     from .nn.rivals import attention_names, make_attention
@@ -22,6 +23,7 @@ _LAZY = {
     "attention_names": ("primal_attention.nn.rivals", "dev"),
     "load_official": ("primal_attention.official", "dev"),
     "make_attention": ("primal_attention.nn.rivals", "dev"),
+    "primalize": ("primal_attention.convert", "hf"),
 }
 
 __all__ = [
@@ -33,6 +35,7 @@ __all__ = [
     "ksvd_loss",
     "load_official",
     "make_attention",
+    "primalize",
 ]
 
 
