@@ -206,5 +206,5 @@ def test_on_a_local_ray_with_two_workers(launched: Launched, capsys):
     assert code == 0, err
     assert not launched
     assert Path("results/uea/Toy/primal-seed0.json").exists()
-    assert Path("runs/table/uea/Toy/primal-seed0/model.safetensors").exists()
+    assert Path("runs/results/uea/Toy/primal-seed0/model.safetensors").exists()
     assert "PrimalFormer (primal)" in out

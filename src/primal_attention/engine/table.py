@@ -82,7 +82,7 @@ def parser() -> Parser:
     add("--no-run", action="store_true", help="only show what is there")
     add("--workers", type=int, default=1, help="runs side by side (default 1)")
     add("--launcher", default="local", choices=list(grid.LAUNCHERS), help="local processes (default) or a Ray cluster")
-    add("--runs", type=Path, default=Path("runs/table"), help="run folders (default runs/table)")
+    add("--runs", type=Path, help="run folders (default runs/RESULTS, so that each results folder has its own)")
     add("--results", type=Path, default=Path("results"), help="one small JSON file per run (default results)")
     add("--commit", help="of the code, where git cannot say it")
     add("--markdown", type=Path, metavar="FILE", help="write the table there too")
@@ -92,6 +92,7 @@ def parser() -> Parser:
 
 def main(args: Sequence[str]) -> int:
     found = parser().parse_args(list(args))
+    found.runs = found.runs or Path("runs", found.results.name if found.results.is_absolute() else found.results)
     kind = TABLES.get(found.name)
     if kind is None:
         near = difflib.get_close_matches(found.name, TABLES, n=1)
