@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -237,7 +238,7 @@ def write(
                 if progress is not None:
                     progress(1)
         temporary.replace(file)
-        cached(folder, name, [file], LENGTH, lambda part=part: _fit(part))  # type: ignore[misc]
+        cached(folder, name, [file], LENGTH, partial(_fit, part))
     return folder
 
 
@@ -283,7 +284,7 @@ def load(folder: str | Path) -> TokenData:
             raise DataError(
                 f"{file} is missing: the {name} split; 'primal data listops --out {folder}' makes all three"
             )
-        arrays = cached(folder, name, [file], LENGTH, lambda file=file: read_tsv(file))  # type: ignore[misc]
+        arrays = cached(folder, name, [file], LENGTH, partial(read_tsv, file))
         splits[name] = TokenSplit(arrays["tokens"], arrays["labels"].astype(np.int64))
     return TokenData("listops", **splits, vocabulary=len(WORDS), classes=10, padded=True)
 
