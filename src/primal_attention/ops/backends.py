@@ -2,8 +2,8 @@
 
 reference   the equations, any dtype and device
 compiled    torch.compile of the equations
-lean        the equations as few passes that keep little for the way back; what "auto" takes on a CPU. Its gradients
-            cannot be differentiated again: ask for "reference" where a loss holds a gradient
+lean        the equations as few passes that keep little for the way back; what "auto" takes on a CPU for all but
+            small input. Its gradients cannot be differentiated again: ask for "reference" where a loss holds a gradient
 fused       Triton kernels on a GPU
 """
 
@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .modes import FeatureMap, Mode, State
+
+SMALL = 2**17  # numbers in x below which on a CPU the number of calls counts, not what they compute
 
 FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -103,6 +105,6 @@ def choose(
     if x.is_cuda:
         return "fused" if cannot_fuse(x, rank, mode, feature_map, state, need_state) is None else "reference"
     # torch.compile fuses the equations by itself, and tracers record them better than one opaque node.
-    if x.device.type != "cpu" or torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if x.device.type != "cpu" or torch.compiler.is_compiling() or torch.jit.is_tracing() or x.numel() < SMALL:
         return "reference"
     return "lean" if cannot_lean(mode, feature_map) is None else "reference"

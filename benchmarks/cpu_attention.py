@@ -1,0 +1,173 @@
+"""One attention layer on a CPU: Primal-Attention's lean path against SDPA and against the published way of computing.
+
+    python benchmarks/cpu_attention.py                       # two threads, N = 256 … 8192
+    python benchmarks/cpu_attention.py --lengths 1024 --rounds 50 --threads 4
+
+Forward + backward of the layer with its projections, gradients to x and to all parameters, float32; the Primal layers
+also carry the KSVD loss. SDPA is F.scaled_dot_product_attention between two nn.Linear. Contenders take turns within
+every round, so that whatever else the machine does hits all of them alike, and the fastest of the rounds counts.
+Before anything is timed, the layers that compute the same thing must agree. "Bytes kept" are the distinct storages that
+autograd holds between forward and backward, parameters not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.benchmark import Timer
+
+from primal_attention import PrimalAttention, ksvd_loss
+
+
+class SoftmaxAttention(nn.Module):
+    """The baseline: one projection to q, k, v, PyTorch's fused attention, one projection out."""
+
+    def __init__(self, embed_dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.heads = num_heads
+        self.qkv = nn.Linear(embed_dim, 3 * embed_dim)
+        self.out = nn.Linear(embed_dim, embed_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class PublishedAttention(nn.Module):
+    """Primal-Attention operation by operation, as research code writes it, on the parameters of a PrimalAttention."""
+
+    def __init__(self, layer: PrimalAttention) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        layer = self.layer
+        q, k = layer.qk_proj(x).chunk(2, dim=-1)
+        x_h, q, k = (t.unflatten(-1, (layer.num_heads, -1)).transpose(1, 2) for t in (x, q, k))  # (B, H, N, p)
+        q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+        rows = x_h[:, :, torch.linspace(0, x.shape[1] - 1, layer.landmarks, dtype=torch.int64)]
+        w_e_x = torch.einsum("bhnp,hns->bhps", rows, layer.w_e)
+        w_r_x = torch.einsum("bhnp,hns->bhps", rows, layer.w_r)
+        e, r = torch.einsum("bhnp,bhps->bhns", q, w_e_x), torch.einsum("bhnp,bhps->bhns", k, w_r_x)
+        heads = layer.score_proj(torch.cat([e, r], dim=-1))
+        y = layer.out_proj(heads.transpose(1, 2).flatten(2))
+        root = layer.sqrt_lambda[None, :, None]
+        energies = ((e * root).square().sum(-1) + (r * root).square().sum(-1)).mean((1, 2)) / 2
+        return y, energies - (layer.w_e * layer.w_r).sum((-2, -1)).mean()
+
+
+@dataclass
+class Contender:
+    name: str
+    module: nn.Module
+    forward: Callable[[Tensor], tuple[Tensor, ...]]  # y, and the objective where there is one
+
+    def step(self, x: Tensor, grad: Tensor) -> None:
+        """One forward and backward."""
+        for tensor in (x, *self.module.parameters()):
+            tensor.grad = None
+        outputs = self.forward(x)
+        torch.autograd.backward(outputs, [grad] + [None] * (len(outputs) - 1))
+
+    def bytes_kept(self, x: Tensor) -> int:
+        parameters = {p.untyped_storage().data_ptr() for p in self.module.parameters()}
+        kept: dict[int, int] = {}
+
+        def note(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in parameters:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            outputs = self.forward(x)  # alive until here, or a storage freed early could lend its address to another
+        del outputs
+        return sum(kept.values())
+
+
+def contenders(args: argparse.Namespace) -> list[Contender]:
+    softmax = SoftmaxAttention(args.width, args.heads)
+    lean = PrimalAttention(args.width, args.heads, rank=args.rank, landmarks=args.landmarks, backend="lean")
+    published = PublishedAttention(lean)
+
+    def lean_forward(x: Tensor) -> tuple[Tensor, ...]:
+        return lean(x), ksvd_loss(lean)
+
+    def published_forward(x: Tensor) -> tuple[Tensor, ...]:
+        y, j = published(x)
+        return y, j.square().mean()
+
+    return [
+        Contender("SDPA", softmax, lambda x: (softmax(x),)),
+        Contender("published", published, published_forward),
+        Contender("lean", lean, lean_forward),
+    ]
+
+
+def check(published: Contender, lean: Contender, x: Tensor, grad: Tensor) -> None:
+    """Refuse to time what is wrong: outputs, loss and every gradient, as RMS(error) / RMS(value)."""
+    results = []
+    for contender in (published, lean):
+        contender.step(x, grad)
+        grads = [p.grad for p in contender.module.parameters()]
+        results.append([*contender.forward(x), x.grad, *grads])
+    for ours, theirs in zip(*reversed(results), strict=True):
+        ratio = ((ours - theirs).square().mean().sqrt() / theirs.square().mean().sqrt()).item()
+        if not ratio < 1e-4:
+            raise SystemExit(f"lean and published disagree (RMS error ratio {ratio:.1e}): nothing was timed")
+
+
+def measure(length: int, args: argparse.Namespace) -> tuple[dict[str, float], dict[str, int]]:
+    """Seconds and bytes kept of every contender."""
+    torch.manual_seed(0)
+    x, grad = torch.randn(1, length, args.width, requires_grad=True), torch.randn(1, length, args.width)
+    entered = contenders(args)
+    check(entered[1], entered[2], x, grad)
+    timers = {
+        c.name: Timer("step(x, grad)", globals={"step": c.step, "x": x, "grad": grad}, num_threads=args.threads)
+        for c in entered
+    }
+    best = dict.fromkeys(timers, float("inf"))
+    for _ in range(args.rounds):
+        for name, timer in timers.items():
+            best[name] = min(best[name], timer.timeit(1).mean)  # one unmeasured run comes first
+    return best, {c.name: c.bytes_kept(x) for c in entered}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096, 8192])
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--rank", type=int, default=30)
+    parser.add_argument("--landmarks", type=int, default=300)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    print(
+        f"torch {torch.__version__}, {platform.machine()}, {args.threads} of {os.cpu_count()} cores; batch 1, "
+        f"d {args.width}, H {args.heads}, rank {args.rank}, landmarks {args.landmarks}; best of {args.rounds}\n"
+    )
+    columns = ("N", "SDPA ms", "published ms", "lean ms", "SDPA ÷ published", "SDPA ÷ lean", "published ÷ lean")
+    print("| " + " | ".join((*columns, "bytes kept ÷ SDPA's")) + " |")
+    print("|---|---|---|---|---|---|---|---|")
+    for length in args.lengths:
+        seconds, kept = measure(length, args)
+        softmax, published, lean = (seconds[name] for name in ("SDPA", "published", "lean"))
+        print(
+            f"| {length} | {softmax * 1e3:.1f} | {published * 1e3:.1f} | {lean * 1e3:.1f} | {softmax / published:.2f} "
+            f"| {softmax / lean:.2f} | {published / lean:.2f} | {kept['lean'] / kept['SDPA']:.3f} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
