@@ -22,6 +22,7 @@ from .kernels.fold import foldable
 from .kernels.sequences import Sequences
 from .layer import Attended, Energies, Objective, Weights
 from .modes import Mode, State
+from .once import once
 from .reference import RunningState, Scores
 from .sampling import landmark_indices
 
@@ -49,8 +50,7 @@ class Node(torch.autograd.Function):
         cls.operator.registered.register_autograd(as_structured, setup_context=remember)
         # Not `setup_context` here: torch would look up the signature of `forward` anew at every call.
         cls.forward = staticmethod(forward)  # type: ignore[method-assign]
-        # The kernels' own gradients are not written: a second derivative must raise, not come out as zero.
-        cls.backward = staticmethod(torch.autograd.function.once_differentiable(backward))  # type: ignore[assignment]
+        cls.backward = staticmethod(once(backward))  # type: ignore[assignment]
 
     @staticmethod
     def remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -29,6 +29,7 @@ from .layer import Attended, Objective, Weights
 from .lean_output import add_column_sums, add_product, linear, output_map
 from .lean_scan import backward_factors, decay_factors, scan_
 from .modes import Mode, State
+from .once import once
 from .reference import RunningState, Scores
 from .sampling import landmark_indices, ragged_landmark_indices, token_of_rank
 
@@ -266,7 +267,7 @@ class Layer(torch.autograd.Function):
         return y, j, scores_all.view(batch, length, heads, 2, rank) if plan.scores else None, final
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         back = WayBack(ctx.plan, ctx.saved_tensors, ctx.needs_input_grad[4:], *grads)
         order = list(blocks(*back.x.shape))
