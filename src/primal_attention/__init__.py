@@ -9,6 +9,7 @@ from .nn.primal import PrimalAttention
 
 if TYPE_CHECKING:
     from .convert import primalize
+    from .convert.spectrum import spectrum
     from .engine.estimator import PrimalClassifier
     from .ksvd import KernelSVD
     from .nn.rivals import attention_names, make_attention
@@ -24,6 +25,7 @@ _LAZY = {
     "load_official": ("primal_attention.official", "dev"),
     "make_attention": ("primal_attention.nn.rivals", "dev"),
     "primalize": ("primal_attention.convert", "hf"),
+    "spectrum": ("primal_attention.convert.spectrum", "ksvd"),
 }
 
 __all__ = [
@@ -36,6 +38,7 @@ __all__ = [
     "load_official",
     "make_attention",
     "primalize",
+    "spectrum",
 ]
 
 
