@@ -33,7 +33,9 @@ COMMANDS = {
     "evaluate": Command("primal_attention.engine.commands:evaluate", "measure a finished run again"),
     "recipes": Command("primal_attention.engine.commands:recipes", "list the recipes"),
     "table": Command("primal_attention.engine.table:main", "run a table of the paper, and show it beside ours"),
+    "data": Command("primal_attention.engine.make_data:main", "make the sets of Long-Range Arena that can be made"),
     "bench": Command("primal_attention.bench.command:main", "time attention layers on this machine", "report"),
+    "spectrum": Command("primal_attention.convert.command:main", "how fast the attention's singular values fall"),
     "report": Command("primal_attention.report.page:main", "one HTML page of runs, to look at"),
     "info": Command("primal_attention.info:main", "versions, devices, which backend runs here and why, extras"),
 }

@@ -21,12 +21,16 @@ def derive_seed(*parts: object) -> int:
 class Batches:
     """Rows of several tensors, taken together.
 
-    With `shuffle_seed` None the order is the data's own. In distributed training each rank takes its share of every
-    batch, so that the union of the ranks' batches is the batch of a single process.
+    With `shuffle_seed` None the order is the data's own. With `steps` an epoch is that many whole batches, and the next
+    one goes on where it ended, pass after pass over the data. In distributed training each rank takes its share of
+    every batch, so that the union of the ranks' batches is the batch of a single process.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], batch_size: int, shuffle_seed: int | None = None) -> None:
+    def __init__(
+        self, tensors: Sequence[Tensor], batch_size: int, shuffle_seed: int | None = None, steps: int = 0
+    ) -> None:
         self.tensors = list(tensors)
+        self.steps = steps
         self.batch_size = batch_size
         self.shuffle_seed = shuffle_seed
         self.epoch = 0
@@ -53,18 +57,32 @@ class Batches:
         return self
 
     def __len__(self) -> int:
-        return -(-self.cases // self.batch_size)
+        return self.steps or -(-self.cases // self.batch_size)
 
-    def order(self) -> Tensor:
+    def order(self, turn: int) -> Tensor:
+        """The order of the cases in one pass over the data."""
         if self.shuffle_seed is None:
             return torch.arange(self.cases)
-        generator = torch.Generator().manual_seed(derive_seed("order", self.shuffle_seed, self.epoch))
+        generator = torch.Generator().manual_seed(derive_seed("order", self.shuffle_seed, turn))
         return torch.randperm(self.cases, generator=generator)
 
+    def rows(self) -> Iterator[Tensor]:
+        """The cases of each batch of the epoch."""
+        if not self.steps:
+            yield from self.order(self.epoch).split(self.batch_size)
+            return
+        # Whole batches only: steps of one shape can be compiled once and recorded.
+        per_turn = max(1, self.cases // self.batch_size)
+        turn, order = -1, torch.empty(0)
+        for position in range(self.epoch * self.steps, (self.epoch + 1) * self.steps):
+            if turn != position // per_turn:
+                turn = position // per_turn
+                order = self.order(turn)
+            start = position % per_turn * self.batch_size
+            yield order[start : start + self.batch_size]
+
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
-        order = self.order()
-        for start in range(0, self.cases, self.batch_size):
-            rows = order[start : start + self.batch_size]
+        for rows in self.rows():
             if self.world > 1:
                 # Every rank needs at least one row in every step, or the ranks fall out of step: rows repeat if scarce.
                 rows = rows[torch.arange(self.rank, max(len(rows), self.world), self.world) % len(rows)]

@@ -37,8 +37,10 @@ class OptimConfig:
     """Learning rate; the peak where there is a schedule."""
     weight_decay: float = 0.0
     """Decoupled decay (adamw) of matrices; biases and norms are left alone."""
-    schedule: Literal["constant", "onecycle"] = "constant"
-    """onecycle: up over `warmup` of the steps, down to zero along a cosine."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    schedule: Literal["constant", "onecycle", "onecycle-linear"] = "constant"
+    """onecycle: up over `warmup` of the steps, down to zero, along a cosine or along straight lines."""
     warmup: float = 0.3
     """Part of all steps that a onecycle schedule spends going up."""
     clip: float = 4.0
@@ -46,6 +48,7 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         require(self.lr > 0, f"optim.lr must be positive (got {self.lr})")
+        require(self.eps > 0, f"optim.eps must be positive (got {self.eps})")
         require(self.weight_decay >= 0, f"optim.weight-decay must not be negative (got {self.weight_decay})")
         require(0 <= self.warmup < 1, f"optim.warmup must lie in [0, 1) (got {self.warmup})")
         require(self.clip >= 0, f"optim.clip must not be negative (got {self.clip})")
@@ -56,6 +59,8 @@ class TrainerConfig:
     """How the training runs: length, batches, devices, averaging and logs."""
 
     epochs: int = 100
+    steps_per_epoch: int = 0
+    """Batches that count as one epoch, for benchmarks that count steps; 0 is one pass over the data."""
     batch_size: int = 16
     accumulate: int = 1
     """Batches whose gradients are summed before a step."""
@@ -86,6 +91,7 @@ class TrainerConfig:
             value = getattr(self, name)
             require(value >= 1, f"trainer.{name.replace('_', '-')} must be at least 1 (got {value})")
         require(0 <= self.ema < 1, f"trainer.ema must lie in [0, 1) (got {self.ema})")
+        require(self.steps_per_epoch >= 0, f"trainer.steps-per-epoch must not be negative (got {self.steps_per_epoch})")
         require(self.early_stop >= 0, f"trainer.early-stop must not be negative (got {self.early_stop})")
 
 

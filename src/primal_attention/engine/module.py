@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -29,6 +29,9 @@ Batch = tuple[Tensor, ...]
 
 class TrainingModule(pl.LightningModule):
     """Base of the benchmarks' modules: subclasses say what the task's loss and scores are."""
+
+    ksvd_reduction: ClassVar[Literal["sample", "batch"]] = "sample"
+    """Whether J is squared per case or after the mean over the batch; the paper's benchmarks differ in it."""
 
     def __init__(self, model: nn.Module, recipe: Recipe) -> None:
         super().__init__()
@@ -70,7 +73,7 @@ class TrainingModule(pl.LightningModule):
         parts = {"task_loss": task}
         loss = task
         if self.has_primal:
-            ksvd = ksvd_loss(self.model)
+            ksvd = ksvd_loss(self.model, self.ksvd_reduction)
             loss = task + (self.recipe.eta or 0.0) * ksvd
             parts["ksvd_loss"] = ksvd
             parts["J"] = objective(self.model)
@@ -105,7 +108,8 @@ class TrainingModule(pl.LightningModule):
             return optimizer
         total = int(self.trainer.estimated_stepping_batches)
         warmup = max(1, round(total * self.recipe.optim.warmup))
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: one_cycle(step, warmup, total))
+        shape = linear if self.recipe.optim.schedule == "onecycle-linear" else cosine
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: one_cycle(step, warmup, total, shape))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     # Evaluation
@@ -199,15 +203,23 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimiz
         {"params": [p for p in weights if p.ndim < 2], "weight_decay": 0.0},
     ]
     kinds = {"radam": torch.optim.RAdam, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
-    return kinds[config.name]([g for g in groups if g["params"]], lr=config.lr)
+    return kinds[config.name]([g for g in groups if g["params"]], lr=config.lr, eps=config.eps)
 
 
-def one_cycle(step: int, warmup: int, total: int) -> float:
-    """Factor on the peak learning rate: cosine from 1/25 up to 1, then cosine down to 0."""
+def cosine(part: float) -> float:
+    """From 0 to 1, slow at both ends."""
+    return (1 - math.cos(math.pi * part)) / 2
+
+
+def linear(part: float) -> float:
+    return part
+
+
+def one_cycle(step: int, warmup: int, total: int, shape: Callable[[float], float] = cosine) -> float:
+    """Factor on the peak learning rate: from 1/25 up to 1, then down to 0."""
     if step < warmup:
-        return 1 / 25 + (1 - 1 / 25) * (1 - math.cos(math.pi * step / warmup)) / 2
-    done = min(1.0, (step - warmup) / max(1, total - warmup))
-    return (1 + math.cos(math.pi * done)) / 2
+        return 1 / 25 + (1 - 1 / 25) * shape(step / warmup)
+    return 1 - shape(min(1.0, (step - warmup) / max(1, total - warmup)))
 
 
 def precision_context(precision: str, device: torch.device) -> AbstractContextManager[Any]:

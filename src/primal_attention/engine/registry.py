@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from primal_attention.engine import uea
+from primal_attention.engine import lra, uea
 from primal_attention.engine.config import Recipe
 from primal_attention.engine.errors import RunError
 
@@ -25,8 +25,9 @@ class Family:
 FAMILIES: dict[str, Family] = {
     "uea": Family(uea.paper_recipe, tuple(uea.PAPER), "the paper's time-series classifiers", open=True),
     "uea-modern": Family(uea.modern_recipe, tuple(uea.PAPER), "one modern recipe for every set", open=True),
+    "lra": Family(lra.paper_recipe, tuple(lra.TASKS), "the paper's classifiers of Long-Range Arena"),
 }
-RECIPES: dict[str, type[Recipe]] = {"uea": uea.UEARecipe}
+RECIPES: dict[str, type[Recipe]] = {"uea": uea.UEARecipe, "lra": lra.LRARecipe}
 
 
 def names() -> list[str]:

@@ -228,12 +228,12 @@ def build_from(recipe: UEARecipe, data: SeriesData) -> Experiment:
     size = recipe.trainer.batch_size
     clip = recipe.data.clip or recipe.model.kind == "paper"  # the paper's network has a fixed length
 
-    def batches(split: Split, shuffle_seed: int | None = None) -> Batches:
+    def batches(split: Split, shuffle_seed: int | None = None, steps: int = 0) -> Batches:
         values, mask = pad([standard(s) for s in split.series], length=data.max_length, clip=clip)
         arrays = (torch.from_numpy(values), torch.from_numpy(mask), torch.from_numpy(split.labels))
-        return Batches(arrays, size, shuffle_seed)
+        return Batches(arrays, size, shuffle_seed, steps)
 
-    fit, test = batches(train, shuffle_seed=recipe.seed), batches(data.test)
+    fit, test = batches(train, recipe.seed, recipe.trainer.steps_per_epoch), batches(data.test)
     watched = {"test": test} if held is None else {"val": batches(held)}
     model = make_model(recipe.model, data.channels, len(data.classes), data.max_length)
     padded = any(bool(b.tensors[1].any()) for b in (fit, test, *watched.values()))

@@ -1,0 +1,119 @@
+"""What the command data does: make the sets of Long-Range Arena that can be made."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from primal_attention.data import listops, pathfinder
+from primal_attention.data.tokens import Progress
+from primal_attention.engine.errors import RunError
+from primal_attention.engine.flags import parse
+
+USAGE = """usage: primal data listops|pathfinder [OPTIONS]
+
+Make a set of Long-Range Arena in the layout of its release. The same seed gives the same files.
+'primal data listops --help' lists the options.
+
+Example: primal data listops --out data/lra/listops --seed 0"""
+LISTOPS = """Make ListOps: basic_train.tsv, basic_val.tsv, basic_test.tsv.
+
+Example: primal data listops --train 9600 --valid 200 --test 200"""
+PATHFINDER = """Draw Pathfinder: imgs/*/sample_*.png, metadata/*.npy and splits.json.
+
+Example: primal data pathfinder --train 16000 --valid 2000 --test 2000"""
+
+
+@dataclass(frozen=True)
+class ListOpsArguments:
+    out: Path = Path("data/lra/listops")
+    """Folder to write to."""
+    train: int = listops.SIZES["train"]
+    valid: int = listops.SIZES["valid"]
+    test: int = listops.SIZES["test"]
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class PathfinderArguments:
+    out: Path = Path("data/lra/pathfinder")
+    """Folder to write to."""
+    train: int = pathfinder.SIZES["train"]
+    valid: int = pathfinder.SIZES["valid"]
+    test: int = pathfinder.SIZES["test"]
+    seed: int = 0
+    contour_length: int = pathfinder.CONTOUR_LENGTH
+    """Dashes of each of the two long contours."""
+    distractors: int = pathfinder.DISTRACTORS
+    """Short contours, as far as they find a place."""
+
+
+def main(args: Sequence[str]) -> int:
+    if not args or args[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0
+    name, *rest = args
+    if name == "listops":
+        return make_listops(parse(ListOpsArguments, rest, prog="primal data listops", about=LISTOPS))
+    if name == "pathfinder":
+        return make_pathfinder(parse(PathfinderArguments, rest, prog="primal data pathfinder", about=PATHFINDER))
+    raise RunError(
+        f"primal data makes listops or pathfinder (got {name!r}); the other tasks are read from their releases"
+    )
+
+
+def make_listops(wanted: ListOpsArguments) -> int:
+    cases = _check(wanted, "basic_train.tsv")
+    with _bar("listops", 2 * cases) as progress:
+        listops.write(
+            wanted.out,
+            train=wanted.train,
+            valid=wanted.valid,
+            test=wanted.test,
+            seed=wanted.seed,
+            progress=progress,
+        )
+    print(f"{cases:,} expressions in {wanted.out}")
+    return 0
+
+
+def make_pathfinder(wanted: PathfinderArguments) -> int:
+    cases = _check(wanted, "metadata")
+    with _bar("pathfinder", 2 * cases) as progress:
+        pathfinder.write(
+            wanted.out,
+            train=wanted.train,
+            valid=wanted.valid,
+            test=wanted.test,
+            seed=wanted.seed,
+            contour_length=wanted.contour_length,
+            distractors=wanted.distractors,
+            progress=progress,
+        )
+    print(f"{cases:,} images in {wanted.out}")
+    return 0
+
+
+def _check(wanted: ListOpsArguments | PathfinderArguments, sign: str) -> int:
+    """The number of cases; refuse to mix a new set into one that is there."""
+    if (wanted.out / sign).exists():
+        raise RunError(f"{wanted.out} already holds a set ({sign}): choose another --out, or remove it first")
+    if wanted.seed < 0:
+        raise RunError(f"seed must not be negative (got {wanted.seed})")
+    return wanted.train + wanted.valid + wanted.test
+
+
+@contextlib.contextmanager
+def _bar(title: str, total: int) -> Iterator[Progress | None]:
+    """A progress bar on stderr, where rich is installed."""
+    try:
+        from rich.console import Console
+        from rich.progress import Progress as RichProgress
+    except ImportError:
+        yield None
+        return
+    with RichProgress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda count: bar.advance(task, count)
