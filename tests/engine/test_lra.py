@@ -16,6 +16,7 @@ from primal_attention.data.tokens import TokenData, TokenSplit
 from primal_attention.engine import registry, runner
 from primal_attention.engine.config import override
 from primal_attention.engine.lra import TASKS, LRARecipe, build_from, paper_recipe
+from primal_attention.engine.sequences import SequenceModule
 
 SMALL = {
     "model.embed_dim": 8,
@@ -98,10 +99,27 @@ def test_a_run_counts_steps_and_validation_chooses(expressions: Path, tmp_path: 
     assert runner.evaluate(tmp_path / "run")[""] == summary["test"]
 
 
-def test_the_same_recipe_twice_gives_identical_metrics(expressions: Path, tmp_path: Path):
-    for name in ("a", "b"):
-        runner.train(small(folder=expressions), tmp_path / name)
-    assert (tmp_path / "a" / "metrics.csv").read_bytes() == (tmp_path / "b" / "metrics.csv").read_bytes()
+class PowerCutError(Exception):
+    pass
+
+
+def test_a_run_cut_off_within_an_epoch_of_steps_resumes_to_identical_metrics(
+    expressions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    runner.train(small(folder=expressions), tmp_path / "whole")
+    usual = SequenceModule.task_loss
+
+    def fail_in_the_second_epoch(self: SequenceModule, batch: Any) -> torch.Tensor:
+        if self.global_step == 4:
+            raise PowerCutError
+        return usual(self, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SequenceModule, "task_loss", fail_in_the_second_epoch)
+        with pytest.raises(PowerCutError):
+            runner.train(small(folder=expressions), tmp_path / "cut")
+    runner.train(small(folder=expressions), tmp_path / "cut", resume=True)
+    assert (tmp_path / "cut" / "metrics.csv").read_bytes() == (tmp_path / "whole" / "metrics.csv").read_bytes()
 
 
 @pytest.mark.parametrize(
