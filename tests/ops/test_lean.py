@@ -71,7 +71,7 @@ def assert_same(layer: PrimalAttention, x: Tensor, mask: Tensor | None = None, *
     ours, theirs = (results(layer, backend, x, mask, **keywords) for backend in ("lean", "reference"))
     for name, value in ours.items():
         assert value.dtype == theirs[name].dtype, name
-        room = 10 if name == "J" else 1  # J is a difference of larger numbers
+        room = 10 if name in ("J", "gradient of sqrt_lambda") else 1  # J, which scales its gradient, is a difference
         assert_close(value, theirs[name], room * SAME[x.dtype], name)
 
 
