@@ -1,0 +1,138 @@
+"""Models from disk with inputs to look at them on: run folders of this library, saved transformers models."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from primal_attention.data.errors import DataError
+from primal_attention.engine.errors import RunError
+
+PICTURES = {".jpg", ".jpeg", ".png", ".bmp", ".webp"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model and batches for it."""
+
+    label: str
+    model: nn.Module
+    batches: list[Any]
+
+
+def load(folder: Path, *, data: Path | None, cases: int, batch: int, tokens: int, strict: bool = False) -> Source:
+    """Whatever the folder holds; at most `cases` inputs in batches, texts cut to `tokens`."""
+    if (folder / "config.yaml").exists():
+        return _run(folder, cases, batch)
+    if (folder / "config.json").exists():
+        return _saved(folder, data, cases, batch, tokens, strict)
+    raise RunError(f"{folder} is neither a run folder (config.yaml) nor a saved transformers model (config.json)")
+
+
+def _run(folder: Path, cases: int, batch: int) -> Source:
+    """A finished run, on its test set."""
+    from primal_attention.engine import folder as run_folder
+    from primal_attention.engine import runner
+
+    _, recipe = run_folder.read(folder)
+    (_, phase), *_ = recipe.phases()
+    experiment = runner.build(phase)
+    model = experiment.module.final_model
+    runner.load_weights(model, folder / "model.safetensors")
+    *inputs, _ = (t[:cases] for t in experiment.test.tensors)  # the last are the labels
+    parts = list(zip(*(t.split(batch) for t in inputs), strict=True))
+    return Source(f"{folder.parent.name}/{folder.name}", model, parts)
+
+
+def _saved(folder: Path, data: Path | None, cases: int, batch: int, tokens: int, strict: bool) -> Source:
+    import transformers
+
+    from .saved import KEY, load_primalized
+
+    settings = json.loads((folder / "config.json").read_text())
+    name = (settings.get("architectures") or [""])[0]
+    kind = getattr(transformers, name, None)
+    if kind is None:
+        raise RunError(f"{folder / 'config.json'} names the model {name!r}, which transformers does not have")
+    if data is None:
+        raise RunError(f"what shall {folder} look at? --data FILE of text lines, or a FOLDER of images")
+    transformers.utils.logging.disable_progress_bar()  # this command has its own
+    try:
+        model = load_primalized(kind, folder) if settings.get(KEY) else kind.from_pretrained(folder)
+    except (ValueError, OSError) as error:
+        raise RunError(str(error).splitlines()[0]) from error
+    parts = (
+        _images(data, folder, model.config, cases, batch, strict)
+        if "image_size" in settings
+        else _texts(data, folder, cases, batch, tokens)
+    )
+    return Source(folder.parent.name if folder.name == "model" else folder.name, model, list(parts))
+
+
+def _texts(file: Path, folder: Path, cases: int, batch: int, tokens: int) -> Iterator[Any]:
+    from transformers import AutoTokenizer
+
+    if not file.is_file():
+        raise DataError(f"{file} is not a file of text lines")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        # Headings and other scraps would make sequences of three tokens.
+        long = (line.strip() for line in lines if len(line.split()) >= 20)
+        texts = list(itertools.islice(long, cases))
+    if not texts:
+        raise DataError(f"{file} has no line of twenty words or more")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    for start in range(0, len(texts), batch):
+        part = texts[start : start + batch]
+        yield dict(tokenizer(part, padding=True, truncation=True, max_length=tokens, return_tensors="pt"))
+
+
+def _images(place: Path, folder: Path, config: Any, cases: int, batch: int, strict: bool) -> Iterator[Any]:
+    """Square pictures in [−1, 1], or with the folder's own mean and deviation."""
+    files = sorted(f for f in place.rglob("*") if f.suffix.lower() in PICTURES) if place.is_dir() else []
+    if not files:
+        raise DataError(f"{place} is not a folder with images ({', '.join(sorted(PICTURES))})")
+    said = folder / "preprocessor_config.json"
+    normal = json.loads(said.read_text()) if said.exists() else {}
+    size = config.image_size if isinstance(config.image_size, int) else config.image_size[0]
+    stride = max(1, len(files) // cases)  # spread over the folder: its first files are one class
+    pictures = read_images(files[::stride][:cases], size, strict)
+    mean, std = (torch.tensor(normal.get(key, [0.5] * 3)).view(3, 1, 1) for key in ("image_mean", "image_std"))
+    stack = torch.stack(pictures)
+    for part in ((stack - mean) / std).split(batch):
+        yield {"pixel_values": part}
+
+
+def read_images(files: list[Path], size: int, strict: bool) -> list[torch.Tensor]:
+    """(3, size, size) in [0, 1]; a file that does not decode is named and skipped, or an error if `strict`."""
+    import warnings
+
+    import numpy as np
+    from PIL import Image, UnidentifiedImageError
+
+    pictures, broken = [], []
+    for file in files:
+        try:
+            with Image.open(file) as image:
+                square = image.convert("RGB").resize((size, size), Image.Resampling.BICUBIC)
+        except (UnidentifiedImageError, OSError):
+            if strict:
+                raise DataError(f"{file} does not decode as an image") from None
+            broken.append(file)
+            continue
+        pictures.append(torch.from_numpy(np.array(square)).permute(2, 0, 1) / 255)
+    if not pictures:
+        raise DataError(f"none of {len(files)} images decodes, {files[0]} for one")
+    if broken:
+        warnings.warn(
+            f"{len(broken)} of {len(files)} images do not decode and are left out, first {broken[0]}", stacklevel=2
+        )
+    return pictures
