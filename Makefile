@@ -29,10 +29,12 @@ bench: $(STAMP) ## time attention against sequence length on this machine
 docs: $(STAMP) ## run the README's code and check every link of the documents
 	$(BIN)/python docs/check.py
 
-# torch comes first and by its pinned version, so that nothing later asks for another build of it.
+# torch comes first and by its pinned version, so that nothing later asks for another build of it. Its GPU builds bring
+# their own Triton; beside a CPU build the kernels are tested in Triton's interpreter.
 $(STAMP): pyproject.toml constraints.txt $(wildcard requirements-oracles.txt)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) torch
+	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) triton==3.6.0
 	$(PIP) -e '.[dev,ksvd,train,timeseries,report]'
 	if test -f requirements-oracles.txt; then $(PIP) -r requirements-oracles.txt; fi
 	touch $@
