@@ -9,6 +9,7 @@ from .nn.primal import PrimalAttention
 
 if TYPE_CHECKING:
     from .convert import primalize
+    from .convert.distill import distill
     from .convert.spectrum import spectrum
     from .engine.estimator import PrimalClassifier
     from .ksvd import KernelSVD
@@ -21,6 +22,7 @@ __version__ = "0.1.0"
 _LAZY = {
     "KernelSVD": ("primal_attention.ksvd", "ksvd"),
     "PrimalClassifier": ("primal_attention.engine.estimator", "timeseries"),
+    "distill": ("primal_attention.convert.distill", "ksvd"),
     "attention_names": ("primal_attention.nn.rivals", "dev"),
     "load_official": ("primal_attention.official", "dev"),
     "make_attention": ("primal_attention.nn.rivals", "dev"),
@@ -34,6 +36,7 @@ __all__ = [
     "PrimalClassifier",
     "__version__",
     "attention_names",
+    "distill",
     "ksvd_loss",
     "load_official",
     "make_attention",

@@ -95,6 +95,8 @@ class Refusal:
 class StandIn(nn.Module):
     """PrimalAttention behind the call of the module that it stands in for."""
 
+    batch_dim = 0  # of what it takes and gives
+
     def __init__(self, primal: PrimalAttention) -> None:
         super().__init__()
         self.primal = primal

@@ -21,6 +21,7 @@ class PrimalMultihead(StandIn):
     def __init__(self, primal: PrimalAttention, batch_first: bool) -> None:
         super().__init__(primal)
         self.batch_first = batch_first
+        self.batch_dim = 0 if batch_first else 1
         self.embed_dim, self.num_heads = primal.embed_dim, primal.num_heads
 
     def tokens(
