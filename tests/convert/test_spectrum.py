@@ -130,7 +130,7 @@ def test_batches_are_put_together_and_curves_end_in_one() -> None:
         assert float(deviation[-1]) == pytest.approx(0, abs=1e-6)
     rows = list(found.rows())
     assert len(rows) == 2 * 9
-    assert rows[0]["sigma_over_largest"] == pytest.approx(1)
+    assert rows[0]["value_over_largest"] == pytest.approx(1)
     assert "effective rank" in str(found)
 
 

@@ -18,6 +18,7 @@ from convert.hf_models import SMALL, make  # noqa: E402
 from primal_attention import cli, primalize  # noqa: E402
 from primal_attention.data import uea  # noqa: E402
 from primal_attention.data.series import SeriesData, Split  # noqa: E402
+from primal_attention.report.page_numbers import read_spectrum  # noqa: E402
 from primal_attention.report.spectrum import layer_groups  # noqa: E402
 
 TRAIN = """
@@ -65,6 +66,8 @@ def test_a_run_folder_gives_table_numbers_and_pictures(workplace: Path, capsys) 
     assert len(rows) == 2 * 9
     assert float(rows[8]["explained_mean"]) == pytest.approx(1)
     assert {row["kind"] for row in rows} == {"softmax", "primal"}
+    drawn = read_spectrum(workplace / "results" / "spectrum")  # as the page of runs reads it
+    assert [len(values) for values in drawn.values()] == [9, 9]
 
 
 def test_saved_text_models_side_by_side(workplace: Path, capsys) -> None:

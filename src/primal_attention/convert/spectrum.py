@@ -51,10 +51,10 @@ class Spectrum(dict[str, LayerSpectrum]):
     """One `LayerSpectrum` per attention, by its name, in the model's order; str() is a table."""
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """One row per layer and index, for a CSV file."""
+        """One row per layer and index, for a CSV file, which the report's page can read in a run folder."""
         for number, layer in enumerate(self.values()):
             sigma = layer.singular_values / layer.singular_values[..., :1].clamp(min=1e-300)
-            relative = sigma.flatten(0, 1).mean(0)
+            relative, value = sigma.flatten(0, 1).mean(0), layer.singular_values.flatten(0, 1).mean(0)
             mean, deviation = layer.curve()
             for i in range(mean.shape[0]):
                 yield {
@@ -62,7 +62,8 @@ class Spectrum(dict[str, LayerSpectrum]):
                     "name": layer.name,
                     "kind": layer.kind,
                     "index": i + 1,
-                    "sigma_over_largest": float(relative[i]),
+                    "value": float(value[i]),
+                    "value_over_largest": float(relative[i]),
                     "explained_mean": float(mean[i]),
                     "explained_deviation": float(deviation[i]),
                 }
