@@ -309,7 +309,9 @@ class WayBack:
             self.grad_energy = (grad_j * _scale(plan, self.valid, length, self.wide))[
                 :, None, None
             ]  # of Λ-weighted energies
-            self.twice_lambda = (2 * self.sqrt_lambda.to(self.wide).square() * self.grad_energy)[:, None, :, None]
+            twice_lambda = 2 * self.sqrt_lambda.to(self.wide).square() * self.grad_energy  # (B, H, s)
+            # Laid out like the scores of a token: broadcasting over the sides would cost the inner loop its vectors.
+            self.twice_lambda = twice_lambda[:, None, :, None].expand(-1, 1, -1, 2, -1).contiguous()
         self.carry: Tensor | None = None  # the gradient that the next block sends to this one
 
         need_x, self.need_decay, need_start, _, self.need_qk, self.need_qk_bias, *_ = needs
