@@ -1,0 +1,221 @@
+"""A decoder-only language model with any causal attention in each layer, softmax and Primal alike.
+
+    model = LanguageModel(LanguageConfig(8192, attention=("primal",), primal_mode="decay", conv=4))
+    logits = model(tokens)                                      # (B, N) → (B, N, vocabulary)
+    logits, state = model(prompt, mask, return_state=True)      # prompts of different lengths, padded anywhere
+    logits, state = model.step(token, state)                    # (B,) → (B, vocabulary), row t of the full pass
+
+The default sizes are the paper's for WikiText-103: 6 layers, width 512, 8 heads, 2048 hidden, tied embeddings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from primal_attention.nn.cached import CachedSoftmaxAttention
+from primal_attention.nn.decoder import BlockState, DecoderBlock
+from primal_attention.nn.encoder import attention_names
+from primal_attention.nn.rivals import make_attention
+from primal_attention.nn.rivals.base import Padding
+from primal_attention.nn.rotary import sinusoids
+
+PrimalMode = Literal["mean", "landmarks", "decay"]
+Positions = Literal["rotary", "sinusoidal", "none"]
+
+
+@dataclass(frozen=True)
+class LanguageConfig:
+    """Everything that shapes the model, in plain values that a file can hold."""
+
+    vocabulary: int
+    attention: tuple[str, ...] = ("softmax",)
+    """One name for all layers, a name with a plus for the last layer only, or one name per layer."""
+    embed_dim: int = 512
+    num_heads: int = 8
+    layers: int = 6
+    ffn_dim: int = 2048
+    dropout: float = 0.0
+    primal_mode: PrimalMode = "mean"
+    """mean: the paper's running mean; landmarks: causal and data-dependent; decay: a learned fading per head."""
+    primal_heads: int | None = None
+    """Heads of the Primal layers, for more time scales of decay; None is num_heads."""
+    rank: int = 30
+    landmarks: int = 300
+    max_length: int = 512
+    """The longest context of the landmarks mode, whose grid spans it; the other modes have no limit."""
+    conv: int = 0
+    """Kernel of a short causal convolution beside each Primal layer; 0 is none."""
+    gate: bool = False
+    """A multiplicative gate on each Primal layer's output."""
+    positions: Positions = "rotary"
+    """rotary: in the softmax layers; sinusoidal: added to the embeddings."""
+
+
+class LanguageState(NamedTuple):
+    """Where the sequences of a batch stand."""
+
+    blocks: tuple[BlockState, ...]
+    position: Tensor  # (B,): tokens read
+
+
+def causal_attention(name: str, config: LanguageConfig) -> nn.Module:
+    """The causal attention of one layer."""
+    if name == "softmax":
+        return CachedSoftmaxAttention(
+            config.embed_dim, config.num_heads, rotary=config.positions == "rotary", dropout=config.dropout
+        )
+    if name != "primal":
+        return make_attention(name, config.embed_dim, config.num_heads, causal=True)
+    keywords: dict[str, Any] = {"rank": config.rank, "causal": True, "data_dependent": False}
+    if config.primal_mode == "landmarks":
+        keywords |= {"data_dependent": True, "landmarks": config.landmarks, "max_length": config.max_length}
+    elif config.primal_mode == "decay":
+        keywords["decay"] = "learned"
+    return make_attention(name, config.embed_dim, config.primal_heads or config.num_heads, **keywords)
+
+
+class LanguageModel(nn.Module):
+    """Tokens (B, N) to the logits of the next token (B, N, vocabulary); the embeddings serve at both ends."""
+
+    def __init__(self, config: LanguageConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.attention_names = attention_names(config.attention, config.layers)
+        self.embedding = nn.Embedding(config.vocabulary, config.embed_dim)
+        nn.init.normal_(self.embedding.weight, std=config.embed_dim**-0.5)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(self._block(name) for name in self.attention_names)
+        self.norm = nn.LayerNorm(config.embed_dim)
+
+    def _block(self, name: str) -> DecoderBlock:
+        config, primal = self.config, name == "primal"
+        return DecoderBlock(
+            config.embed_dim,
+            config.num_heads,
+            causal_attention(name, config),
+            ffn_dim=config.ffn_dim,
+            dropout=config.dropout,
+            conv=config.conv if primal else 0,
+            gate=config.gate and primal,
+        )
+
+    @property
+    def streams(self) -> bool:
+        """Whether every layer has a state; if not (flow), a longer context means running it all again."""
+        return all(block.streams for block in self.blocks)  # type: ignore[union-attr]
+
+    def initial_state(self, batch_size: int) -> LanguageState:
+        """The state before the first token of `batch_size` sequences."""
+        self._check_streams()
+        position = torch.zeros(batch_size, dtype=torch.int64, device=self.embedding.weight.device)
+        return LanguageState(tuple(b.initial_state(batch_size) for b in self.blocks), position)  # type: ignore[operator]
+
+    def forward(
+        self,
+        tokens: Tensor,
+        key_padding_mask: Tensor | None = None,
+        *,
+        state: LanguageState | None = None,
+        return_state: bool = False,
+        only_last: bool = False,
+    ) -> Any:
+        """Logits (B, N, vocabulary), with `return_state` a pair with the state after the last token.
+
+        Args:
+            key_padding_mask: (B, N) bool, True at padding, which may stand anywhere and changes nothing.
+            state: where an earlier stretch of the sequences ended.
+            only_last: logits (B, vocabulary) of each sequence's last token alone, as decoding needs them.
+        """
+        self._check(tokens, state)
+        padding = None if key_padding_mask is None else Padding(_checked(key_padding_mask, tokens), compact=True)
+        if padding is None:
+            behind = None
+        else:  # the tokens in front, in their order: then nothing below can see padding but the states
+            assert padding.order is not None
+            assert padding.tokens.present is not None
+            tokens, behind = tokens.gather(1, padding.order), ~padding.tokens.present
+        x = self._embed(tokens, state)
+        after = None
+        if state is None and not return_state:
+            for block in self.blocks:
+                x = block(x, behind)
+        else:
+            self._check_streams()
+            x, after = self._resume(x, behind, state)
+        logits = self._logits(x, padding, only_last)
+        return (logits, after) if return_state else logits
+
+    def step(
+        self, tokens: Tensor, state: LanguageState, key_padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, LanguageState]:
+        """One token of each sequence, (B,) → logits (B, vocabulary) and the state after it.
+
+        key_padding_mask: (B,) bool, True where a sequence has no token at this step; its state stays as it was.
+        """
+        if tokens.ndim != 1:
+            raise ValueError(f"tokens must have shape (batch,), one for each sequence (got {tuple(tokens.shape)})")
+        mask = None if key_padding_mask is None else key_padding_mask[:, None]
+        logits, state = self(tokens[:, None], mask, state=state, return_state=True)
+        return logits[:, 0], state
+
+    def check_vocabulary(self, tokens: Tensor) -> None:
+        """Refuse tokens that the embedding does not have, before a device does so in its own words."""
+        if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.config.vocabulary:
+            raise ValueError(
+                f"tokens must lie in 0 … {self.config.vocabulary - 1}, the model's vocabulary "
+                f"(got {int(tokens.min())} … {int(tokens.max())}): were they made with its own vocabulary?"
+            )
+
+    def _check(self, tokens: Tensor, state: LanguageState | None) -> None:
+        if tokens.ndim != 2 or tokens.shape[1] == 0:
+            raise ValueError(f"tokens must have shape (batch, at least one token) (got {tuple(tokens.shape)})")
+        if tokens.device.type == "cpu" and not torch.compiler.is_compiling():  # elsewhere a look costs a wait
+            self.check_vocabulary(tokens)
+        if state is not None and len(state.position) != len(tokens):
+            raise ValueError(f"state holds {len(state.position)} sequences and tokens {len(tokens)}")
+
+    def _check_streams(self) -> None:
+        if not self.streams:
+            names = sorted({n for n, b in zip(self.attention_names, self.blocks, strict=True) if not b.streams})
+            raise ValueError(f"attention {', '.join(names)} has no streaming state: run the whole window again instead")
+
+    def _embed(self, tokens: Tensor, state: LanguageState | None) -> Tensor:
+        x = self.embedding(tokens) * self.config.embed_dim**0.5  # unit variance, as the positions have
+        if self.config.positions == "sinusoidal":
+            place = torch.arange(tokens.shape[1], device=tokens.device)[None]
+            place = place if state is None else place + state.position[:, None]
+            x = x + sinusoids(place, self.config.embed_dim).to(x.dtype)
+        return self.dropout(x)
+
+    def _resume(self, x: Tensor, behind: Tensor | None, state: LanguageState | None) -> tuple[Tensor, LanguageState]:
+        held = [None] * len(self.blocks) if state is None else state.blocks
+        blocks = []
+        for block, before in zip(self.blocks, held, strict=True):
+            x, after = block.resume(x, behind, before)  # type: ignore[operator]
+            blocks.append(after)
+        count = torch.full((len(x),), x.shape[1], device=x.device) if behind is None else (~behind).sum(dim=1)
+        return x, LanguageState(tuple(blocks), count if state is None else state.position + count)
+
+    def _logits(self, x: Tensor, padding: Padding | None, only_last: bool) -> Tensor:
+        if only_last and padding is not None:
+            assert padding.tokens.lengths is not None
+            x = x[torch.arange(len(x), device=x.device), padding.tokens.lengths - 1]
+        elif only_last:
+            x = x[:, -1]
+        elif padding is not None:
+            x = padding.leave(x)
+        return F.linear(self.norm(x), self.embedding.weight)
+
+
+def _checked(mask: Tensor, tokens: Tensor) -> Tensor:
+    if mask.dtype != torch.bool or mask.shape != tokens.shape:
+        raise ValueError(
+            f"key_padding_mask must be a bool tensor of shape {tuple(tokens.shape)}, True at padding "
+            f"(got {mask.dtype}, {tuple(mask.shape)})"
+        )
+    return mask

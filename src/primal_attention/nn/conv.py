@@ -1,0 +1,56 @@
+"""Short causal convolution, each channel on its own: y_i = b + Σ_j c_j ⊙ x_{i−j}, j = 0 … kernel − 1.
+
+Attention with a state of constant size is good at the distant and blunt about the last few tokens; this is the reverse.
+It streams: the last kernel − 1 inputs are its whole state.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from . import checks
+
+
+class CausalConv(nn.Module):
+    """Depthwise convolution over the past. Padding has to stand behind the tokens."""
+
+    def __init__(self, embed_dim: int, kernel_size: int) -> None:
+        super().__init__()
+        checks.positive("kernel_size", kernel_size)
+        self.embed_dim, self.kernel_size = embed_dim, kernel_size
+        self.weight = nn.Parameter(torch.empty(kernel_size, embed_dim))  # row j weighs the input j tokens ago
+        self.bias = nn.Parameter(torch.zeros(embed_dim))
+        nn.init.uniform_(self.weight, -(kernel_size**-0.5), kernel_size**-0.5)
+
+    def initial_state(self, batch_size: int) -> Tensor:
+        """Nothing came before the first token: zeros, (B, kernel − 1, d)."""
+        return self.weight.new_zeros(batch_size, self.kernel_size - 1, self.embed_dim)
+
+    def forward(
+        self,
+        x: Tensor,
+        key_padding_mask: Tensor | None = None,
+        *,
+        state: Tensor | None = None,
+        return_state: bool = False,
+    ) -> Any:  # (B, N, d) → (B, N, d), or a pair with the state after the last token
+        past, n = self.kernel_size - 1, x.shape[1]
+        seen = F.pad(x, (0, 0, past, 0)) if state is None else torch.cat([state.to(x.dtype), x], dim=1)
+        # Shifted products instead of a grouped convolution: a compiler makes one pass of them.
+        y = self.bias.to(x.dtype) + sum(
+            self.weight[j].to(x.dtype) * seen[:, past - j : past - j + n] for j in range(self.kernel_size)
+        )
+        if not return_state:
+            return y
+        if key_padding_mask is None:
+            return y, seen[:, n:].clone()
+        lengths = (~key_padding_mask).sum(dim=1, keepdim=True)
+        rows = lengths + torch.arange(past, device=x.device)  # (B, kernel − 1): the last inputs of each sequence
+        return y, seen.gather(1, rows[..., None].expand(-1, -1, self.embed_dim))
+
+    def extra_repr(self) -> str:
+        return f"{self.embed_dim}, kernel_size={self.kernel_size}"
