@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from primal_attention.engine import lra, uea
+from primal_attention.engine import image, lra, uea
 from primal_attention.engine.config import Recipe
 from primal_attention.engine.errors import RunError
 
@@ -26,8 +26,9 @@ FAMILIES: dict[str, Family] = {
     "uea": Family(uea.paper_recipe, tuple(uea.PAPER), "the paper's time-series classifiers", open=True),
     "uea-modern": Family(uea.modern_recipe, tuple(uea.PAPER), "one modern recipe for every set", open=True),
     "lra": Family(lra.paper_recipe, tuple(lra.TASKS), "the paper's classifiers of Long-Range Arena"),
+    "image": Family(image.paper_recipe, tuple(image.MEMBERS), "DeiT with Primal-Attention, images in class folders"),
 }
-RECIPES: dict[str, type[Recipe]] = {"uea": uea.UEARecipe, "lra": lra.LRARecipe}
+RECIPES: dict[str, type[Recipe]] = {"uea": uea.UEARecipe, "lra": lra.LRARecipe, "image": image.ImageRecipe}
 
 
 def names() -> list[str]:

@@ -1,0 +1,196 @@
+"""Image classifiers: DeiT (Touvron et al., 2021) with Primal-Attention in the last layer, in all layers, or in none.
+
+The network is timm's or transformers' own, and `primalize` puts the new attention in. Images of 224 pixels in patches
+of 16 make N = 197 tokens, the class token included.
+
+    model = deit(1000, attention="primal+", rank=96)
+    logits = model(images)   # uint8 (B, 3, S, S), cropped and normalised here; or normalised floats of image_size
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from primal_attention.convert.replace import primalize
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's pixels
+MULTIPLE = 10  # landmarks as a multiple of the rank, where there are as many tokens
+Library = Literal["auto", "timm", "transformers"]
+
+
+class StochasticDepth(nn.Module):
+    """Leaves a residual branch out for some of the samples in training, and scales up what stays."""
+
+    keep: Tensor
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        # A buffer and not a number, or torch.compile would compile each layer for its own rate.
+        self.register_buffer("keep", torch.tensor(1.0 - rate), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
+        kept = torch.rand(x.shape[0], *[1] * (x.ndim - 1), device=x.device) < self.keep
+        return x * (kept / self.keep).to(x.dtype)
+
+
+class ImageClassifier(nn.Module):
+    """Images to logits (B, classes), with the crop and the normalisation that the network was trained with."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, backbone: nn.Module, image_size: int) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.image_size = image_size
+        self.register_buffer("mean", torch.tensor(MEAN).view(3, 1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor(STD).view(3, 1, 1), persistent=False)
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        return list(blocks_of(self.backbone))
+
+    def normalise(self, images: Tensor) -> Tensor:
+        """Pixels in [0, 1] to the network's scale."""
+        return (images - self.mean) / self.std
+
+    def forward(self, images: Tensor) -> Tensor:
+        if images.dtype == torch.uint8:
+            images = self.normalise(centre(images, self.image_size) / 255)
+        output = self.backbone(images)
+        return output if isinstance(output, Tensor) else output.logits
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """torch.compile block by block: the blocks are alike, so one of each kind is compiled and not all twelve."""
+        for block in self.blocks:
+            block.compile(*args, **kwargs)
+
+
+def centre(images: Tensor, size: int) -> Tensor:
+    """The middle of size × size pixels."""
+    height, width = images.shape[-2:]
+    if min(height, width) < size:
+        raise ValueError(f"images must have at least {size}×{size} pixels (got {height}×{width})")
+    top, left = (height - size) // 2, (width - size) // 2
+    return images[..., top : top + size, left : left + size]
+
+
+def deit(
+    classes: int,
+    *,
+    attention: str | Sequence[str] = "primal+",
+    image_size: int = 224,
+    patch_size: int = 16,
+    embed_dim: int = 384,
+    num_heads: int = 6,
+    layers: int = 12,
+    mlp_ratio: int = 4,
+    drop_path: float = 0.1,
+    rank: int = 96,
+    landmarks: int | None = None,
+    data_dependent: bool = True,
+    library: Library = "auto",
+) -> ImageClassifier:
+    """DeiT with one class token, as DeiT-Small/16 where nothing else is said.
+
+    Args:
+        attention: "softmax", "primal" in all layers, "primal+" in the last layer, or one name per layer.
+        drop_path: rate of stochastic depth in the last layer; it grows from zero along the layers.
+        landmarks: None is ten times the rank, at most the number of tokens, as in the paper.
+        library: whose network; auto takes timm where it is installed.
+    """
+    if image_size % patch_size:
+        raise ValueError(f"patch_size must divide image_size (patch_size={patch_size}, image_size={image_size})")
+    if not 0 <= drop_path < 1:
+        raise ValueError(f"drop_path must lie in [0, 1) (got {drop_path})")
+    chosen = primal_numbers(attention, layers)
+    make = {"timm": _timm, "transformers": _transformers}[which(library)]
+    backbone = make(classes, image_size, patch_size, embed_dim, num_heads, layers, mlp_ratio)
+    if chosen:
+        tokens = (image_size // patch_size) ** 2 + 1
+        rows = landmarks or min(MULTIPLE * rank, tokens)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="rank=")  # the paper's rank 96 is above the heads' width of 64
+            primalize(backbone, chosen, rank=rank, landmarks=rows, data_dependent=data_dependent, causal=False)
+    model = ImageClassifier(backbone, image_size)
+    if drop_path:
+        _add_stochastic_depth(model.blocks, drop_path)
+    return model
+
+
+def primal_numbers(attention: str | Sequence[str], layers: int) -> list[int]:
+    """Which layers are Primal."""
+    names = (attention,) if isinstance(attention, str) else tuple(attention)
+    whole = {("softmax",): [], ("primal",): list(range(layers)), ("primal+",): [layers - 1]}
+    if names in whole:
+        return whole[names]
+    if len(names) == layers and set(names) <= {"softmax", "primal"}:
+        return [i for i, name in enumerate(names) if name == "primal"]
+    said = " ".join(names)
+    raise ValueError(f"attention must be softmax, primal, primal+ or {layers} names of the first two (got {said!r})")
+
+
+def which(library: Library) -> Literal["timm", "transformers"]:
+    """The library to take the network from."""
+    if library not in ("auto", "timm", "transformers"):
+        raise ValueError(f"library must be auto, timm or transformers (got {library!r})")
+    here: list[Literal["timm", "transformers"]] = []
+    if find_spec("timm") and find_spec("torchvision"):  # timm does not import without it
+        here.append("timm")
+    if find_spec("transformers"):
+        here.append("transformers")
+    if library != "auto" and library not in here:
+        extra = {"timm": "vision", "transformers": "hf"}[library]
+        raise ValueError(f"library={library!r} is not installed: pip install 'primal-attention[{extra}]'")
+    if not here:
+        raise ValueError("image models need timm or transformers: pip install 'primal-attention[vision]'")
+    return here[0] if library == "auto" else library
+
+
+def _timm(classes: int, size: int, patch: int, width: int, heads: int, layers: int, ratio: int) -> nn.Module:
+    from timm.models.vision_transformer import VisionTransformer
+
+    return VisionTransformer(
+        img_size=size, patch_size=patch, embed_dim=width, depth=layers, num_heads=heads, mlp_ratio=ratio,
+        num_classes=classes,
+    )  # fmt: skip
+
+
+def _transformers(classes: int, size: int, patch: int, width: int, heads: int, layers: int, ratio: int) -> nn.Module:
+    # Its DeiT has a second token, for distillation; its ViT is the DeiT without it, and what DeiT's weights load into.
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        image_size=size, patch_size=patch, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads,
+        intermediate_size=ratio * width, num_labels=classes, layer_norm_eps=1e-6,
+    )  # fmt: skip
+    return ViTForImageClassification(config)
+
+
+def blocks_of(backbone: nn.Module) -> Sequence[nn.Module]:
+    """The Transformer blocks of timm's or of transformers' network."""
+    inner: Any = getattr(backbone, "vit", backbone)
+    for name in ("blocks", "layers"):
+        if hasattr(inner, name):
+            return getattr(inner, name)
+    return inner.encoder.layer
+
+
+def _add_stochastic_depth(blocks: Sequence[nn.Module], rate: float) -> None:
+    for i, block in enumerate(blocks):
+        dropped = StochasticDepth(rate * i / max(1, len(blocks) - 1))
+        # timm has a place behind each branch; transformers sends both branches through one dropout, which is off.
+        places = [name for name in ("drop_path1", "drop_path2", "dropout") if hasattr(block, name)]
+        if not places:
+            kind = type(block).__name__
+            raise ValueError(f"drop_path has no place in {kind} of this version: use drop_path=0 or another library")
+        for name in places:
+            setattr(block, name, dropped)
