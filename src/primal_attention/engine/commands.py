@@ -109,8 +109,11 @@ def evaluate(args: Sequence[str]) -> int:
     from primal_attention.engine import runner
 
     summary = runner.read_summary(place)
-    for part, scores in runner.evaluate(place).items():
-        key = "validation_chosen" if part or "last" not in summary["scores"] else "last"
+    measured = runner.evaluate(place)
+    for part, scores in measured.items():
+        # A single training that held cases out has kept the weights that they chose.
+        chosen = part or (len(measured) == 1 and "validation_chosen" in summary["scores"])
+        key = "validation_chosen" if chosen else "last"
         before = summary["scores"][key]["accuracy"]
         verdict = "as in the run" if scores["accuracy"] == before else f"the run had {100 * before:.2f} %"
         print(f"test accuracy {100 * scores['accuracy']:6.2f} %  loss {scores['loss']:.6f}  {COLUMNS[key]}: {verdict}")

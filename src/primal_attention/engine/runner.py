@@ -174,13 +174,15 @@ def summarise(recipe: Recipe, experiment: Experiment, state: RunState) -> Summar
     device = next(module.final_model.parameters()).device
     test = module.evaluate(experiment.test.to(device))
     scores: dict[str, Any] = {}
+    seen = [row for row in state.rows if "test_accuracy" in row]
+    if seen:
+        best = max(seen, key=lambda row: row["test_accuracy"])
+        scores["best_on_test"] = {"epoch": best["epoch"], "accuracy": best["test_accuracy"]}
     if experiment.select is None:
         scores["last"] = {"epoch": state.rows[-1]["epoch"], **test}
-        seen = [row for row in state.rows if "test_accuracy" in row]
-        if seen:
-            best = max(seen, key=lambda row: row["test_accuracy"])
-            scores["best_on_test"] = {"epoch": best["epoch"], "accuracy": best["test_accuracy"]}
     else:
+        if seen:  # one training is read in all three ways; the weights that are kept are the chosen epoch's
+            scores["last"] = {"epoch": seen[-1]["epoch"], **{key: seen[-1][f"test_{key}"] for key in test}}
         assert state.best is not None
         chosen = {"epoch": state.best["epoch"], "validation_accuracy": state.best["rank"][0]}
         scores["validation_chosen"] = {**chosen, **test}
@@ -216,7 +218,7 @@ def merge(parts: list[Summary], folder: Path, name: str) -> Summary:
     for other in parts[1:]:
         summary["scores"] = {**summary["scores"], **other["scores"]}
     chosen = summary["scores"].get("validation_chosen")
-    if chosen and "last" in summary["scores"]:
+    if chosen and "last" in summary["scores"] and len(parts) > 1:
         with (folder / "metrics.csv").open() as file:
             row = next((r for r in csv.DictReader(file) if int(r["epoch"]) == chosen["epoch"]), None)
         if row and row["test_accuracy"]:
