@@ -1,0 +1,272 @@
+"""Offline reinforcement learning: trajectories from D4RL's HDF5 files, from Minari, or from `.npz` with the same keys.
+
+    data = load("hopper-medium", "data/d4rl")      # data/d4rl/hopper-medium.hdf5, or hopper_medium-v2.hdf5, or .npz
+    data = read_minari("mujoco/hopper/medium-v0")  # a Minari data set on this machine
+    data.returns_to_go, data.timesteps             # what Decision Transformer is conditioned on, per row
+    normalized_score("hopper", 2174.0)             # 0 is D4RL's random policy, 100 its expert
+
+Row t is one transition, episodes follow one another, and an episode ends where `terminals` or `timeouts` is true. Rows
+behind the last end belong to no whole episode, so their return is unknown; they are left out.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from primal_attention.data.errors import DataError
+
+# Mean returns of D4RL's random and expert policies, with which its scores are normalised.
+REFERENCE = {
+    "halfcheetah": (-280.178953, 12135.0),
+    "hopper": (-20.272305, 3234.3),
+    "walker2d": (1.629008, 4592.3),
+}
+LEVELS = ("medium-expert", "medium", "medium-replay")
+SETS = tuple(f"{env}-{level}" for level in LEVELS for env in REFERENCE)
+HORIZON = 1000
+"""Steps after which these environments stop an episode."""
+KEYS = ("observations", "actions", "rewards", "terminals")
+NEEDS = "pip install 'primal-attention[rl]'"
+
+
+def environment_of(name: str) -> str:
+    """The environment of a set's name: hopper for hopper-medium-replay."""
+    env = name.partition("-")[0].partition("_")[0].lower()
+    if env not in REFERENCE:
+        raise DataError(f"set {name!r} names no environment with reference scores (has {', '.join(REFERENCE)})")
+    return env
+
+
+def normalized_score(env: str, mean_return: float) -> float:
+    """D4RL's score: 0 for the return of a random policy, 100 for an expert's."""
+    low, high = REFERENCE[environment_of(env)]
+    return 100.0 * (mean_return - low) / (high - low)
+
+
+@dataclass(frozen=True)
+class Trajectories:
+    """Whole episodes, one after the other. `starts` holds each episode's first row; `source` says whose data it is."""
+
+    name: str
+    observations: np.ndarray  # (T, state_dim) float32
+    actions: np.ndarray  # (T, action_dim) float32
+    rewards: np.ndarray  # (T,) float32
+    starts: np.ndarray  # (E,) int64
+    source: str = "D4RL's layout"
+
+    def __len__(self) -> int:
+        return len(self.rewards)
+
+    @cached_property
+    def ends(self) -> np.ndarray:
+        """One past each episode's last row, (E,)."""
+        return np.append(self.starts[1:], len(self))
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        return self.ends - self.starts
+
+    @cached_property
+    def returns_to_go(self) -> np.ndarray:
+        """Sum of the rewards from each row to its episode's end, (T,) float32."""
+        togo = np.empty(len(self), np.float64)
+        for start, end in zip(self.starts, self.ends, strict=True):
+            togo[start:end] = np.cumsum(self.rewards[start:end][::-1], dtype=np.float64)[::-1]
+        return togo.astype(np.float32)
+
+    @cached_property
+    def returns(self) -> np.ndarray:
+        """Each episode's return, (E,)."""
+        return self.returns_to_go[self.starts]
+
+    @cached_property
+    def timesteps(self) -> np.ndarray:
+        """Each row's place in its episode, (T,) int64."""
+        return np.arange(len(self)) - np.repeat(self.starts, self.lengths)
+
+    def state_moments(self) -> tuple[np.ndarray, np.ndarray]:
+        """Mean and deviation of the states over all rows, for their normalisation."""
+        wide = self.observations.astype(np.float64)
+        return wide.mean(axis=0).astype(np.float32), wide.std(axis=0).astype(np.float32)
+
+
+def default_folder() -> Path:
+    """$PRIMAL_D4RL, or data/d4rl under the working directory."""
+    return Path(os.environ.get("PRIMAL_D4RL", "data/d4rl"))
+
+
+def find(name: str, folder: str | Path | None = None) -> Path | None:
+    """The file of a set, under its own name or under the one that D4RL gave it."""
+    folder = default_folder() if folder is None else Path(folder)
+    env, _, level = name.partition("-")
+    theirs = f"{env}_{level.replace('-', '_')}-v2"
+    stems = (name, f"{name}-v2", theirs)
+    files = (folder / f"{stem}{end}" for stem in stems for end in (".hdf5", ".npz"))
+    return next((file for file in files if file.is_file()), None)
+
+
+def load(name: str, folder: str | Path | None = None) -> Trajectories:
+    """Read a set from the folder."""
+    file = find(name, folder)
+    if file is None:
+        folder = default_folder() if folder is None else Path(folder)
+        near = difflib.get_close_matches(name, SETS, n=1)
+        hint = f" (did you mean {near[0]}?)" if near and near[0] != name else ""
+        raise DataError(
+            f"{name}.hdf5 is not in {folder}{hint}: put the file in D4RL's layout there, name another folder with "
+            "--data.folder, or a Minari set with --data.minari"
+        )
+    return read_npz(file, name) if file.suffix == ".npz" else read_hdf5(file, name)
+
+
+def read_hdf5(file: str | Path, name: str | None = None) -> Trajectories:
+    """Trajectories of an HDF5 file in D4RL's layout; keys that are not needed are not read."""
+    try:
+        import h5py
+    except ImportError:
+        raise DataError(f"reading {file} needs h5py: {NEEDS}") from None
+    file = Path(file)
+    try:
+        with h5py.File(file) as content:
+            wanted = (*KEYS, "timeouts")
+            columns = {key: content[key][()] for key in wanted if isinstance(content.get(key), h5py.Dataset)}
+            has, attributes = list(content), dict(content.attrs)
+    except OSError as error:
+        raise DataError(f"{file}: not an HDF5 file, or cut off ({_one_line(error)})") from error
+    return from_columns(name or file.stem, columns, has=has, where=str(file), source=_source(attributes))
+
+
+def read_npz(file: str | Path, name: str | None = None) -> Trajectories:
+    """Trajectories of a `.npz` with the keys of D4RL's layout; needs numpy alone."""
+    file = Path(file)
+    try:
+        with np.load(file, allow_pickle=False) as content:
+            columns = {key: content[key] for key in (*KEYS, "timeouts") if key in content.files}
+            has = list(content.files)
+            source = str(content["source"]) if "source" in has else _source({})
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise DataError(f"{file}: not a .npz of plain arrays ({_one_line(error)})") from error
+    return from_columns(name or file.stem, columns, has=has, where=str(file), source=source)
+
+
+def save_npz(data: Trajectories, file: str | Path) -> None:
+    """Write what `read_npz` reads. Every episode's end is kept, not whether it fell or ran out of time."""
+    ends = np.zeros(len(data), bool)
+    ends[data.ends - 1] = True
+    np.savez_compressed(
+        file,
+        observations=data.observations,
+        actions=data.actions,
+        rewards=data.rewards,
+        terminals=np.zeros(len(data), bool),
+        timeouts=ends,
+        source=np.array(data.source),
+    )
+
+
+def read_minari(identifier: str, name: str | None = None) -> Trajectories:
+    """Trajectories of a Minari data set that is on this machine, by its identifier."""
+    try:
+        import minari
+    except ImportError:
+        raise DataError(f"reading Minari data sets needs minari: {NEEDS}") from None
+    try:
+        episodes = list(minari.load_dataset(identifier).iterate_episodes())
+    except (FileNotFoundError, ValueError, KeyError) as error:
+        there = ", ".join(sorted(minari.list_local_datasets())) or "none"
+        raise DataError(
+            f"Minari has no readable set {identifier!r} here ({there}): minari download {identifier}"
+        ) from error
+    if not episodes:
+        raise DataError(f"Minari set {identifier!r} has no episodes")
+    if not isinstance(episodes[0].observations, np.ndarray):
+        kind = type(episodes[0].observations).__name__
+        raise DataError(f"Minari set {identifier!r}: observations must be plain vectors (they are of type {kind})")
+    ends = [np.arange(len(e.rewards)) == len(e.rewards) - 1 for e in episodes]
+    columns = {
+        # Minari keeps the state after the last action too.
+        "observations": np.concatenate([e.observations[: len(e.rewards)] for e in episodes]),
+        "actions": np.concatenate([e.actions for e in episodes]),
+        "rewards": np.concatenate([e.rewards for e in episodes]),
+        "terminals": np.concatenate(ends),
+    }
+    where = f"Minari set {identifier!r}"
+    return from_columns(name or identifier, columns, has=list(columns), where=where, source=f"Minari {identifier}")
+
+
+def from_columns(
+    name: str, columns: Mapping[str, Any], *, has: list[str], where: str, source: str = "D4RL's layout"
+) -> Trajectories:
+    """Checked trajectories from the columns of D4RL's layout."""
+    for key in KEYS:
+        if key not in columns:
+            raise DataError(f"{where}: lacks {key!r} (has {', '.join(has) or 'nothing'})")
+    tables = {key: _numbers(columns[key], key, where, width=2) for key in ("observations", "actions")}
+    rewards = _numbers(columns["rewards"], "rewards", where, width=1)
+    rows = len(tables["observations"])
+    flags = {key: np.asarray(columns[key]).reshape(-1) for key in ("terminals", "timeouts") if key in columns}
+    for key, column in {**tables, "rewards": rewards, **flags}.items():
+        if len(column) != rows:
+            raise DataError(f"{where}: {key} has {len(column)} rows where observations has {rows}")
+    ended = flags["terminals"].astype(bool)
+    if "timeouts" in flags:
+        ended = ended | flags["timeouts"].astype(bool)
+    else:
+        ended = _with_horizon(ended)
+    (last,) = np.nonzero(ended)
+    if len(last) == 0:
+        raise DataError(f"{where}: no episode ends in its {rows} rows (terminals and timeouts are all false)")
+    kept = int(last[-1]) + 1
+    starts = np.append(0, last[:-1] + 1)
+    return Trajectories(
+        name, tables["observations"][:kept], tables["actions"][:kept], rewards[:kept], starts.astype(np.int64), source
+    )
+
+
+def _with_horizon(ended: np.ndarray) -> np.ndarray:
+    """Ends where a file without `timeouts` tells only the falls: an episode also ends when its time is up."""
+    ended, step = ended.copy(), 0
+    for row in range(len(ended)):
+        step += 1
+        if step == HORIZON:
+            ended[row] = True
+        step = 0 if ended[row] else step
+    return ended
+
+
+def _numbers(values: Any, key: str, where: str, width: int) -> np.ndarray:
+    """A float32 array of the given number of axes, finite everywhere."""
+    array = np.asarray(values)
+    if array.dtype == object or not np.issubdtype(array.dtype, np.number):
+        raise DataError(f"{where}: {key} must be a table of numbers with rows of one width (its type is {array.dtype})")
+    if width == 1 and array.ndim == 2 and array.shape[1] == 1:
+        array = array[:, 0]
+    if array.ndim != width:
+        shape = "(rows, width)" if width == 2 else "(rows,)"
+        raise DataError(f"{where}: {key} must have shape {shape} (got {array.shape})")
+    if not np.isfinite(array).all():
+        row = int(np.argmin(np.isfinite(array.reshape(len(array), -1)).all(axis=1)))
+        raise DataError(f"{where}: {key} has a value that is not finite in row {row}")
+    return array.astype(np.float32)
+
+
+def _source(attributes: Mapping[str, Any]) -> str:
+    """Whose data it is, as far as the file says: sets that were collected anew tell their level and environment."""
+    if "report" in attributes and "level" in attributes:
+        return (
+            f"collected anew in D4RL's layout ({attributes['level']}, {attributes.get('env', 'unknown environment')})"
+        )
+    return "D4RL's layout"
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,58 @@
+"""Batches of context windows cut from trajectories: K steps from a random row on, as Decision Transformer trains.
+
+A row is drawn from all rows alike, which draws episodes in proportion to their length. Near an episode's end the window
+is shorter than K. Its steps stand in front and padding behind them, where causal attention cannot see it; Decision
+Transformer's padding on the left gives the same actions, since a step's place is told by its time stamp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from primal_attention.data.d4rl import Trajectories
+from primal_attention.engine.batches import Batches
+
+AHEAD = 32  # batches that are cut at once: on a GPU, cutting each one alone costs more launches than a training step
+
+
+class WindowBatches(Batches):
+    """Batches (states (B, K, S), actions (B, K, A), returns to go (B, K), time stamps (B, K), padding (B, K))."""
+
+    def __init__(
+        self, data: Trajectories, context: int, batch_size: int, shuffle_seed: int | None = None, steps: int = 0
+    ) -> None:
+        self.context = context
+        lengths = torch.from_numpy(data.lengths)
+        columns = [data.observations, data.actions, data.returns_to_go, data.timesteps]
+        last = torch.from_numpy(data.ends - 1).repeat_interleave(lengths)  # each row's last row of its episode
+        super().__init__([*(torch.from_numpy(c) for c in columns), last], batch_size, shuffle_seed, steps)
+
+    def windows(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """The windows that begin at these rows, (…) → (…, K, …)."""
+        *columns, last = self.tensors
+        index = rows.unsqueeze(-1) + torch.arange(self.context, device=rows.device)
+        padding = index > last[rows].unsqueeze(-1)
+        index = index.masked_fill(padding, 0)
+
+        def cut(column: Tensor) -> Tensor:
+            found = column[index]
+            return found.masked_fill(padding.reshape(*padding.shape, *[1] * (column.ndim - 1)), 0)
+
+        return (*(cut(column) for column in columns), padding)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        device = self.tensors[0].device
+        waiting: list[Tensor] = []
+        for rows in self.rows():
+            if waiting and (len(waiting) == AHEAD or len(rows) != len(waiting[0])):
+                yield from self._cut(waiting, device)
+                waiting = []
+            waiting.append(rows[torch.arange(self.rank, max(len(rows), self.world), self.world) % len(rows)])
+        if waiting:
+            yield from self._cut(waiting, device)
+
+    def _cut(self, rows: list[Tensor], device: torch.device) -> Iterator[tuple[Tensor, ...]]:
+        yield from zip(*(column.unbind(0) for column in self.windows(torch.stack(rows).to(device))), strict=True)

@@ -1,0 +1,217 @@
+"""Decision Transformer: control as sequence modelling, with any causal attention in any layer.
+
+An episode is read as (R̂_1, s_1, a_1, R̂_2, s_2, a_2, …), R̂ the return still to come; the action a_t is predicted at the
+token of s_t. Chen et al., "Decision Transformer: Reinforcement Learning via Sequence Modeling", NeurIPS 2021. With
+attention="primal+", Primal-Attention's running-mean form in the last layer, it is the paper's Primal.+DT.
+
+    model = DecisionTransformer(11, 3, attention="primal+", attention_kwargs={"primal": {"rank": 64}})
+    actions = model(states, actions, returns_to_go, timesteps)      # (B, K, …): all steps of a window at once
+    memory = model.initial_state(batch_size)                        # or step by step, each token read once
+    action, memory = model.act(state, return_to_go, timestep, None, memory)
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from primal_attention.nn.cached import CachedSoftmaxAttention
+from primal_attention.nn.decoder import DecoderBlock
+from primal_attention.nn.encoder import attention_names
+from primal_attention.nn.primal import PrimalAttention
+from primal_attention.nn.rivals import make_attention
+
+Memory = tuple[Any, ...]
+"""What each block remembers of an episode."""
+INITIAL_SCALE = 0.02  # GPT-2's, which Decision Transformer is built on
+
+
+class DecisionBlock(DecoderBlock):
+    """GPT-2's block as Decision Transformer has it: ReLU between the two maps, dropout once behind them."""
+
+    def __init__(self, embed_dim: int, num_heads: int, attention: nn.Module, dropout: float = 0.0) -> None:
+        super().__init__(embed_dim, num_heads, attention, dropout=dropout)
+        self.feed_forward = nn.Sequential(  # type: ignore[assignment]
+            nn.Linear(embed_dim, 4 * embed_dim),
+            nn.ReLU(),
+            nn.Linear(4 * embed_dim, embed_dim),
+            nn.Dropout(dropout),
+        )
+
+
+class DecisionTransformer(nn.Module):
+    """Predicts the actions of an episode from the returns to go, the states and the actions before.
+
+    Args:
+        attention: a name, a name with a plus (last layer only, softmax before it), or one name per layer.
+        context: K, the steps of a window.
+        max_episode: time stamps that have an embedding; later steps share the last one.
+        return_scale: returns are divided by it.
+        attention_kwargs: keywords by attention name. Primal layers keep W_e and W_r as they are unless told otherwise.
+
+    States come as they are: the model holds their mean and deviation (`set_state_moments`) and normalises them itself.
+    """
+
+    state_mean: Tensor
+    state_std: Tensor
+
+    def __init__(
+        self,
+        state_dim: int,
+        action_dim: int,
+        *,
+        attention: str | Sequence[str] = "primal+",
+        embed_dim: int = 256,
+        num_heads: int = 4,
+        layers: int = 3,
+        context: int = 20,
+        max_episode: int = 1000,
+        dropout: float = 0.1,
+        return_scale: float = 1000.0,
+        attention_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        super().__init__()
+        self.state_dim, self.action_dim, self.context = state_dim, action_dim, context
+        self.return_scale = return_scale
+        self.return_map = nn.Linear(1, embed_dim)
+        self.state_map = nn.Linear(state_dim, embed_dim)
+        self.action_map = nn.Linear(action_dim, embed_dim)
+        self.time_stamps = nn.Embedding(max_episode, embed_dim)
+        self.embed_norm = nn.LayerNorm(embed_dim)
+        self.dropout = nn.Dropout(dropout)
+        keywords = attention_kwargs or {}
+        self.attention_names = attention_names(attention, layers)
+        self.blocks = nn.ModuleList(
+            DecisionBlock(
+                embed_dim, num_heads, causal_attention(name, embed_dim, num_heads, dropout, keywords), dropout
+            )
+            for name in self.attention_names
+        )
+        self.norm = nn.LayerNorm(embed_dim)
+        self.action_head = nn.Linear(embed_dim, action_dim)
+        self.register_buffer("state_mean", torch.zeros(state_dim))
+        self.register_buffer("state_std", torch.ones(state_dim))
+        for layer in self.blocks.modules():
+            if isinstance(layer, nn.Linear):
+                nn.init.normal_(layer.weight, std=INITIAL_SCALE)
+                nn.init.zeros_(layer.bias)
+
+    def set_state_moments(self, mean: Tensor, std: Tensor) -> None:
+        """Normalise states by these from now on; they are saved with the weights."""
+        self.state_mean.copy_(mean)
+        self.state_std.copy_(std + 1e-6)  # a coordinate that never moves
+
+    def embed(self, states: Tensor, actions: Tensor, returns: Tensor, timesteps: Tensor) -> Tensor:
+        """Tokens R̂_1, s_1, a_1, R̂_2, …: (B, K, …) → (B, 3K, d)."""
+        parts = (
+            self.return_map((returns / self.return_scale).unsqueeze(-1)),
+            self.state_map((states - self.state_mean) / self.state_std),
+            self.action_map(actions),
+        )
+        stamps = self.time_stamps(timesteps.clamp(0, self.time_stamps.num_embeddings - 1))
+        tokens = torch.stack(parts, dim=2) + stamps.unsqueeze(2)  # (B, K, 3, d)
+        return self.dropout(self.embed_norm(tokens)).flatten(1, 2)
+
+    def forward(
+        self,
+        states: Tensor,
+        actions: Tensor,
+        returns: Tensor,
+        timesteps: Tensor,
+        padding_mask: Tensor | None = None,
+    ) -> Tensor:
+        """The action of every step, (B, K, action_dim), in [−1, 1].
+
+        padding_mask: (B, K) bool, True at padding, which may stand anywhere; what is predicted there means nothing.
+        """
+        if padding_mask is None:
+            return self.predict(states, actions, returns, timesteps)
+        order = padding_mask.to(torch.uint8).argsort(dim=1, stable=True)
+
+        def front(t: Tensor) -> Tensor:
+            return _take(t, order)
+
+        found = self.predict(*(front(t) for t in (states, actions, returns, timesteps)), front(padding_mask))
+        return _take(found, order.argsort(dim=1))
+
+    def predict(
+        self, states: Tensor, actions: Tensor, returns: Tensor, timesteps: Tensor, padding_mask: Tensor | None = None
+    ) -> Tensor:
+        """As `forward` for windows whose padding stands behind their steps, where no causal layer sees it.
+
+        Only what Primal-Attention's objective averages over has to be told about it.
+        """
+        x = self.embed(states, actions, returns, timesteps)
+        mask = None if padding_mask is None else padding_mask.repeat_interleave(3, dim=1)
+        for block in self.blocks:
+            averages = self.training and isinstance(block.attention, PrimalAttention)
+            x = block(x, mask if averages else None)
+        return self.read_action(x[:, 1::3])
+
+    def read_action(self, x: Tensor) -> Tensor:
+        """Actions from the encoded tokens of the states."""
+        return self.action_head(self.norm(x)).tanh()
+
+    @property
+    def streams(self) -> bool:
+        """Whether every layer can go on from a state."""
+        return all(block.streams for block in self.blocks)  # type: ignore[misc]
+
+    def initial_state(self, batch_size: int) -> Memory:
+        """The memory before an episode's first step."""
+        for i, (name, block) in enumerate(zip(self.attention_names, self.blocks, strict=True)):
+            if not block.streams:
+                raise ValueError(
+                    f"layer {i + 1}'s attention {name!r} keeps no state to go on from: run windows instead"
+                )
+        return tuple(block.initial_state(batch_size) for block in self.blocks)  # type: ignore[operator]
+
+    def act(
+        self, state: Tensor, togo: Tensor, timestep: Tensor, previous: Tensor | None, memory: Memory
+    ) -> tuple[Tensor, Memory]:
+        """The next action (B, action_dim) of each episode and the memory after reading what is new.
+
+        state: (B, state_dim); togo, timestep: (B,); previous: the action before, None at an episode's first step.
+        """
+        action = state.new_zeros(len(state), self.action_dim) if previous is None else previous
+        # The step before and this one; of the former only its action has not been read.
+        pair = [torch.stack([t, t], dim=1) for t in (state, action, togo)]
+        tokens = self.embed(*pair, torch.stack([timestep - 1, timestep], dim=1))
+        x, after = tokens[:, 3 if previous is None else 2 : 5], []
+        for block, held in zip(self.blocks, memory, strict=True):
+            x, held = block.resume(x, state=held)  # type: ignore[operator]
+            after.append(held)
+        return self.read_action(x[:, -1]), tuple(after)
+
+
+def causal_attention(
+    name: str, embed_dim: int, num_heads: int, dropout: float, keywords: Mapping[str, Mapping[str, Any]]
+) -> nn.Module:
+    """The attention of a name in its causal form, with a state to go on from where there is one."""
+    own = dict(keywords.get(name, {}))
+    if name == "softmax":  # on the weights, as GPT-2 drops them; the block drops from every kind's output
+        return CachedSoftmaxAttention(embed_dim, num_heads, **{"rotary": False, "dropout": dropout, **own})
+    if name == "primal":
+        own = {"data_dependent": False, **own}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="rank=")  # the paper's 96 directions in heads of width 64
+        return make_attention(name, embed_dim, num_heads, **{"causal": True, **own})
+
+
+def select(memory: Any, rows: Tensor) -> Any:
+    """The memory of some of the episodes."""
+    if isinstance(memory, Tensor):
+        return memory[rows]
+    if isinstance(memory, tuple):
+        parts = [select(part, rows) for part in memory]
+        return type(memory)(*parts) if hasattr(memory, "_fields") else tuple(parts)
+    return memory
+
+
+def _take(t: Tensor, order: Tensor) -> Tensor:
+    """Steps of t (B, K, …) in the order (B, K)."""
+    return t.gather(1, order.reshape(*order.shape, *[1] * (t.ndim - 2)).expand(*order.shape, *t.shape[2:]))
