@@ -218,10 +218,7 @@ def from_columns(
         if len(column) != rows:
             raise DataError(f"{where}: {key} has {len(column)} rows where observations has {rows}")
     ended = flags["terminals"].astype(bool)
-    if "timeouts" in flags:
-        ended = ended | flags["timeouts"].astype(bool)
-    else:
-        ended = _with_horizon(ended)
+    ended = ended | flags["timeouts"].astype(bool) if "timeouts" in flags else _with_horizon(ended)
     (last,) = np.nonzero(ended)
     if len(last) == 0:
         raise DataError(f"{where}: no episode ends in its {rows} rows (terminals and timeouts are all false)")

@@ -8,14 +8,13 @@ Transformer's padding on the left gives the same actions, since a step's place i
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from primal_attention.data.d4rl import Trajectories
 from primal_attention.engine.batches import Batches
-
-AHEAD = 32  # batches that are cut at once: on a GPU, cutting each one alone costs more launches than a training step
 
 
 class WindowBatches(Batches):
@@ -31,7 +30,7 @@ class WindowBatches(Batches):
         super().__init__([*(torch.from_numpy(c) for c in columns), last], batch_size, shuffle_seed, steps)
 
     def windows(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """The windows that begin at these rows, (…) → (…, K, …)."""
+        """The windows that begin at these rows, (B,) → (B, K, …)."""
         *columns, last = self.tensors
         index = rows.unsqueeze(-1) + torch.arange(self.context, device=rows.device)
         padding = index > last[rows].unsqueeze(-1)
@@ -43,16 +42,6 @@ class WindowBatches(Batches):
 
         return (*(cut(column) for column in columns), padding)
 
-    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
-        device = self.tensors[0].device
-        waiting: list[Tensor] = []
-        for rows in self.rows():
-            if waiting and (len(waiting) == AHEAD or len(rows) != len(waiting[0])):
-                yield from self._cut(waiting, device)
-                waiting = []
-            waiting.append(rows[torch.arange(self.rank, max(len(rows), self.world), self.world) % len(rows)])
-        if waiting:
-            yield from self._cut(waiting, device)
-
-    def _cut(self, rows: list[Tensor], device: torch.device) -> Iterator[tuple[Tensor, ...]]:
-        yield from zip(*(column.unbind(0) for column in self.windows(torch.stack(rows).to(device))), strict=True)
+    def __iter__(self) -> Iterator[Any]:
+        for sizes, rows in self.turns():
+            yield self.cut(self.windows(rows), sizes)

@@ -1,0 +1,191 @@
+"""Trajectories of offline reinforcement learning: three layouts, what is derived from them, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from primal_attention.data import d4rl
+from primal_attention.data.errors import DataError
+
+LENGTHS = (4, 1, 3)
+
+
+def columns() -> dict[str, np.ndarray]:
+    """Three episodes (the second falls, the others run out of time) and some rows of one that never ends."""
+    rows = sum(LENGTHS) + 2
+    draw = np.random.default_rng(0)
+    terminals, timeouts = np.zeros(rows, bool), np.zeros(rows, bool)
+    terminals[4], timeouts[[3, 7]] = True, True
+    return {
+        "observations": draw.normal(size=(rows, 5)),
+        "actions": np.tanh(draw.normal(size=(rows, 2))),
+        "rewards": draw.normal(size=rows),
+        "terminals": terminals,
+        "timeouts": timeouts,
+    }
+
+
+def write(file: Path, content: dict[str, np.ndarray], **attributes) -> Path:
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(file, "w") as out:
+        for key, value in content.items():
+            out[key] = value
+        out.create_group("infos")["qpos"] = np.zeros(3)  # D4RL's files hold more than is needed
+        out.attrs.update(attributes)
+    return file
+
+
+def check(data: d4rl.Trajectories) -> None:
+    raw = columns()
+    assert list(data.lengths) == list(LENGTHS)
+    assert len(data) == sum(LENGTHS), "rows behind the last end have no known return"
+    np.testing.assert_array_equal(data.observations, raw["observations"][:8].astype(np.float32))
+    np.testing.assert_array_equal(data.actions, raw["actions"][:8].astype(np.float32))
+    np.testing.assert_array_equal(data.timesteps, [0, 1, 2, 3, 0, 0, 1, 2])
+    rewards = raw["rewards"][:8].astype(np.float32).astype(np.float64)
+    ends = [4, 4, 4, 4, 5, 8, 8, 8]
+    expected = [rewards[i:end].sum() for i, end in enumerate(ends)]
+    np.testing.assert_allclose(data.returns_to_go, expected, rtol=1e-6)
+    np.testing.assert_array_equal(data.returns, data.returns_to_go[[0, 4, 5]])
+    mean, std = data.state_moments()
+    np.testing.assert_allclose((data.observations - mean) / std, standard(data.observations), rtol=1e-4, atol=1e-5)
+
+
+def standard(x: np.ndarray) -> np.ndarray:
+    return (x - x.mean(axis=0)) / x.std(axis=0)
+
+
+def test_hdf5_in_the_layout_of_d4rl(tmp_path):
+    check(d4rl.read_hdf5(write(tmp_path / "x.hdf5", columns())))
+
+
+@pytest.mark.parametrize("stem", ["hopper-medium-replay", "hopper-medium-replay-v2", "hopper_medium_replay-v2"])
+def test_a_set_is_found_under_either_name(tmp_path, stem):
+    write(tmp_path / f"{stem}.hdf5", columns())
+    data = d4rl.load("hopper-medium-replay", tmp_path)
+    assert data.name == "hopper-medium-replay"
+    check(data)
+
+
+def test_npz_holds_the_same(tmp_path):
+    data = d4rl.read_hdf5(
+        write(tmp_path / "hopper-medium.hdf5", columns(), level="medium", report="[]", env="Hopper-v4")
+    )
+    d4rl.save_npz(data, tmp_path / "copy.npz")
+    copy = d4rl.read_npz(tmp_path / "copy.npz")
+    check(copy)
+    assert copy.source == data.source == "collected anew in D4RL's layout (medium, Hopper-v4)"
+
+
+@pytest.mark.filterwarnings("ignore")  # Minari asks for an author and a licence
+def test_minari(tmp_path, monkeypatch):
+    minari = pytest.importorskip("minari")
+    from gymnasium.spaces import Box
+    from minari.data_collector import EpisodeBuffer
+
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
+    raw, start, buffers = columns(), 0, []
+    for n in LENGTHS:
+        rows = slice(start, start + n)
+        after = np.zeros((1, 5))  # the state after the last action, which belongs to no transition
+        done = np.arange(n) == n - 1
+        buffers.append(
+            EpisodeBuffer(
+                observations=np.concatenate([raw["observations"][rows], after]),
+                actions=raw["actions"][rows],
+                rewards=list(raw["rewards"][rows]),
+                terminations=list(done),
+                truncations=[False] * n,
+            )
+        )
+        start += n
+    minari.create_dataset_from_buffers(
+        "test/hopper/medium-v0",
+        buffers,
+        observation_space=Box(-np.inf, np.inf, (5,), np.float64),
+        action_space=Box(-1, 1, (2,), np.float64),
+    )
+    check(d4rl.read_minari("test/hopper/medium-v0"))
+    with pytest.raises(DataError, match=r"no readable set 'test/hopper/expert-v0' here \(test/hopper/medium-v0\)"):
+        d4rl.read_minari("test/hopper/expert-v0")
+
+
+def test_without_timeouts_an_episode_ends_when_its_time_is_up(tmp_path):
+    rows = d4rl.HORIZON + 5
+    terminals = np.zeros(rows, bool)
+    terminals[-1] = True
+    content = {"observations": np.zeros((rows, 2)), "actions": np.zeros((rows, 1)), "rewards": np.ones(rows)}
+    data = d4rl.read_hdf5(write(tmp_path / "old.hdf5", {**content, "terminals": terminals}))
+    assert list(data.lengths) == [d4rl.HORIZON, 5]
+
+
+def test_scores_are_normalised_by_the_reference_policies():
+    assert d4rl.normalized_score("hopper", -20.272305) == 0
+    assert d4rl.normalized_score("walker2d-medium", 4592.3) == 100
+    assert d4rl.normalized_score("halfcheetah", (12135.0 - 280.178953) / 2) == pytest.approx(50)
+    assert len(d4rl.SETS) == 9
+    with pytest.raises(DataError, match="names no environment with reference scores"):
+        d4rl.normalized_score("ant-medium", 1.0)
+
+
+def bad(change) -> dict[str, np.ndarray]:
+    content = columns()
+    change(content)
+    return content
+
+
+def ragged(content: dict[str, np.ndarray]) -> None:
+    h5py = pytest.importorskip("h5py")
+    rows = np.empty(3, object)
+    rows[:] = [np.zeros(2), np.zeros(3), np.zeros(1)]
+    content["observations"] = rows.astype(h5py.vlen_dtype(np.float64))
+
+
+def infinite(content: dict[str, np.ndarray]) -> None:
+    content["observations"][6, 1] = np.nan
+
+
+MISTAKES = {
+    "missing key": (lambda c: c.pop("rewards"), "lacks 'rewards' \\(has actions, infos, observations"),
+    "columns of two lengths": (lambda c: c.update(actions=c["actions"][:-1]), "actions has 9 rows where observations has 10"),
+    "flags of another length": (lambda c: c.update(timeouts=c["timeouts"][:4]), "timeouts has 4 rows where"),
+    "rows of several widths": (ragged, "observations must be a table of numbers with rows of one width"),
+    "words": (lambda c: c.update(rewards=np.array([b"a"] * 10)), "rewards must be a table of numbers"),
+    "flat states": (lambda c: c.update(observations=c["rewards"]), "observations must have shape \\(rows, width\\)"),
+    "not finite": (infinite, "observations has a value that is not finite in row 6"),
+    "no end": (lambda c: c.update(terminals=c["terminals"] * 0, timeouts=c["timeouts"] * 0), "no episode ends in its 10 rows"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_bad_files_are_one_clear_line(tmp_path, mistake):
+    change, message = MISTAKES[mistake]
+    file = write(tmp_path / "bad.hdf5", bad(change))
+    with pytest.raises(DataError, match=message) as told:
+        d4rl.read_hdf5(file)
+    assert str(told.value).startswith(str(file))
+    assert "\n" not in str(told.value)
+
+
+def test_what_is_no_hdf5_or_npz_is_one_clear_line(tmp_path):
+    pytest.importorskip("h5py")
+    for end, read in (("hdf5", d4rl.read_hdf5), ("npz", d4rl.read_npz)):
+        file = tmp_path / f"x.{end}"
+        file.write_bytes(b"nothing of the kind")
+        with pytest.raises(DataError, match="not a") as told:
+            read(file)
+        assert "\n" not in str(told.value)
+
+
+def test_pickled_arrays_are_not_opened(tmp_path):
+    np.savez(tmp_path / "x.npz", observations=np.array([{}], dtype=object))
+    with pytest.raises(DataError, match=r"not a \.npz of plain arrays"):
+        d4rl.read_npz(tmp_path / "x.npz")
+
+
+def test_a_set_that_is_not_there_says_where_it_was_looked_for(tmp_path):
+    with pytest.raises(DataError, match=r"hoper-medium\.hdf5 is not in .* \(did you mean hopper-medium\?\)"):
+        d4rl.load("hoper-medium", tmp_path)
