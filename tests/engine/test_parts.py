@@ -101,7 +101,7 @@ def test_the_average_follows_weights_and_counts():
     model, mean = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
     nn.init.constant_(model.weight, 3.0)
     model.num_batches_tracked.fill_(7)
-    update_average(mean, model, decay=0.5, step=1000)
+    update_average(mean, model, 0.5)
     assert mean.weight.tolist() == [2.0] * 3
     assert int(mean.num_batches_tracked) == 7
 

@@ -47,9 +47,10 @@ def mix(x: Tensor, mask: Tensor, beta: float) -> tuple[Tensor, Tensor, Tensor, T
 
     A step is valid where either case has one, and a shorter case counts as zero beyond its end.
     """
-    partner = torch.randperm(len(x), device=x.device)
+    # Neither a permutation by randperm nor a look at the parameters' range: a recorded step cannot wait for the device.
+    partner = torch.rand(len(x), device=x.device).argsort()
     concentration = torch.full((len(x),), beta, device=x.device)
-    share = torch.distributions.Beta(concentration, concentration).sample()
+    share = torch.distributions.Beta(concentration, concentration, validate_args=False).sample()
     own = x.masked_fill(mask.unsqueeze(-1), 0.0)
     weight = share.view(-1, 1, 1)
     return weight * own + (1 - weight) * own[partner], mask & mask[partner], partner, share

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +26,9 @@ class Batches:
     With `shuffle_seed` None the order is the data's own. With `steps` an epoch is that many whole batches, and the next
     one goes on where it ended, pass after pass over the data. In distributed training each rank takes its share of
     every batch, so that the union of the ranks' batches is the batch of a single process.
+
+    With `group` above 1 the iteration gives lists of that many batches, gathered at once: where a step takes less time
+    than the loop around it, several steps go into one turn of the loop.
     """
 
     def __init__(
@@ -34,6 +39,7 @@ class Batches:
         self.batch_size = batch_size
         self.shuffle_seed = shuffle_seed
         self.epoch = 0
+        self.group = 1
         self.rank, self.world = 0, 1
 
     @property
@@ -56,8 +62,12 @@ class Batches:
         self.tensors = [t.to(device) for t in self.tensors]
         return self
 
-    def __len__(self) -> int:
+    @property
+    def batches_per_epoch(self) -> int:
         return self.steps or -(-self.cases // self.batch_size)
+
+    def __len__(self) -> int:
+        return -(-self.batches_per_epoch // self.group)
 
     def order(self, turn: int) -> Tensor:
         """The order of the cases in one pass over the data."""
@@ -81,10 +91,23 @@ class Batches:
             start = position % per_turn * self.batch_size
             yield order[start : start + self.batch_size]
 
-    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
-        for rows in self.rows():
-            if self.world > 1:
-                # Every rank needs at least one row in every step, or the ranks fall out of step: rows repeat if scarce.
-                rows = rows[torch.arange(self.rank, max(len(rows), self.world), self.world) % len(rows)]
-            rows = rows.to(self.tensors[0].device)
-            yield tuple(t[rows] for t in self.tensors)
+    def __iter__(self) -> Iterator[Any]:
+        """Batches as tuples of tensors, or lists of them where `group` asks for it."""
+        for sizes, rows in self.turns():
+            yield self.cut([t[rows] for t in self.tensors], sizes)
+
+    def turns(self) -> Iterator[tuple[list[int], Tensor]]:
+        """The sizes of the batches that come together, and all their rows."""
+        rows = self.rows()
+        while together := [self._shared(r) for r in islice(rows, self.group)]:
+            yield [len(r) for r in together], torch.cat(together).to(self.tensors[0].device)
+
+    def _shared(self, rows: Tensor) -> Tensor:
+        """This rank's rows. Every rank needs at least one, or the ranks fall out of step: rows repeat if scarce."""
+        if self.world == 1:
+            return rows
+        return rows[torch.arange(self.rank, max(len(rows), self.world), self.world) % len(rows)]
+
+    def cut(self, tensors: Sequence[Tensor], sizes: list[int]) -> Any:
+        batches = list(zip(*(t.split(sizes) for t in tensors), strict=True))
+        return batches if self.group > 1 else batches[0]

@@ -39,7 +39,7 @@ class RunState(Checkpoint):
         self.peak_bytes: int | None = None
         self.best: Row | None = None
         self.finished = False
-        self._started = 0.0
+        self._started = self._written = 0.0
         self._board: Any = None
 
     @property
@@ -92,10 +92,13 @@ class RunState(Checkpoint):
             self._choose(row, module, trainer.is_global_zero)
         self.rows.append(row)
         self.finished = last or self._patience_spent(config.early_stop)
-        if self.finished or epoch % config.checkpoint_every == 0:
+        saved = self.finished or epoch % config.checkpoint_every == 0
+        if saved:
             trainer.save_checkpoint(self.checkpoint)
         if trainer.is_global_zero:
-            write_csv(self.folder / "metrics.csv", self.rows)
+            if saved or time.monotonic() - self._written > 1:  # short epochs would spend their time on this file
+                write_csv(self.folder / "metrics.csv", self.rows)
+                self._written = time.monotonic()
             if self._board is not None:
                 for key, value in row.items():
                     self._board.add_scalar(key.replace("_", "/", 1), value, row["step"])

@@ -77,6 +77,8 @@ class TrainerConfig:
     """Epochs between two evaluations; the last epoch is always evaluated."""
     checkpoint_every: int = 1
     """Epochs between two checkpoints; a killed run goes on from the last one."""
+    graph: Literal["auto", "on", "off"] = "auto"
+    """Record a training step as one CUDA graph and replay it; auto: on one GPU, where nothing speaks against it."""
     compile: bool = False
     """Run the model through torch.compile."""
     deterministic: bool = False

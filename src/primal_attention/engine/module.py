@@ -12,7 +12,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -22,7 +22,13 @@ from primal_attention.engine import distributed
 from primal_attention.engine.batches import Batches, derive_seed
 from primal_attention.engine.config import OptimConfig, Recipe
 from primal_attention.engine.errors import DivergedError
+from primal_attention.engine.recordable import RecordableRAdam
 from primal_attention.nn.objective import ksvd_loss, primal_layers
+
+if TYPE_CHECKING:
+    from primal_attention.engine.graphed import RecordedStep
+
+CHECK_EVERY = 50  # steps between two looks at the loss on a device that would have to be waited for
 
 Batch = tuple[Tensor, ...]
 
@@ -45,6 +51,8 @@ class TrainingModule(pl.LightningModule):
         self._sums: dict[str, Tensor] = {}
         self._steps = 0
         self._sharded = False
+        self._batches_per_epoch = 0
+        self._recorded: RecordedStep | None = None
 
     # What a benchmark fills in
 
@@ -66,9 +74,18 @@ class TrainingModule(pl.LightningModule):
 
     def on_train_epoch_start(self) -> None:
         torch.manual_seed(derive_seed("epoch", self.recipe.seed, self.current_epoch, self.global_rank))
-        self._sums, self._steps = {}, 0
+        self._steps = 0
+        for total in self._sums.values():  # in place: a recorded step adds to these very tensors
+            total.zero_()
 
-    def training_step(self, batch: Batch, _: int) -> Tensor:
+    def record_steps(self, train: Batches, group: int) -> None:
+        """Let this module run its own optimiser, several steps per turn of Lightning's loop; see `graphed`."""
+        self.automatic_optimization = False
+        self._batches_per_epoch = train.batches_per_epoch
+        train.group = group
+
+    def losses(self, batch: Batch) -> dict[str, Tensor]:
+        """The loss and its parts."""
         task = self.task_loss(batch)
         parts = {"task_loss": task}
         loss = task
@@ -78,19 +95,47 @@ class TrainingModule(pl.LightningModule):
             parts["ksvd_loss"] = ksvd
             parts["J"] = objective(self.model)
         parts["loss"] = loss
-        if not torch.isfinite(loss):
-            raise DivergedError(self._explain(batch))
+        return parts
+
+    def training_step(self, batch: Any, _: int) -> Tensor | None:
+        if not self.automatic_optimization:
+            from primal_attention.engine.graphed import RecordedStep
+
+            if self._recorded is None:
+                self._recorded = RecordedStep(self, self.optimizers(use_pl_optimizer=False))  # type: ignore[arg-type]
+            self._recorded.run(batch if isinstance(batch, list) else [batch])
+            return None
+        parts = self.losses(batch)
+        self.add_to_sums(parts)
+        self.count_step(batch)
+        return parts["loss"]
+
+    def on_train_end(self) -> None:
+        self._recorded, self._sums = None, {}  # the recordings hold the memory of a step
+
+    def add_to_sums(self, parts: Mapping[str, Tensor]) -> None:
         for key, value in parts.items():
             value = value.detach().float()
-            self._sums[key] = self._sums[key] + value if key in self._sums else value
+            if key not in self._sums:
+                self._sums[key] = torch.zeros_like(value)
+            self._sums[key] += value
+
+    def count_step(self, batch: Batch) -> None:
+        """Once per step, after its losses were added: from time to time, look whether they are numbers."""
         self._steps += 1
-        return loss
+        total = self._sums["loss"]
+        often = 1 if total.device.type == "cpu" else CHECK_EVERY
+        # A loss that is no finite number makes the sum none, for the rest of the epoch.
+        if self._steps % often == 0 and not torch.isfinite(total):
+            raise DivergedError(self._explain(batch, often))
 
     def on_train_batch_end(self, *_: Any) -> None:
+        if not self.automatic_optimization:
+            return
         accumulate = self.recipe.trainer.accumulate
         stepped = (self._steps % accumulate == 0) or self.trainer.is_last_batch
         if self.averaged is not None and stepped:
-            update_average(self.averaged, self.model, self.recipe.trainer.ema, self.global_step)
+            update_average(self.averaged, self.model, average_share(self.recipe.trainer.ema, self.global_step))
 
     def epoch_means(self) -> dict[str, float]:
         """Mean over the epoch's steps of the losses and J, over all ranks."""
@@ -100,13 +145,20 @@ class TrainingModule(pl.LightningModule):
             if self.trainer.world_size > 1:
                 mean = self.trainer.strategy.reduce(mean, reduce_op="mean")  # type: ignore[assignment]
             means[key] = float(mean)
+        if not math.isfinite(means.get("loss", 0.0)):  # before anybody saves or measures what is left of the weights
+            raise DivergedError(self._explain(None, self._steps % CHECK_EVERY or CHECK_EVERY))
         return means
 
     def configure_optimizers(self) -> Any:
-        optimizer = make_optimizer(self.model, self.recipe.optim)
+        on_gpu = next(self.model.parameters()).device.type == "cuda"
+        recordable = on_gpu and not self.automatic_optimization
+        optimizer = make_optimizer(self.model, self.recipe.optim, recordable=recordable)
         if self.recipe.optim.schedule == "constant":
             return optimizer
-        total = int(self.trainer.estimated_stepping_batches)
+        if self.automatic_optimization:
+            total = int(self.trainer.estimated_stepping_batches)
+        else:
+            total = self.recipe.trainer.epochs * self._batches_per_epoch
         warmup = max(1, round(total * self.recipe.optim.warmup))
         shape = linear if self.recipe.optim.schedule == "onecycle-linear" else cosine
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: one_cycle(step, warmup, total, shape))
@@ -125,18 +177,21 @@ class TrainingModule(pl.LightningModule):
         model = self.final_model
         was_training = model.training
         model.eval()
-        sums: dict[str, float] = {}
+        found: dict[str, list[Tensor]] = {}
         with precision_context(self.recipe.trainer.precision, next(model.parameters()).device):
             for batch in batches:
                 for key, value in self.scores(model, batch).items():
-                    sums[key] = sums.get(key, 0.0) + float(value)
+                    found.setdefault(key, []).append(value)
         model.train(was_training)
+        # Read once, at the end: the device is not waited for between the batches.
+        sums = {key: sum(torch.stack(values).tolist()) for key, values in found.items()}
         cases = sums.pop("cases")
         return {key: total / cases for key, total in sums.items()}
 
     # When the loss is no number
 
-    def _explain(self, batch: Batch) -> str:
+    def _explain(self, batch: Batch | None, steps: int) -> str:
+        """One line: since when, where it shows, and what to try. `steps` is how many may have passed unseen."""
         where = self.first_bad_layer(batch)
         clip = self.recipe.optim.clip
         tries = [f"a smaller --optim.lr (now {self.recipe.optim.lr:g})"]
@@ -146,12 +201,14 @@ class TrainingModule(pl.LightningModule):
             tries.append("--trainer.precision 32-true")
         if self.has_primal and self.recipe.eta:
             tries.append(f"a smaller --eta (now {self.recipe.eta:g})")
-        when = f"step {self.global_step} (epoch {self.current_epoch + 1})"
+        now = self.global_step
+        when = f"step {now}" if steps == 1 else f"one of the steps {max(0, now - steps)} to {now}"
+        when += f" (epoch {self.current_epoch + 1})"
         return f"the loss is not finite at {when}: {where}; try {', '.join(tries)}"
 
-    def first_bad_layer(self, batch: Batch) -> str:
+    def first_bad_layer(self, batch: Batch | None) -> str:
         """Where the first number that is not finite stands: an input, a weight, a layer's output or a layer's J."""
-        if not all(torch.isfinite(t).all() for t in batch if t.is_floating_point()):
+        if batch is not None and not all(torch.isfinite(t).all() for t in batch if t.is_floating_point()):
             return "the batch itself has values that are not finite"
         for name, weight in self.model.named_parameters():
             if not torch.isfinite(weight).all():
@@ -159,6 +216,8 @@ class TrainingModule(pl.LightningModule):
         for name, layer in primal_layers(self.model).items():
             if layer.objective is not None and not torch.isfinite(layer.objective).all():
                 return f"the KSVD objective of layer {name!r} is not finite"
+        if batch is None:
+            return "the weights are finite"
         found: list[str] = []
 
         def look(name: str) -> Any:
@@ -184,26 +243,44 @@ def objective(model: nn.Module) -> Tensor:
     return torch.stack([v.detach().float().mean() for v in values if v is not None]).mean()
 
 
+def average_share(decay: float, step: int) -> float:
+    """How far the average moves towards the weights; early steps use a shorter memory, or the start would linger."""
+    return 1 - min(decay, (1 + step) / (10 + step))
+
+
 @torch.no_grad()
-def update_average(averaged: nn.Module, model: nn.Module, decay: float, step: int) -> None:
-    """Move the averaged weights towards the model's; early steps use a shorter memory, or the start would linger."""
-    decay = min(decay, (1 + step) / (10 + step))
-    for mean, new in zip(averaged.state_dict().values(), model.state_dict().values(), strict=True):
-        if mean.is_floating_point():
-            mean.lerp_(new, 1 - decay)
-        else:
+def update_average(averaged: nn.Module, model: nn.Module, share: float | Tensor) -> None:
+    """Move the averaged weights towards the model's. A share on the device is for steps that are recorded."""
+    pairs = list(zip(averaged.state_dict().values(), model.state_dict().values(), strict=True))
+    for mean, new in pairs:
+        if not mean.is_floating_point():
             mean.copy_(new)
+        elif not isinstance(share, Tensor):
+            mean.lerp_(new, share)
+    if isinstance(share, Tensor):
+        means, news = zip(*(pair for pair in pairs if pair[0].is_floating_point()), strict=True)
+        steps = torch._foreach_sub(news, means)
+        torch._foreach_mul_(steps, share)
+        torch._foreach_add_(means, steps)
 
 
-def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """Optimiser with decay on matrices only: biases, norms and other vectors carry scale, not capacity."""
+def make_optimizer(model: nn.Module, config: OptimConfig, *, recordable: bool = False) -> torch.optim.Optimizer:
+    """Optimiser with decay on matrices only: biases, norms and other vectors carry scale, not capacity.
+
+    recordable: its steps can stand in a CUDA graph.
+    """
     weights = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in weights if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in weights if p.ndim < 2], "weight_decay": 0.0},
     ]
-    kinds = {"radam": torch.optim.RAdam, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
-    return kinds[config.name]([g for g in groups if g["params"]], lr=config.lr, eps=config.eps)
+    groups = [g for g in groups if g["params"]]
+    if config.name == "radam":
+        radam = RecordableRAdam if recordable else torch.optim.RAdam
+        return radam(groups, lr=config.lr, eps=config.eps)
+    kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[config.name]
+    options = {"fused": True, "capturable": True} if recordable else {}
+    return kind(groups, lr=config.lr, eps=config.eps, **options)
 
 
 def cosine(part: float) -> float:
@@ -222,7 +299,9 @@ def one_cycle(step: int, warmup: int, total: int, shape: Callable[[float], float
     return 1 - shape(min(1.0, (step - warmup) / max(1, total - warmup)))
 
 
-def precision_context(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+def precision_context(precision: str, device: torch.device, *, cache: bool = True) -> AbstractContextManager[Any]:
     """Autocast as the trainer's precision asks."""
     kinds = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-    return torch.autocast(device.type, dtype=kinds[precision]) if precision in kinds else nullcontext()
+    if precision not in kinds:
+        return nullcontext()
+    return torch.autocast(device.type, dtype=kinds[precision], cache_enabled=cache)

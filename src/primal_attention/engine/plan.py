@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from primal_attention.report.results import Result
 
 # The protocol decides which scores a result has, which is asked for separately; the others say nothing about a number.
-NOT_COMPARED = {*run_folder.FREE, "protocol", "seed", "trainer.accelerator"}
+NOT_COMPARED = {*run_folder.FREE, "protocol", "seed", "trainer.accelerator", "trainer.graph"}
 SCORES = {
     "last": {"last"},
     "validation": {"validation_chosen"},

@@ -26,7 +26,7 @@ import lightning.pytorch as pl
 import torch
 
 import primal_attention
-from primal_attention.engine import distributed
+from primal_attention.engine import distributed, graphed
 from primal_attention.engine import folder as run_folder
 from primal_attention.engine.batches import derive_seed
 from primal_attention.engine.callbacks import Bar, RunState
@@ -78,7 +78,10 @@ def run_phase(recipe: Recipe, experiment: Experiment, folder: Path, title: str) 
         if config.progress:
             with contextlib.suppress(ImportError):  # no rich on this machine: train without a bar
                 callbacks.insert(0, Bar(title, state))
-        trainer = make_trainer(recipe, callbacks, folder)
+        recorded = graphed.suits(recipe, module)
+        if recorded:
+            module.record_steps(experiment.train, graphed.GROUP)
+        trainer = make_trainer(recipe, callbacks, folder, clip=not recorded)
         resume_from = state.checkpoint if state.checkpoint.exists() else None
         try:
             trainer.fit(module, train_dataloaders=experiment.train, ckpt_path=resume_from)
@@ -121,8 +124,13 @@ def restore_finished(state: RunState, experiment: Experiment) -> bool:
     return True
 
 
-def make_trainer(recipe: Recipe, callbacks: Sequence[pl.Callback], folder: Path | None) -> pl.Trainer:
-    """Lightning's trainer with this library's checkpoints and its silence. Without a folder nothing is written."""
+def make_trainer(
+    recipe: Recipe, callbacks: Sequence[pl.Callback], folder: Path | None, *, clip: bool = True
+) -> pl.Trainer:
+    """Lightning's trainer with this library's checkpoints and its silence. Without a folder nothing is written.
+
+    clip: off where the module clips its gradients itself.
+    """
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning.*")
@@ -136,7 +144,7 @@ def make_trainer(recipe: Recipe, callbacks: Sequence[pl.Callback], folder: Path 
             devices=config.devices,
             strategy=make_strategy(config),
             precision=config.precision,
-            gradient_clip_val=recipe.optim.clip or None,
+            gradient_clip_val=(recipe.optim.clip or None) if clip else None,
             accumulate_grad_batches=config.accumulate,
             callbacks=list(callbacks),
             plugins=[AtomicCheckpointIO()],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,19 +21,23 @@ class StreamedBatches(Batches):
         self.device = torch.device(device)
         return self
 
-    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
-        source = super().__iter__()
+    def __iter__(self) -> Iterator[Any]:
         if self.device.type == "cpu":
-            yield from source
+            yield from super().__iter__()
             return
+        turns = self.turns()
 
-        def fetch() -> tuple[Tensor, ...] | None:
-            batch = next(source, None)
+        def fetch() -> tuple[list[Tensor], list[int]] | None:
+            turn = next(turns, None)
+            if turn is None:
+                return None
+            gathered = [t[turn[1]] for t in self.tensors]
             # Only from pinned memory does a copy run beside the computation.
-            return None if batch is None else tuple(t.pin_memory() if self.device.type == "cuda" else t for t in batch)
+            return [t.pin_memory() for t in gathered] if self.device.type == "cuda" else gathered, turn[0]
 
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(fetch)
-            while (batch := waiting.result()) is not None:
+            while (fetched := waiting.result()) is not None:
                 waiting = pool.submit(fetch)
-                yield tuple(t.to(self.device, non_blocking=True) for t in batch)
+                tensors, sizes = fetched
+                yield self.cut([t.to(self.device, non_blocking=True) for t in tensors], sizes)
