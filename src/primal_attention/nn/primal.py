@@ -9,7 +9,7 @@ KSVD objective J of the last forward in training mode; `ksvd_loss` turns it into
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from ..ops.primal import attend
 from ..ops.reference import LandmarkState, RunningState
 from . import checks
 from .tie import tie
+
+if TYPE_CHECKING:
+    from ..parallel.context import Context
 
 BACKENDS = ("auto", "reference", "compiled", "lean", "fused")
 
@@ -42,6 +45,9 @@ class PrimalAttention(nn.Module):
         objective_form: "mean" over tokens (training) or the paper's "sum".
         objective_trace: "weights" for Tr(W_eᵀ W_r), "projections" for Tr(W_{e|X}ᵀ W_{r|X}).
     """
+
+    context: Context | None = None
+    """The ranks that hold the rest of the sequences; `primal_attention.context_parallel` sets it."""
 
     def __init__(
         self,
@@ -219,7 +225,14 @@ class PrimalAttention(nn.Module):
                 raise ValueError("state and cu_seqlens exclude each other: stream padded batches instead")
         elif max_seqlen is not None:
             raise ValueError(f"max_seqlen={max_seqlen} has a meaning only with cu_seqlens")
+        if self.context is not None:
+            self._check_whole("state", state is not None or return_state)
+            self._check_whole("cu_seqlens", cu_seqlens is not None)
         self._check_length(x, key_padding_mask, state, cu_seqlens, max_seqlen)
+        if self.training:
+            # The last pass' graph goes before this one's is built: kept, it would bind the parameters' gradients to the
+            # stream of that pass, which a CUDA graph's capture does not survive.
+            self._objective = None
         result = attend(
             x,
             self._weights(),
@@ -235,12 +248,17 @@ class PrimalAttention(nn.Module):
             backend=self.backend,
             need_scores=return_scores,
             need_state=return_state,
+            context=self.context,
         )
         y = result.y
         if result.objective is not None:
             y, self._objective = tie(y, result.objective)
         extras = ([result.scores] if return_scores else []) + ([result.state] if return_state else [])
         return (y, *extras) if extras else y
+
+    def _check_whole(self, what: str, asked: bool = True) -> None:
+        if self.context is not None and asked:
+            raise ValueError(f"{what} needs whole sequences, and this layer has shards of them (context parallelism)")
 
     def _check_length(
         self,
@@ -266,6 +284,7 @@ class PrimalAttention(nn.Module):
     def kernel_factors(self, x: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """φ′_q, φ′_k, (B, H, N, n or p), with K = φ′_q φ′_kᵀ: the kernel without forming it."""
         checks.tokens(x, self.embed_dim, packed=False)
+        self._check_whole("the kernel")
         valid = None
         if key_padding_mask is not None:
             checks.padding_mask(key_padding_mask, x)

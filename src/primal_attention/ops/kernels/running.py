@@ -195,19 +195,20 @@ def _adjoint_of_sums(
     inverse = 1.0 / tl.maximum(norm, EPS)
     wide = sums * inverse[:, None]
     phi = wide.to(z.dtype)
-    e, de = _score_gradient(
+    _, de = _score_gradient(
         phi, w, grad_scores, grad_energy, row, live, lane, sequence, 0, HEADS, S, RANK, BS, PRECISION
     )  # fmt: skip
-    along = tl.sum(e * de, 1)
     grad = dot(de.to(z.dtype), tl.trans(w), PRECISION)
     for rank_block in tl.static_range(1, NS):
         other = _weights_block(wx, lane, rank_block, grad_scores, P, S, BP, BS)
-        e, de = _score_gradient(
+        _, de = _score_gradient(
             phi, other, grad_scores, grad_energy, row, live, lane, sequence, rank_block, HEADS, S, RANK, BS, PRECISION
         )  # fmt: skip
-        along += tl.sum(e * de, 1)
         grad += dot(de.to(z.dtype), tl.trans(other), PRECISION)
-    grad = (grad - wide * tl.where(norm > EPS, along, 0.0)[:, None]) * inverse[:, None]
+    # φ · grad is e · de, but formed from the rounded grad: ds must stand upright on s, or the sum over i of ds_i · s_i,
+    # which is what the gradient of log γ is made of, drowns in what rounding left along s.
+    along = tl.where(norm > EPS, tl.sum(wide * grad, 1), 0.0)
+    grad = (grad - wide * along[:, None]) * inverse[:, None]
     return sums, phi, tl.where(live[:, None], grad, 0.0), de
 
 
@@ -358,8 +359,8 @@ class _Plan:
         self.chunks, self.batch = seqs.chunk_start.shape[0], seqs.starts.shape[0]
         self.rate = qk if log_decay is None else log_decay  # never read without decay
         self.seqs, self.device = seqs, qk.device
-        # Powers of γ and float32 gradients: TF32 holds more than the 16-bit types that come out of it.
-        fine = precision(qk.dtype) if qk.dtype == torch.float32 else "tf32"
+        # Powers of γ and float32 gradients, whose small differences make the gradient of γ: TF32 alone loses them.
+        fine = precision(qk.dtype) if qk.dtype == torch.float32 else "tf32x3"
         self.shape = {"HEADS": self.heads, "P": self.p, "DECAY": log_decay is not None}
         self.full = {
             **self.shape, "S": self.stored, "RANK": rank, "BT": self.size.tokens, "BP": self.size.width,
