@@ -2,8 +2,8 @@
 
 The models here are small, and started kernel by kernel their steps wait for the host. So the first steps of each batch
 shape run as usual (they are steps of the training like any other), then one is recorded, and from there on a step is:
-fill the inputs and the few numbers that change (learning rate, the average's share), replay. What a step draws at random
-it draws anew in each replay. Where a step cannot be recorded, or on a CPU, the same steps run one kernel after another.
+fill the inputs and the few numbers that change (learning rate, the average's share), replay. What a step draws at
+random it draws anew in each replay. Where a step cannot be recorded, or on a CPU, the same steps run kernel by kernel.
 """
 
 from __future__ import annotations

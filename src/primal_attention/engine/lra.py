@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from primal_attention.data.tokens import TokenData
     from primal_attention.engine.experiment import Experiment
 
+EVALUATED_TOKENS = 2**18  # in one batch of an evaluation
 MULTIPLE = 10  # landmarks as a multiple of the rank
 
 
@@ -193,7 +194,10 @@ def build_from(recipe: LRARecipe, data: TokenData) -> Experiment:
 
     def batches(split: TokenSplit, shuffle_seed: int | None = None, steps: int = 0) -> StreamedBatches:
         arrays = [split.tokens, *([] if split.second is None else [split.second]), split.labels]
-        return StreamedBatches([torch.from_numpy(a) for a in arrays], recipe.trainer.batch_size, shuffle_seed, steps)
+        size = recipe.trainer.batch_size
+        if shuffle_seed is None:  # nothing depends on how an evaluation is cut
+            size = max(size, EVALUATED_TOKENS // data.length)
+        return StreamedBatches([torch.from_numpy(a) for a in arrays], size, shuffle_seed, steps)
 
     return Experiment(
         module=SequenceModule(make_model(recipe.model, data), recipe, padded=data.padded),

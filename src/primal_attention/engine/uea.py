@@ -45,6 +45,7 @@ PAPER: dict[str, tuple[Setting, Setting]] = {
     "SpokenArabicDigits": (Setting(20, 0.1, 5), Setting(30, 0.2, 5)),
     "UWaveGestureLibrary": (Setting(20, 0.0, 10), Setting(40, 0.1, 10)),
 }
+EVALUATED_TOKENS = 2**16  # in one batch of an evaluation
 OTHER_SETS = (Setting(30, 0.1, 10), Setting(30, 0.2, 10))
 
 
@@ -226,12 +227,13 @@ def build_from(recipe: UEARecipe, data: SeriesData) -> Experiment:
         train, held = train.take(kept), train.take(out)
     standard = Standardizer.fit(train.series)
     size = recipe.trainer.batch_size
+    wide = max(size, EVALUATED_TOKENS // data.max_length)  # nothing depends on how an evaluation is cut
     clip = recipe.data.clip or recipe.model.kind == "paper"  # the paper's network has a fixed length
 
     def batches(split: Split, shuffle_seed: int | None = None, steps: int = 0) -> Batches:
         values, mask = pad([standard(s) for s in split.series], length=data.max_length, clip=clip)
         arrays = (torch.from_numpy(values), torch.from_numpy(mask), torch.from_numpy(split.labels))
-        return Batches(arrays, size, shuffle_seed, steps)
+        return Batches(arrays, wide if shuffle_seed is None else size, shuffle_seed, steps)
 
     fit, test = batches(train, recipe.seed, recipe.trainer.steps_per_epoch), batches(data.test)
     watched = {"test": test} if held is None else {"val": batches(held)}
