@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from primal_attention.models.classifier import TimeSeriesClassifier, paper_classifier
 from primal_attention.models.lra import LRAClassifier
+from primal_attention.official_cv import vision_transformer
 from primal_attention.official_rl import decision_transformer
 
 State = Mapping[str, Tensor]
@@ -22,8 +23,9 @@ State = Mapping[str, Tensor]
 def load_official(state_dict: State, kind: str, *, num_heads: int | None = None) -> nn.Module:
     """The model of this library that computes what the published checkpoint computes.
 
-    kind: which of the published code bases wrote it: "uea", "lra", or "rl" (a Decision Transformer, also in the form
-        of transformers' DecisionTransformerModel; it does not hold the states' moments, see `set_state_moments`).
+    kind: which of the published code bases wrote it: "uea", "lra", "cv" (DeiT, also timm's own with one class token) or
+        "rl" (a Decision Transformer, also in the form of transformers' DecisionTransformerModel; it does not hold the
+        states' moments, see `set_state_moments`).
     num_heads: needed only where no layer is Primal, as softmax weights do not tell it.
     """
     if kind not in KINDS:
@@ -157,4 +159,9 @@ def _lra_block(state: State, index: int, attention: str) -> dict[str, Tensor]:
     return block
 
 
-KINDS: dict[str, Callable[[State, int | None], nn.Module]] = {"uea": _uea, "lra": _lra, "rl": decision_transformer}
+KINDS: dict[str, Callable[[State, int | None], nn.Module]] = {
+    "uea": _uea,
+    "lra": _lra,
+    "cv": vision_transformer,
+    "rl": decision_transformer,
+}

@@ -40,14 +40,23 @@ def _run(folder: Path, cases: int, batch: int) -> Source:
     """A finished run, on its test set."""
     from primal_attention.engine import folder as run_folder
     from primal_attention.engine import runner
+    from primal_attention.engine.config import override
 
     _, recipe = run_folder.read(folder)
     (_, phase), *_ = recipe.phases()
-    experiment = runner.build(phase)
+    # Hooks into compiled blocks would not be called.
+    experiment = runner.build(override(phase, {"trainer.compile": False}))
     model = experiment.module.final_model
     runner.load_weights(model, folder / "model.safetensors")
-    *inputs, _ = (t[:cases] for t in experiment.test.tensors)  # the last are the labels
-    parts = list(zip(*(t.split(batch) for t in inputs), strict=True))
+    tests = experiment.test
+    tests.batch_size, tests.shuffle_seed = batch, 0  # sets are often sorted by class
+    parts: list[Any] = []
+    for *inputs, labels in tests:
+        left = min(cases, int((labels >= 0).sum()))  # a batch may be filled up with rows that nobody counts
+        parts.append(tuple(t[:left] for t in inputs))
+        cases -= left
+        if cases <= 0:
+            break
     return Source(f"{folder.parent.name}/{folder.name}", model, parts)
 
 

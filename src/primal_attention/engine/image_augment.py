@@ -108,7 +108,8 @@ def tones(pixels: Tensor, kind: Tensor, amount: Tensor, signed: Tensor) -> Tenso
     """Each image after its operation of TONES; negative and larger kinds leave it alone."""
     factor = (1 + TONE * signed)[:, None, None, None]
     level = amount[:, None, None, None]
-    gray = (pixels * pixels.new_tensor([0.2989, 0.587, 0.114]).view(3, 1, 1)).sum(1, keepdim=True)
+    red, green, blue = pixels.split(1, dim=1)
+    gray = 0.2989 * red + 0.587 * green + 0.114 * blue
     low, high = pixels.amin((-2, -1), keepdim=True), pixels.amax((-2, -1), keepdim=True)
     steps = (2 ** (8 - (4 * level).round())) - 1  # eight bits of a pixel down to four
     changed = {
@@ -141,29 +142,36 @@ def rectangle(sides: tuple[Tensor, Tensor], places: tuple[Tensor, Tensor], heigh
     """(B, height, width), True inside rectangles of these sides; places in [0, 1) say where in the room left over."""
     inside = []
     for side, place, whole in zip(sides, places, (height, width), strict=True):
-        start = (whole - side) * place
+        start = ((whole - side) * place).floor()
         at = torch.arange(whole, device=side.device) + 0.5
         inside.append((at >= start[:, None]) & (at < (start + side)[:, None]))
     return inside[0][:, :, None] & inside[1][:, None, :]
 
 
 def mix(images: Tensor, targets: Tensor, how: Strength) -> tuple[Tensor, Tensor]:
-    """The batch mixed with its reverse by mixup or by cutmix, and their class probabilities (B, classes) alike."""
-    chances = [how.mixup, how.cutmix]
-    if not any(chances):
+    """The batch mixed with its reverse by mixup or by cutmix, and their class probabilities (B, classes) alike.
+
+    The draws, one for the batch, stay on the device: a step that is recorded there must draw anew each time.
+    """
+    if not (how.mixup or how.cutmix):
         return images, targets
-    # One draw for the batch, on the CPU: no look at the device.
-    cut = bool(torch.rand(()) < 0.5) if all(chances) else bool(how.cutmix)
-    concentration = torch.tensor(how.cutmix if cut else how.mixup)
-    share = float(torch.distributions.Beta(concentration, concentration).sample())
-    if not cut:
-        return torch.lerp(images.flip(0), images, share), torch.lerp(targets.flip(0), targets, share)
-    height, width = images.shape[-2:]
-    h, w = (round(side * math.sqrt(1 - share)) for side in (height, width))
-    top, left = int(torch.randint(height - h + 1, ())), int(torch.randint(width - w + 1, ()))
-    mixed = images.clone()
-    mixed[..., top : top + h, left : left + w] = images.flip(0)[..., top : top + h, left : left + w]
-    return mixed, torch.lerp(targets.flip(0), targets, 1 - h * w / (height * width))
+    device, (height, width) = images.device, images.shape[-2:]
+    cuts = torch.rand(1, device=device) < (0.5 if how.mixup and how.cutmix else float(how.cutmix > 0))
+    share = beta(how.mixup, device)
+    mixed = torch.lerp(images.flip(0), images, share)
+    part = (1 - beta(how.cutmix, device)).sqrt()
+    sides = ((height * part).round(), (width * part).round())
+    places = (torch.rand(1, device=device), torch.rand(1, device=device))
+    inside = rectangle(sides, places, height, width)
+    images = torch.where(cuts, torch.where(inside[:, None], images.flip(0), images), mixed)
+    share = torch.where(cuts, 1 - inside.float().mean(), share)
+    return images, torch.lerp(targets.flip(0), targets, share)
+
+
+def beta(concentration: float, device: torch.device) -> Tensor:
+    """One draw of β(a, a), (1,)."""
+    a = torch.full((1,), concentration or 1.0, device=device)
+    return torch.distributions.Beta(a, a, validate_args=False).sample()
 
 
 def smooth(labels: Tensor, classes: int, smoothing: float) -> Tensor:

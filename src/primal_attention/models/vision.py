@@ -168,10 +168,11 @@ def _transformers(classes: int, size: int, patch: int, width: int, heads: int, l
     # Its DeiT has a second token, for distillation; its ViT is the DeiT without it, and what DeiT's weights load into.
     from transformers import ViTConfig, ViTForImageClassification
 
-    config = ViTConfig(
-        image_size=size, patch_size=patch, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads,
-        intermediate_size=ratio * width, num_labels=classes, layer_norm_eps=1e-6,
-    )  # fmt: skip
+    shape: dict[str, Any] = {
+        "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "intermediate_size": ratio * width, "layer_norm_eps": 1e-6,
+    }  # fmt: skip
+    config = ViTConfig(image_size=size, patch_size=patch, num_labels=classes, **shape)
     return ViTForImageClassification(config)
 
 

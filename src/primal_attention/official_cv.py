@@ -1,0 +1,92 @@
+"""Published DeiT checkpoints, with or without Primal-Attention, by the names of their weights (timm's)."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from primal_attention.models.vision import ImageClassifier, blocks_of, deit
+
+State = Mapping[str, Tensor]
+
+PRIMAL = {
+    "qk.": "primal.qk_proj.",
+    "proj.": "primal.out_proj.",
+    "concate_weight.": "primal.score_proj.",
+    "we": "primal.w_e",
+    "wr": "primal.w_r",
+    "Lambda": "primal.sqrt_lambda",
+}
+# From timm's names to those of transformers' ViT.
+RENAMED = (
+    (r"^cls_token", "vit.embeddings.cls_token"),
+    (r"^pos_embed", "vit.embeddings.position_embeddings"),
+    (r"^patch_embed\.proj\.", "vit.embeddings.patch_embeddings.projection."),
+    (r"^blocks\.", "vit.layers."),
+    (r"^norm\.", "vit.layernorm."),
+    (r"^head\.", "classifier."),
+    (r"\.norm1\.", ".layernorm_before."),
+    (r"\.norm2\.", ".layernorm_after."),
+    (r"\.attn\.proj\.", ".attention.o_proj."),
+    (r"\.attn\.", ".attention."),
+)
+
+
+def vision_transformer(state: State, num_heads: int | None) -> ImageClassifier:
+    """The model of a checkpoint of the research code, or of a DeiT or ViT of timm with one class token."""
+    layer = re.compile(r"blocks\.(\d+)\.")
+    layers = 1 + max((int(m[1]) for name in state if (m := layer.match(name))), default=-1)
+    if layers == 0 or "pos_embed" not in state or "head.weight" not in state:
+        raise ValueError(
+            "state_dict is not one of the published image models: it has no blocks, pos_embed or head.weight"
+        )
+    names = ["primal" if f"blocks.{i}.attn.we" in state else "softmax" for i in range(layers)]
+    landmarks, rank = None, 1
+    if "primal" in names:
+        num_heads, landmarks, rank = state[f"blocks.{names.index('primal')}.attn.we"].shape
+    if num_heads is None:
+        raise ValueError("num_heads must be given: a checkpoint with softmax layers only does not tell it")
+    width, _, patch, _ = state["patch_embed.proj.weight"].shape
+    model = deit(
+        len(state["head.weight"]),
+        attention=names,
+        image_size=math.isqrt(state["pos_embed"].shape[1] - 1) * patch,
+        patch_size=patch,
+        embed_dim=width,
+        num_heads=num_heads,
+        layers=layers,
+        mlp_ratio=len(state["blocks.0.mlp.fc1.bias"]) // width,
+        drop_path=0.0,
+        rank=rank,
+        landmarks=landmarks,
+    )
+    ours: dict[str, Tensor] = {}
+    for name, weight in state.items():
+        ours |= _as_here(name, weight, names)
+    if blocks_of(model.backbone) is not getattr(model.backbone, "blocks", None):
+        ours = dict(item for name, weight in ours.items() for item in _for_transformers(name, weight))
+    model.backbone.to(state["head.weight"].dtype).load_state_dict(ours)
+    return model
+
+
+def _as_here(name: str, weight: Tensor, attention: list[str]) -> dict[str, Tensor]:
+    found = re.match(r"(blocks\.(\d+)\.attn\.)(.*)", name)
+    if not found or attention[int(found[2])] == "softmax":
+        return {name: weight}
+    for theirs, here in PRIMAL.items():
+        if found[3].startswith(theirs):
+            return {found[1] + here + found[3].removeprefix(theirs): weight}
+    raise ValueError(f"state_dict has {name}, which no published image model has")
+
+
+def _for_transformers(name: str, weight: Tensor) -> list[tuple[str, Tensor]]:
+    joint = re.match(r"(blocks\.\d+\.attn\.)qkv\.(weight|bias)$", name)
+    named = [(name, weight)]
+    if joint:  # one map for q, k and v
+        named = [(f"{joint[1]}{part}_proj.{joint[2]}", w) for part, w in zip("qkv", weight.chunk(3), strict=True)]
+    for pattern, here in RENAMED:
+        named = [(re.sub(pattern, here, n), w) for n, w in named]
+    return named
