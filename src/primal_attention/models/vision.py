@@ -170,9 +170,9 @@ def _transformers(classes: int, size: int, patch: int, width: int, heads: int, l
 
     shape: dict[str, Any] = {
         "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads,
-        "intermediate_size": ratio * width, "layer_norm_eps": 1e-6,
+        "intermediate_size": ratio * width, "layer_norm_eps": 1e-6, "num_labels": classes,
     }  # fmt: skip
-    config = ViTConfig(image_size=size, patch_size=patch, num_labels=classes, **shape)
+    config = ViTConfig(image_size=size, patch_size=patch, **shape)
     return ViTForImageClassification(config)
 
 
