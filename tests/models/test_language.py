@@ -23,6 +23,16 @@ KINDS = {
     "landmarks-conv": {"attention": ("primal",), "primal_mode": "landmarks", "conv": 4},
     "decay": {"attention": ("primal",), "primal_mode": "decay"},
     "decay-conv-gate": {"attention": ("primal",), "primal_mode": "decay", "conv": 4, "gate": True, "primal_heads": 8},
+    "selective": {"attention": ("primal",), "primal_mode": "selective"},
+    "selective-before": {
+        "attention": ("primal",),
+        "primal_mode": "selective",
+        "conv": 4,
+        "conv_place": "before",
+        "gate": True,
+    },
+    "dual": {"attention": ("primal",), "primal_mode": "dual"},
+    "dual-before": {"attention": ("primal",), "primal_mode": "dual", "conv": 4, "conv_place": "before", "gate": True},
     "primal+": {"attention": ("primal+",), "positions": "rotary"},
     "hybrid": {"attention": ("primal", "softmax", "primal"), "primal_mode": "decay", "conv": 3, "positions": "rotary"},
     "linear": {"attention": ("linear",)},
@@ -102,7 +112,7 @@ def test_nothing_is_seen_early(kind: str) -> None:
     assert not torch.allclose(a[:, 12], b[:, 12])
 
 
-@pytest.mark.parametrize("kind", ["mean", "landmarks", "decay-conv-gate", "hybrid"])
+@pytest.mark.parametrize("kind", ["mean", "landmarks", "decay-conv-gate", "selective-before", "dual-before", "hybrid"])
 def test_every_parameter_learns(kind: str) -> None:
     model, (tokens, _) = make(kind).train(), batch()
     loss = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
@@ -118,7 +128,7 @@ def test_the_papers_sizes() -> None:
     assert model.blocks[0].feed_forward[0].weight.shape == (2048, 512)
 
 
-@pytest.mark.parametrize("kind", ["mean", "decay-conv-gate", "landmarks"])
+@pytest.mark.parametrize("kind", ["mean", "decay-conv-gate", "landmarks", "selective", "dual-before"])
 @torch.no_grad()
 def test_the_state_of_a_primal_model_does_not_grow(kind: str) -> None:
     model, (tokens, _) = make(kind), batch()

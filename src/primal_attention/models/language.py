@@ -11,7 +11,7 @@ The default sizes are the paper's for WikiText-103: 6 layers, width 512, 8 heads
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,12 @@ from primal_attention.nn.encoder import attention_names
 from primal_attention.nn.rivals import make_attention
 from primal_attention.nn.rivals.base import Padding
 from primal_attention.nn.rotary import sinusoids
+from primal_attention.nn.selective import DualPrimalAttention, SelectivePrimalAttention
 
-PrimalMode = Literal["mean", "landmarks", "decay"]
+if TYPE_CHECKING:
+    from primal_attention.parallel.context import Context
+
+PrimalMode = Literal["mean", "landmarks", "decay", "selective", "dual"]
 Positions = Literal["rotary", "sinusoidal", "none"]
 
 
@@ -41,7 +45,8 @@ class LanguageConfig:
     ffn_dim: int = 2048
     dropout: float = 0.0
     primal_mode: PrimalMode = "mean"
-    """mean: the paper's running mean; landmarks: causal and data-dependent; decay: a learned fading per head."""
+    """mean: the paper's running mean; landmarks: causal and data-dependent; decay: a learned fading per head;
+    selective: a fading that each token sets; dual: the same, with projection weights that the tokens write."""
     primal_heads: int | None = None
     """Heads of the Primal layers, for more time scales of decay; None is num_heads."""
     rank: int = 30
@@ -49,7 +54,9 @@ class LanguageConfig:
     max_length: int = 512
     """The longest context of the landmarks mode, whose grid spans it; the other modes have no limit."""
     conv: int = 0
-    """Kernel of a short causal convolution beside each Primal layer; 0 is none."""
+    """Kernel of a short causal convolution at each Primal layer; 0 is none."""
+    conv_place: Literal["beside", "before"] = "beside"
+    """beside: added to the layer's output; before: added to its input, through SiLU."""
     gate: bool = False
     """A multiplicative gate on each Primal layer's output."""
     positions: Positions = "rotary"
@@ -71,16 +78,22 @@ def causal_attention(name: str, config: LanguageConfig) -> nn.Module:
         )
     if name != "primal":
         return make_attention(name, config.embed_dim, config.num_heads, causal=True)
+    heads = config.primal_heads or config.num_heads
+    if config.primal_mode in ("selective", "dual"):
+        kind = DualPrimalAttention if config.primal_mode == "dual" else SelectivePrimalAttention
+        return kind(config.embed_dim, heads, rank=config.rank)
     keywords: dict[str, Any] = {"rank": config.rank, "causal": True, "data_dependent": False}
     if config.primal_mode == "landmarks":
         keywords |= {"data_dependent": True, "landmarks": config.landmarks, "max_length": config.max_length}
     elif config.primal_mode == "decay":
         keywords["decay"] = "learned"
-    return make_attention(name, config.embed_dim, config.primal_heads or config.num_heads, **keywords)
+    return make_attention(name, config.embed_dim, heads, **keywords)
 
 
 class LanguageModel(nn.Module):
     """Tokens (B, N) to the logits of the next token (B, N, vocabulary); the embeddings serve at both ends."""
+
+    context: Context | None = None
 
     def __init__(self, config: LanguageConfig) -> None:
         super().__init__()
@@ -101,6 +114,7 @@ class LanguageModel(nn.Module):
             ffn_dim=config.ffn_dim,
             dropout=config.dropout,
             conv=config.conv if primal else 0,
+            conv_place=config.conv_place,
             gate=config.gate and primal,
         )
 
@@ -131,7 +145,7 @@ class LanguageModel(nn.Module):
             state: where an earlier stretch of the sequences ended.
             only_last: logits (B, vocabulary) of each sequence's last token alone, as decoding needs them.
         """
-        self._check(tokens, state)
+        self._check(tokens, state, key_padding_mask is not None)
         padding = None if key_padding_mask is None else Padding(_checked(key_padding_mask, tokens), compact=True)
         if padding is None:
             behind = None
@@ -171,11 +185,15 @@ class LanguageModel(nn.Module):
                 f"(got {int(tokens.min())} … {int(tokens.max())}): were they made with its own vocabulary?"
             )
 
-    def _check(self, tokens: Tensor, state: LanguageState | None) -> None:
+    def _check(self, tokens: Tensor, state: LanguageState | None, masked: bool) -> None:
         if tokens.ndim != 2 or tokens.shape[1] == 0:
             raise ValueError(f"tokens must have shape (batch, at least one token) (got {tuple(tokens.shape)})")
         if tokens.device.type == "cpu" and not torch.compiler.is_compiling():  # elsewhere a look costs a wait
             self.check_vocabulary(tokens)
+        if self.context is not None and masked:
+            raise ValueError(
+                "key_padding_mask needs whole sequences: under context parallelism give windows without it"
+            )
         if state is not None and len(state.position) != len(tokens):
             raise ValueError(f"state holds {len(state.position)} sequences and tokens {len(tokens)}")
 
@@ -189,6 +207,7 @@ class LanguageModel(nn.Module):
         if self.config.positions == "sinusoidal":
             place = torch.arange(tokens.shape[1], device=tokens.device)[None]
             place = place if state is None else place + state.position[:, None]
+            place = place if self.context is None else place + self.context.at(tokens).before[:, None]
             x = x + sinusoids(place, self.config.embed_dim).to(x.dtype)
         return self.dropout(x)
 

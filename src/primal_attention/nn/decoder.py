@@ -2,16 +2,18 @@
 
     h = LN x;   x = x + gate(h) ⊙ (A(h) + C(h));   x = x + F(LN x)
 
-A is the attention, C a short causal convolution beside it, gate(h) = SiLU(W_g h); C and gate are optional.
+A is the attention, C a short causal convolution beside it, gate(h) = SiLU(W_g h); C and gate are optional. The
+convolution may also stand before the attention, A(h + SiLU(C(h))), so that queries and keys know the last few tokens.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from . import checks
 from .conv import CausalConv
 from .encoder import EncoderBlock
 
@@ -35,10 +37,13 @@ class DecoderBlock(EncoderBlock):
         ffn_dim: int | None = None,
         dropout: float = 0.0,
         conv: int = 0,
+        conv_place: Literal["beside", "before"] = "beside",
         gate: bool = False,
     ) -> None:
         super().__init__(embed_dim, num_heads, attention, ffn_dim=ffn_dim, dropout=dropout)
+        checks.one_of("conv_place", conv_place, ("beside", "before"))
         self.conv = CausalConv(embed_dim, conv) if conv else None
+        self.conv_place = conv_place
         self.gate = nn.Linear(embed_dim, embed_dim, bias=False) if gate else None
 
     @property
@@ -52,10 +57,14 @@ class DecoderBlock(EncoderBlock):
         return BlockState(self.attention.initial_state(batch_size), conv)  # type: ignore[operator]
 
     def mix(self, x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-        y = self.attention(x, key_padding_mask=key_padding_mask)
-        if self.conv is not None:
-            y = y + self.conv(x)
-        return self._let_through(x, y)
+        local = None if self.conv is None else self.conv(x)
+        y = self.attention(self._with_local(x, local, "before"), key_padding_mask=key_padding_mask)
+        return self._let_through(x, self._with_local(y, local, "beside"))
+
+    def _with_local(self, x: Tensor, local: Tensor | None, place: str) -> Tensor:
+        if local is None or place != self.conv_place:
+            return x
+        return x + (F.silu(local) if place == "before" else local)
 
     def _let_through(self, x: Tensor, y: Tensor) -> Tensor:
         return self.dropout(y if self.gate is None else y * F.silu(self.gate(x)))
@@ -66,10 +75,11 @@ class DecoderBlock(EncoderBlock):
         """The block over a stretch of the sequences that goes on from `state`, and the state after it."""
         h = self.norm1(x)
         held = BlockState(None, None) if state is None else state
-        y, attention = self.attention(h, key_padding_mask=key_padding_mask, state=held.attention, return_state=True)
-        conv = None
+        local, conv = None, None
         if self.conv is not None:
             local, conv = self.conv(h, key_padding_mask, state=held.conv, return_state=True)
-            y = y + local
-        x = x + self._let_through(h, y)
+        y, attention = self.attention(
+            self._with_local(h, local, "before"), key_padding_mask, state=held.attention, return_state=True
+        )
+        x = x + self._let_through(h, self._with_local(y, local, "beside"))
         return x + self.feed_forward(self.norm2(x)), BlockState(attention, conv)
