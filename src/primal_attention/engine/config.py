@@ -39,16 +39,20 @@ class OptimConfig:
     """Decoupled decay (adamw) of matrices; biases and norms are left alone."""
     eps: float = 1e-8
     """Added to the root of the second moment."""
-    schedule: Literal["constant", "onecycle", "onecycle-linear"] = "constant"
-    """onecycle: up over `warmup` of the steps, down to zero, along a cosine or along straight lines."""
+    beta2: float = 0.999
+    """How slowly the second moment forgets."""
+    schedule: Literal["constant", "warmup", "inverse-sqrt", "onecycle", "onecycle-linear"] = "constant"
+    """warmup: up over `warmup` of the steps along a straight line, then constant; inverse-sqrt: then down with the root
+    of the steps. onecycle: up over `warmup` of the steps, down to zero, along a cosine or along straight lines."""
     warmup: float = 0.3
-    """Part of all steps that a onecycle schedule spends going up."""
+    """Part of all steps that a schedule spends going up."""
     clip: float = 4.0
     """Largest norm of the gradient; 0 leaves it alone."""
 
     def __post_init__(self) -> None:
         require(self.lr > 0, f"optim.lr must be positive (got {self.lr})")
         require(self.eps > 0, f"optim.eps must be positive (got {self.eps})")
+        require(0 <= self.beta2 < 1, f"optim.beta2 must lie in [0, 1) (got {self.beta2})")
         require(self.weight_decay >= 0, f"optim.weight-decay must not be negative (got {self.weight_decay})")
         require(0 <= self.warmup < 1, f"optim.warmup must lie in [0, 1) (got {self.warmup})")
         require(self.clip >= 0, f"optim.clip must not be negative (got {self.clip})")

@@ -38,6 +38,8 @@ class TrainingModule(pl.LightningModule):
 
     ksvd_reduction: ClassVar[Literal["sample", "batch"]] = "sample"
     """Whether J is squared per case or after the mean over the batch; the paper's benchmarks differ in it."""
+    headline: ClassVar[str] = "accuracy"
+    """The score that a run is known by; higher is better."""
 
     def __init__(self, model: nn.Module, recipe: Recipe) -> None:
         super().__init__()
@@ -160,8 +162,16 @@ class TrainingModule(pl.LightningModule):
         else:
             total = self.recipe.trainer.epochs * self._batches_per_epoch
         warmup = max(1, round(total * self.recipe.optim.warmup))
-        shape = linear if self.recipe.optim.schedule == "onecycle-linear" else cosine
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: one_cycle(step, warmup, total, shape))
+        kind = self.recipe.optim.schedule
+        shape = linear if kind == "onecycle-linear" else cosine
+
+        def factor(step: int) -> float:
+            if kind in ("warmup", "inverse-sqrt"):
+                late = 1.0 if kind == "warmup" else math.sqrt(warmup / max(step + 1, warmup))
+                return min((step + 1) / warmup, late)
+            return one_cycle(step, warmup, total, shape)
+
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     # Evaluation
@@ -275,12 +285,13 @@ def make_optimizer(model: nn.Module, config: OptimConfig, *, recordable: bool = 
         {"params": [p for p in weights if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [g for g in groups if g["params"]]
+    betas = (0.9, config.beta2)
     if config.name == "radam":
         radam = RecordableRAdam if recordable else torch.optim.RAdam
-        return radam(groups, lr=config.lr, eps=config.eps)
+        return radam(groups, lr=config.lr, betas=betas, eps=config.eps)
     kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[config.name]
     options = {"fused": True, "capturable": True} if recordable else {}
-    return kind(groups, lr=config.lr, eps=config.eps, **options)
+    return kind(groups, lr=config.lr, betas=betas, eps=config.eps, **options)
 
 
 def cosine(part: float) -> float:
