@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .ksvd import KernelSVD
     from .nn.rivals import attention_names, make_attention
     from .official import load_official
+    from .parallel import context_parallel
 
 __version__ = "0.1.0"
 
@@ -23,6 +24,7 @@ _LAZY = {
     "KernelSVD": ("primal_attention.ksvd", "ksvd"),
     "PrimalClassifier": ("primal_attention.engine.estimator", "timeseries"),
     "distill": ("primal_attention.convert.distill", "ksvd"),
+    "context_parallel": ("primal_attention.parallel", "train"),
     "attention_names": ("primal_attention.nn.rivals", "dev"),
     "load_official": ("primal_attention.official", "dev"),
     "make_attention": ("primal_attention.nn.rivals", "dev"),
@@ -36,6 +38,7 @@ __all__ = [
     "PrimalClassifier",
     "__version__",
     "attention_names",
+    "context_parallel",
     "distill",
     "ksvd_loss",
     "load_official",

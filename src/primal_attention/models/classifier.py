@@ -12,17 +12,22 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from primal_attention.nn.encoder import Encoder, masked_max, masked_mean
+from primal_attention.nn.encoder import Encoder, convolve, masked_max, masked_mean
+
+if TYPE_CHECKING:
+    from primal_attention.parallel.context import Context
 
 
 class LinearStem(nn.Module):
     """Channels to width by a linear map scaled by √d, plus learned positions."""
+
+    context: Context | None = None
 
     def __init__(self, channels: int, embed_dim: int, max_length: int, dropout: float = 0.0) -> None:
         super().__init__()
@@ -34,11 +39,25 @@ class LinearStem(nn.Module):
         if x.shape[1] > len(self.positions):
             raise ValueError(f"the series have {x.shape[1]} steps and the model was built for {len(self.positions)}")
         x = self.proj(x) * math.sqrt(self.proj.out_features)
-        return self.dropout(x + self.positions[: x.shape[1]])
+        return self.dropout(x + own_part(self.positions, x, self.context))
+
+
+def own_part(per_position: Tensor, x: Tensor, context: Context | None) -> Tensor:
+    """The rows of a (max_length, …) tensor that belong to the tokens of x (B, N, …)."""
+    if context is None:
+        return per_position[: x.shape[1]]
+    stretch = context.at(x)
+    stretch.check_length(len(per_position), x.shape[1])
+    return per_position[stretch.before + torch.arange(x.shape[1], device=x.device)]
 
 
 class MaskedBatchNorm(nn.BatchNorm1d):
-    """Batch normalisation of (B, N, d) over the valid tokens only, so that padding changes no statistic."""
+    """Batch normalisation of (B, N, d) over the valid tokens only, so that padding changes no statistic.
+
+    context: ranks whose tokens count too, those of other sequences included.
+    """
+
+    context: Context | None = None
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
         assert self.running_mean is not None
@@ -47,7 +66,9 @@ class MaskedBatchNorm(nn.BatchNorm1d):
             return self._scale(x, self.running_mean, self.running_var)
         # Statistics in float32 even under autocast: sums over a whole batch overflow half precision.
         full = x if x.dtype == torch.float64 else x.float()
-        if key_padding_mask is None:
+        if self.context is not None:
+            count, mean, var = self._shared_statistics(full, key_padding_mask, self.context)
+        elif key_padding_mask is None:
             count = torch.tensor(float(x.shape[0] * x.shape[1]), device=x.device, dtype=full.dtype)
             mean = full.mean(dim=(0, 1))
             var = full.var(dim=(0, 1), unbiased=False)
@@ -65,6 +86,14 @@ class MaskedBatchNorm(nn.BatchNorm1d):
                 self.num_batches_tracked.add_(1)
         return self._scale(x, mean, var)
 
+    @staticmethod
+    def _shared_statistics(x: Tensor, mask: Tensor | None, context: Context) -> tuple[Tensor, Tensor, Tensor]:
+        valid = torch.ones_like(x[..., :1], dtype=torch.bool) if mask is None else ~mask.unsqueeze(-1)
+        count = context.sum(valid.sum().to(x.dtype)).clamp(min=1)
+        mean = context.sum(torch.where(valid, x, 0.0).sum(dim=(0, 1))) / count
+        var = context.sum(torch.where(valid, x - mean, 0.0).square().sum(dim=(0, 1))) / count
+        return count, mean, var
+
     def _scale(self, x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
         scale = torch.rsqrt(var + self.eps) * self.weight
         return (x - mean) * scale + self.bias
@@ -72,6 +101,8 @@ class MaskedBatchNorm(nn.BatchNorm1d):
 
 class ConvStem(nn.Module):
     """Two convolutions over time, each with batch normalisation and GELU; padding reads as zeros."""
+
+    context: Context | None = None
 
     def __init__(self, channels: int, embed_dim: int, kernel_size: int = 7, dropout: float = 0.0) -> None:
         super().__init__()
@@ -88,13 +119,15 @@ class ConvStem(nn.Module):
         for conv, norm in zip(self.convs, self.norms, strict=True):
             if key_padding_mask is not None:
                 x = x.masked_fill(key_padding_mask.unsqueeze(-1), 0.0)
-            x = conv(x.transpose(1, 2)).transpose(1, 2)
+            x = convolve(conv, x, self.context)  # type: ignore[arg-type]
             x = F.gelu(norm(x, key_padding_mask))
         return self.dropout(x)
 
 
 class FlattenHead(nn.Module):
     """GELU, zeros on the padding, all tokens side by side, one linear map."""
+
+    context: Context | None = None
 
     def __init__(self, embed_dim: int, max_length: int, classes: int, dropout: float = 0.0) -> None:
         super().__init__()
@@ -106,6 +139,9 @@ class FlattenHead(nn.Module):
         x = self.dropout(F.gelu(x))
         if key_padding_mask is not None:
             x = x.masked_fill(key_padding_mask.unsqueeze(-1), 0.0)
+        if self.context is not None:
+            weight = own_part(self.proj.weight.unflatten(1, (self.max_length, -1)).transpose(0, 1), x, self.context)
+            return self.context.sum(torch.einsum("bnd,ncd->bc", x, weight)) + self.proj.bias
         x = F.pad(x, (0, 0, 0, self.max_length - x.shape[1]))
         return self.proj(x.flatten(1))
 
@@ -113,13 +149,16 @@ class FlattenHead(nn.Module):
 class PoolingHead(nn.Module):
     """Mean and maximum over the valid tokens side by side, one linear map."""
 
+    context: Context | None = None
+
     def __init__(self, embed_dim: int, classes: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.dropout = nn.Dropout(dropout)
         self.proj = nn.Linear(2 * embed_dim, classes)
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:  # (B, N, d) → (B, classes)
-        pooled = torch.cat([masked_mean(x, key_padding_mask), masked_max(x, key_padding_mask)], dim=-1)
+        pools = [pool(x, key_padding_mask, self.context) for pool in (masked_mean, masked_max)]
+        pooled = torch.cat(pools, dim=-1)
         return self.proj(self.dropout(pooled))
 
 

@@ -10,19 +10,25 @@ a network with one hidden layer. Pairs of sequences go through the same encoder,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from primal_attention.models.classifier import own_part
 from primal_attention.nn.encoder import Encoder, EncoderBlock, masked_mean
 from primal_attention.nn.primal import PrimalAttention
 from primal_attention.nn.rivals.base import Tokens
 from primal_attention.nn.rivals.softmax import SoftmaxAttention
 
+if TYPE_CHECKING:
+    from primal_attention.parallel.context import Context
+
 
 class TokenStem(nn.Module):
     """Embeddings of tokens and of positions, added."""
+
+    context: Context | None = None
 
     def __init__(self, vocabulary: int, embed_dim: int, max_length: int, dropout: float = 0.0) -> None:
         super().__init__()
@@ -37,7 +43,7 @@ class TokenStem(nn.Module):
             raise ValueError(
                 f"the sequences have {ids.shape[1]} tokens and the model was built for {self.positions.num_embeddings}"
             )
-        return self.dropout(self.tokens(ids) + self.positions.weight[: ids.shape[1]])
+        return self.dropout(self.tokens(ids) + own_part(self.positions.weight, ids, self.context))
 
 
 class LRABlock(EncoderBlock):
@@ -77,6 +83,8 @@ class LRAClassifier(nn.Module):
     published_padding: the published research code lets padding into f(X), into the objective and into the mean's count
     of tokens. Off here; on only to reproduce it. It may be changed at any time.
     """
+
+    context: Context | None = None
 
     def __init__(
         self,
@@ -145,5 +153,5 @@ class LRAClassifier(nn.Module):
         """The mean of the encoded tokens, (B, N) → (B, d)."""
         x = self.encoder(self.stem(ids), key_padding_mask)
         if key_padding_mask is not None and self.published_padding:
-            return x.masked_fill(key_padding_mask.unsqueeze(-1), 0.0).mean(dim=1)
-        return masked_mean(x, key_padding_mask)
+            x, key_padding_mask = x.masked_fill(key_padding_mask.unsqueeze(-1), 0.0), None
+        return masked_mean(x, key_padding_mask, self.context)

@@ -6,7 +6,7 @@ It streams: the last kernel − 1 inputs are its whole state.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,14 @@ from torch.nn import functional as F
 
 from . import checks
 
+if TYPE_CHECKING:
+    from ..parallel.context import Context
+
 
 class CausalConv(nn.Module):
     """Depthwise convolution over the past. Padding has to stand behind the tokens."""
+
+    context: Context | None = None
 
     def __init__(self, embed_dim: int, kernel_size: int) -> None:
         super().__init__()
@@ -39,7 +44,10 @@ class CausalConv(nn.Module):
         return_state: bool = False,
     ) -> Any:  # (B, N, d) → (B, N, d), or a pair with the state after the last token
         past, n = self.kernel_size - 1, x.shape[1]
-        seen = F.pad(x, (0, 0, past, 0)) if state is None else torch.cat([state.to(x.dtype), x], dim=1)
+        if self.context is not None:
+            seen = self.context.halo(x, past, 0)  # the last tokens of the rank before this one
+        else:
+            seen = F.pad(x, (0, 0, past, 0)) if state is None else torch.cat([state.to(x.dtype), x], dim=1)
         # Shifted products instead of a grouped convolution: a compiler makes one pass of them.
         y = self.bias.to(x.dtype) + sum(
             self.weight[j].to(x.dtype) * seen[:, past - j : past - j + n] for j in range(self.kernel_size)

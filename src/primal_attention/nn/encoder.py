@@ -10,12 +10,16 @@ that mixes neighbours while attention mixes the whole sequence.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from primal_attention.nn.rivals import make_attention
+
+if TYPE_CHECKING:
+    from primal_attention.parallel.context import Context
 
 
 def attention_names(attention: str | Sequence[str], layers: int) -> tuple[str, ...]:
@@ -38,8 +42,22 @@ def attention_names(attention: str | Sequence[str], layers: int) -> tuple[str, .
     return names
 
 
+def convolve(conv: nn.Conv1d, x: Tensor, context: Context | None = None) -> Tensor:
+    """A convolution over time that keeps the length, (B, N, C) → (B, N, d).
+
+    On a shard the neighbours' tokens stand where at the ends of a sequence zeros do.
+    """
+    if context is None:
+        return conv(x.transpose(1, 2)).transpose(1, 2)
+    reach = conv.kernel_size[0] // 2
+    seen = context.halo(x, reach, reach).transpose(1, 2)
+    return F.conv1d(seen, conv.weight, conv.bias, groups=conv.groups).transpose(1, 2)
+
+
 class LocalMixing(nn.Module):
     """Depthwise convolution over time: each channel mixes with its neighbours; padding reads as zeros."""
+
+    context: Context | None = None
 
     def __init__(self, embed_dim: int, kernel_size: int) -> None:
         super().__init__()
@@ -50,7 +68,7 @@ class LocalMixing(nn.Module):
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         if key_padding_mask is not None:
             x = x.masked_fill(key_padding_mask.unsqueeze(-1), 0.0)
-        return self.conv(x.transpose(1, 2)).transpose(1, 2)
+        return convolve(self.conv, x, self.context)
 
 
 class FeedForward(nn.Sequential):
@@ -155,17 +173,20 @@ class Encoder(nn.Module):
         return self.norm(x)
 
 
-def masked_mean(x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+def masked_mean(x: Tensor, key_padding_mask: Tensor | None = None, context: Context | None = None) -> Tensor:
     """Mean over the valid tokens, (B, N, d) → (B, d); zero where a row has none."""
     if key_padding_mask is None:
-        return x.mean(dim=1)
+        return x.mean(dim=1) if context is None else context.sum(x.sum(dim=1)) / context.at(x).total
     valid = ~key_padding_mask.unsqueeze(-1)
-    return torch.where(valid, x, 0.0).sum(dim=1) / valid.sum(dim=1).clamp(min=1)
+    total, count = torch.where(valid, x, 0.0).sum(dim=1), valid.sum(dim=1)
+    if context is not None:
+        total, count = context.sum(total), context.at(x, ~key_padding_mask).total[:, None]
+    return total / count.clamp(min=1)
 
 
-def masked_max(x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+def masked_max(x: Tensor, key_padding_mask: Tensor | None = None, context: Context | None = None) -> Tensor:
     """Maximum over the valid tokens, (B, N, d) → (B, d); zero where a row has none."""
-    if key_padding_mask is None:
-        return x.amax(dim=1)
-    best = x.masked_fill(key_padding_mask.unsqueeze(-1), -torch.inf).amax(dim=1)
-    return torch.where(torch.isneginf(best), 0.0, best)
+    if key_padding_mask is not None:
+        x = x.masked_fill(key_padding_mask.unsqueeze(-1), -torch.inf)
+    best = x.amax(dim=1) if context is None else context.maximum(x)
+    return best if key_padding_mask is None else torch.where(torch.isneginf(best), 0.0, best)

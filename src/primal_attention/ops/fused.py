@@ -10,7 +10,7 @@ Nothing of size N is stored twice, and no normalised row is stored at all.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from .modes import Mode, State
 from .once import once
 from .reference import RunningState, Scores
 from .sampling import landmark_indices
+
+if TYPE_CHECKING:
+    from ..parallel.context import Stretch
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -119,6 +122,15 @@ def _present(ctx: Any, grad_scores: Tensor | None, grad_energy: Tensor | None, l
     return grad_scores.contiguous(), grad_energy.contiguous()
 
 
+def _spent() -> bool:
+    """Whether this backward pass is the graph's last, so that what was kept for it may be written over.
+
+    Not where the compiler looks on: its operators change no argument, and it finds such places by itself.
+    """
+    keeps = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return keeps is not None and not torch.compiler.is_compiling() and not keeps()
+
+
 class Score(Node):
     """(qk, wx, b) → (scores, energies). b is the projection's bias: it enters for its gradient alone."""
 
@@ -139,12 +151,14 @@ class Score(Node):
         qk, *rest = ctx.saved_tensors
         origin, tables = list(rest[: ctx.origins]), list(rest[ctx.origins :])
         grads = _present(ctx, grad_scores, grad_energy, qk)
-        grad_qk, grad_wx, grad_bias = ops.SCORE_BACKWARD(qk, origin, *grads, tables, ctx.single, ctx.rank, ctx.whole)
+        grad_qk, grad_wx, grad_bias = ops.SCORE_BACKWARD(
+            qk, origin, *grads, tables, ctx.single, ctx.rank, ctx.whole, _spent()
+        )
         return grad_qk, grad_wx, grad_bias if ctx.needs_input_grad[2] else None, None, None, None, None, None
 
 
 class RunningScore(Node):
-    """(qk, wx, b, log γ) → (scores, energies, carries, final sums) of the causal running sums."""
+    """(qk, wx, b, log γ, initial sums) → (scores, energies, carries, final sums) of the causal running sums."""
 
     operator = ops.RUNNING_SCORE
 
@@ -161,10 +175,20 @@ class RunningScore(Node):
         qk, wx, log_decay, carries, *tables = ctx.saved_tensors
         grads = _present(ctx, grad_scores, grad_energy, qk)
         grad_qk, grad_wx, grad_bias, grad_decay = ops.RUNNING_SCORE_BACKWARD(
-            qk, wx, log_decay, carries, *grads, list(tables), ctx.single, ctx.rank, ctx.whole
+            qk, wx, log_decay, carries, *grads, list(tables), ctx.single, ctx.rank, ctx.whole, _spent()
         )
         grad_bias = grad_bias if ctx.needs_input_grad[2] else None
-        return grad_qk, grad_wx, grad_bias, None if log_decay is None else grad_decay, None, None, None, None, None
+        grad_initial = _of_initial(grad_qk, log_decay, wx.shape, tables) if ctx.needs_input_grad[4] else None
+        grad_decay = None if log_decay is None else grad_decay
+        return grad_qk, grad_wx, grad_bias, grad_decay, grad_initial, None, None, None, None
+
+
+def _of_initial(grad_qk: Tensor, log_decay: Tensor | None, shape: torch.Size, tables: list[Tensor]) -> Tensor:
+    """The sums before the first token enter through it alone, s_0 = γ·s + z_0, so theirs is γ times its gradient."""
+    starts, lengths = tables[:2]
+    first = grad_qk[starts.clamp(max=len(grad_qk) - 1)].float().view(len(starts), 2, shape[1], shape[3])
+    first = first.transpose(1, 2) * (lengths > 0)[:, None, None, None]  # (B, H, 2, p)
+    return first if log_decay is None else first * log_decay.exp()[:, None, None]
 
 
 class GrowingScore(Node):
@@ -199,13 +223,13 @@ class Combine(Node):
     operator = ops.COMBINE
 
     @staticmethod
-    def remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    def remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         scores, score_weight, score_bias, out_weight, out_bias = inputs
-        ctx.save_for_backward(scores, output[1], score_weight, score_bias, out_weight)
+        ctx.save_for_backward(scores, score_weight, score_bias, out_weight)
         ctx.biases = (score_bias is not None, out_bias is not None)
 
     @staticmethod
-    def backward(ctx: Any, grad_y: Tensor, _: Any) -> Gradients:
+    def backward(ctx: Any, grad_y: Tensor) -> Gradients:
         grads = ops.COMBINE_BACKWARD(grad_y.contiguous(), *ctx.saved_tensors)
         grad_scores, grad_score, grad_score_bias, grad_out, grad_out_bias = grads
         score_bias, out_bias = ctx.biases
@@ -241,7 +265,7 @@ def combine(scores: Tensor, weights: Weights, rank: int) -> Tensor:
     _, _, _, _, score_weight, score_bias, out_weight, out_bias = weights
     p = score_weight.shape[0]
     if foldable(heads, p, rank):
-        return through(Combine, "combine", scores, score_weight, score_bias, out_weight, out_bias)[0]  # type: ignore[no-any-return]
+        return through(Combine, "combine", scores, score_weight, score_bias, out_weight, out_bias)  # type: ignore[no-any-return]
     wide = F.pad(score_weight.view(p, 2, rank), (0, stored - rank)).view(p, 2 * stored)
     each = F.linear(scores.view(rows * heads, 2 * stored), wide, score_bias)
     return F.linear(each.view(rows, heads * p), out_weight, out_bias)
@@ -260,15 +284,19 @@ def fused_attention(
     objective: Objective | None = None,
     need_scores: bool = False,
     need_state: bool = False,
+    stretch: Stretch | None = None,
 ) -> Attended:
-    """The layer on the kernels; the arguments of `ops.primal.attend`."""
+    """The layer on the kernels; the arguments of `ops.primal.attend`.
+
+    stretch: where these tokens stand if other ranks hold the rest of their sequences.
+    """
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         with torch.autocast(x.device.type, enabled=False):
             cast = Weights(*(None if w is None else w.to(dtype) for w in weights))  # type: ignore[arg-type]
             return fused_attention(
                 x.to(dtype), cast, mode, valid=valid, cu_seqlens=cu_seqlens, decay=decay, state=state,
-                dropout=dropout, objective=objective, need_scores=need_scores, need_state=need_state,
+                dropout=dropout, objective=objective, need_scores=need_scores, need_state=need_state, stretch=stretch,
             )  # fmt: skip
     if isinstance(state, RunningState) and x.shape[1] == 1 and valid is None and not (need_scores or objective):
         return _decode_one(x, weights, mode, decay, state)
@@ -278,7 +306,10 @@ def fused_attention(
     where = (list(seqs[:-1]), seqs.single, rank, whole)
     log_decay = None if decay is None else decay.float().log()
     after = None
-    if mode.causal and mode.data_dependent:
+    if stretch is not None:
+        scores, energy, wx, trace = _on_a_stretch(x, flat, seqs, weights, mode, decay, log_decay, stretch, whole)
+        energy, tokens = stretch.sum(energy), stretch.total.expand(x.shape[0])
+    elif mode.causal and mode.data_dependent:
         grid = landmark_indices(_given(mode.max_length), mode.landmarks, x.device)
         scores, energy, _ = through(
             GrowingScore, "growing_score", flat, weights.qk_weight, weights.qk_bias, weights.w_e, weights.w_r,
@@ -312,6 +343,53 @@ def fused_attention(
         _by_head(scores, x, order, rank) if need_scores else None,
         after,
     )
+
+
+def _on_a_stretch(
+    x: Tensor,
+    flat: Tensor,
+    seqs: Sequences,
+    weights: Weights,
+    mode: Mode,
+    decay: Tensor | None,
+    log_decay: Tensor | None,
+    stretch: Stretch,
+    whole: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Scores, energies, projection weights and traces where other ranks hold the rest of the sequences.
+
+    The kernels are the same: the landmarks' rows, or the sums before the first token, come from the other ranks.
+    """
+    rank, batch, d = weights.w_e.shape[-1], x.shape[0], x.shape[-1]
+    where = (list(seqs[:-1]), seqs.single, rank, whole)
+    if mode.data_dependent and mode.causal:
+        grid = landmark_indices(_given(mode.max_length), mode.landmarks, x.device)
+        # The rows of all ranks stand behind this rank's own, where the tables see only what the landmarks point at.
+        both = torch.cat([flat, stretch.rows(x, grid[None]).view(-1, d)])
+        reached = (grid < stretch.total[:, None]).expand(batch, -1)
+        place = torch.arange(len(flat), len(both), device=x.device).view(batch, -1)
+        tables = list(seqs._replace(starts=seqs.starts - stretch.before)[:-1])  # a token's place is its row − start
+        scores, energy, _ = through(
+            GrowingScore, "growing_score", both, weights.qk_weight, weights.qk_bias, weights.w_e, weights.w_r,
+            log_decay, torch.where(reached, place, -1), grid, tables, seqs.single, False,
+        )  # fmt: skip
+        return scores[: len(flat)], energy, *through(Pack, "pack", weights.w_e, weights.w_r)
+    qk = F.linear(flat, weights.qk_weight, _held(weights.qk_bias))
+    if mode.data_dependent:
+        rows = stretch.landmarks(x, mode.landmarks).view(-1, d)
+        place = torch.arange(len(rows), device=x.device).view(batch, -1)
+        _, wx, trace = through(Project, "project", rows, weights.qk_weight, None, weights.w_e, weights.w_r, place)
+        origin = [t.detach() for t in (rows, place, weights.w_e, weights.w_r)]
+        return *through(Score, "score", qk, wx, weights.qk_bias, origin, *where), wx, trace
+    wx, trace = through(Pack, "pack", weights.w_e, weights.w_r)
+    if not mode.causal:
+        return *through(Score, "score", qk, wx, weights.qk_bias, [], *where), wx, trace
+    q, k = qk.view(batch, -1, 2, mode.heads, d // mode.heads).transpose(1, 3).unbind(2)  # (B, H, N, p)
+    valid = None if whole else torch.arange(x.shape[1], device=x.device) < seqs.lengths[:, None]
+    past = stretch.past(q, k, decay, valid, weights.qk_bias)
+    initial = torch.stack([past.query_sum, past.key_sum], dim=2).float()
+    scores, energy, *_ = through(RunningScore, "running_score", qk, wx, weights.qk_bias, log_decay, initial, *where)
+    return scores, energy, wx, trace
 
 
 def _given(length: int | None) -> int:

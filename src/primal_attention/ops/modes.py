@@ -8,7 +8,7 @@ not              W_e itself                          W_e itself, on running mean
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from . import feature_maps
 from . import reference as eq
 from .reference import LandmarkState, Phi, RunningState, Scores
 from .sampling import landmark_indices
+
+if TYPE_CHECKING:
+    from ..parallel.context import Stretch
 
 
 @dataclass(frozen=True)
@@ -66,17 +69,21 @@ def primal_scores(
     valid: Tensor | None = None,
     decay: Tensor | None = None,
     state: State | None = None,
+    stretch: Stretch | None = None,
 ) -> Projected:
-    """Scores of all tokens. x, q, k: (B, N, H·p), padding already zero; w_e, w_r: (H, n or p, s)."""
+    """Scores of all tokens. x, q, k: (B, N, H·p), padding already zero; w_e, w_r: (H, n or p, s).
+
+    stretch: where these tokens stand if other ranks hold the rest of their sequences.
+    """
     q, k = eq.split_heads(q, mode.heads), eq.split_heads(k, mode.heads)
     x_h = eq.split_heads(x, mode.heads) if mode.data_dependent else None
     w_e, w_r = w_e.to(q.dtype), w_r.to(q.dtype)
     if not mode.causal:
-        projected = _whole_sequence(x_h, q, k, w_e, w_r, mode, feature_map, valid)
+        projected = _whole_sequence(x_h, q, k, w_e, w_r, mode, feature_map, valid, stretch)
     elif x_h is None:
-        projected = _running_means(q, k, w_e, w_r, feature_map, valid, decay, state)
+        projected = _running_means(q, k, w_e, w_r, feature_map, valid, decay, state, stretch)
     else:
-        projected = _growing_weights(x_h, q, k, w_e, w_r, mode, feature_map, valid, decay, state)
+        projected = _growing_weights(x_h, q, k, w_e, w_r, mode, feature_map, valid, decay, state, stretch)
     if valid is None:
         return projected
     keep = valid[:, None, :, None]
@@ -84,19 +91,35 @@ def primal_scores(
 
 
 def _whole_sequence(
-    x_h: Tensor | None, q: Tensor, k: Tensor, w_e: Tensor, w_r: Tensor, mode: Mode, fm: FeatureMap, valid: Tensor | None
+    x_h: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    w_e: Tensor,
+    w_r: Tensor,
+    mode: Mode,
+    fm: FeatureMap,
+    valid: Tensor | None,
+    stretch: Stretch | None,
 ) -> Projected:
-    phi_q, phi_k = whole_features(q, k, fm, valid)
+    phi_q, phi_k = whole_features(q, k, fm, valid, stretch)
     if x_h is not None:
-        rows = eq.landmark_rows(x_h, mode.landmarks, valid).to(q.dtype)
+        if stretch is None:
+            rows = eq.landmark_rows(x_h, mode.landmarks, valid).to(q.dtype)
+        else:
+            rows = eq.split_heads(stretch.landmarks(eq.merge_heads(x_h), mode.landmarks), mode.heads).to(q.dtype)
         w_e, w_r = eq.projection_weights(rows, w_e), eq.projection_weights(rows, w_r)
     return Projected(Scores(eq.project(phi_q, w_e), eq.project(phi_k, w_r)), w_e, w_r, None)
 
 
-def whole_features(q: Tensor, k: Tensor, fm: FeatureMap, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+def whole_features(
+    q: Tensor, k: Tensor, fm: FeatureMap, valid: Tensor | None, stretch: Stretch | None = None
+) -> tuple[Tensor, Tensor]:
     """φ_q and φ_k of all tokens, not causal."""
     phi_q, phi_k = fm.apply(q), fm.apply(k)
-    return eq.softmax_normalise(phi_q, phi_k, valid) if fm.normalised else (phi_q, phi_k)
+    if not fm.normalised:
+        return phi_q, phi_k
+    sums = eq.feature_sum(phi_k, valid)
+    return feature_maps.normalise_both(phi_q, phi_k, sums if stretch is None else stretch.sum(sums))
 
 
 def _running_means(
@@ -108,15 +131,24 @@ def _running_means(
     valid: Tensor | None,
     decay: Tensor | None,
     state: State | None,
+    stretch: Stretch | None,
 ) -> Projected:
-    phi_q, phi_k, state = running_features(q, k, fm, valid, decay, state)
+    phi_q, phi_k, state = running_features(q, k, fm, valid, decay, state, stretch)
     return Projected(Scores(eq.project(phi_q, w_e), eq.project(phi_k, w_r)), w_e, w_r, state)
 
 
 def running_features(
-    q: Tensor, k: Tensor, fm: FeatureMap, valid: Tensor | None, decay: Tensor | None, state: State | None
+    q: Tensor,
+    k: Tensor,
+    fm: FeatureMap,
+    valid: Tensor | None,
+    decay: Tensor | None,
+    state: State | None,
+    stretch: Stretch | None = None,
 ) -> tuple[Tensor, Tensor, RunningState]:
     """φ of the running means of q and k, and the state after the last token."""
+    if stretch is not None:
+        state = stretch.past(q, k, decay, valid)
     q_past, k_past, weight_past, feature_past = state if isinstance(state, RunningState) else (None,) * 4
     q_sum = eq.running_sum(q, decay, valid, q_past)
     k_sum = eq.running_sum(k, decay, valid, k_past)
@@ -130,6 +162,8 @@ def running_features(
         phi_q, phi_k = fm.apply(q_sum / divisor).to(q.dtype), fm.apply(k_sum / divisor).to(k.dtype)
     feature_sum = None
     if fm.normalised:
+        if stretch is not None:
+            feature_past = stretch.past_sum(phi_k, decay, valid)
         sums = eq.running_sum(phi_k, decay, valid, feature_past)
         phi_q, phi_k = feature_maps.normalise_both(phi_q, phi_k, sums)
         feature_sum = sums[:, :, -1].clone()
@@ -149,18 +183,30 @@ def _growing_weights(
     valid: Tensor | None,
     decay: Tensor | None,
     state: State | None,
+    stretch: Stretch | None = None,
 ) -> Projected:
     past = state if isinstance(state, LandmarkState) else None
     assert mode.max_length is not None
     grid = landmark_indices(mode.max_length, mode.landmarks, q.device)
     position = positions(q, valid, past)  # (B, N)
     phi_q, phi_k = fm.apply(q), fm.apply(k)
-    feature_sum = None
+    feature_sum = past.feature_sum if past else None
     if fm.normalised:
-        sums = eq.running_sum(phi_k, decay, valid, past.feature_sum if past else None)
+        if stretch is not None:
+            feature_sum = stretch.past_sum(phi_k, decay, valid)
+        sums = eq.running_sum(phi_k, decay, valid, feature_sum)
         phi_q, phi_k = feature_maps.normalise_both(phi_q, phi_k, sums)
         feature_sum = sums[:, :, -1].clone()
     x_h = x_h.to(q.dtype)
+    if stretch is not None:
+        # Every rank has the landmarks of all: no state is handed on.
+        rows = eq.split_heads(stretch.rows(eq.merge_heads(x_h), grid[None]), mode.heads)
+        position, present = position + stretch.before[:, None], grid < stretch.total[:, None]
+        e, r = (
+            eq.scores_of_landmarks(phi, rows, present, w, grid, position, decay)
+            for phi, w in ((phi_q, w_e), (phi_k, w_r))
+        )
+        return Projected(Scores(e, r), None, None, None)
     e = eq.causal_landmark_scores(phi_q, x_h, w_e, grid, position, decay, valid)
     r = eq.causal_landmark_scores(phi_k, x_h, w_r, grid, position, decay, valid)
     if past is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from . import reference as eq
 from .layer import Attended, Energies, Objective, Weights
 from .modes import COSINE, FeatureMap, Mode, State, primal_scores
 from .reference import Scores
+
+if TYPE_CHECKING:
+    from ..parallel.context import Context, Stretch
 
 
 def attend(
@@ -33,15 +36,27 @@ def attend(
     backend: str = "auto",
     need_scores: bool = False,
     need_state: bool = False,
+    context: Context | None = None,
 ) -> Attended:
-    """The layer on padded (B, N, d) input, `valid` (B, N) marking the tokens, or on packed (total, d) input."""
+    """The layer on padded (B, N, d) input, `valid` (B, N) marking the tokens, or on packed (total, d) input.
+
+    context: the ranks that hold the rest of the sequences. Of the paths only the fused one and the equations know it.
+    """
     chosen = backends.choose(backend, x, weights.w_e.shape[-1], mode, feature_map, state, need_state)
+    stretch = None if context is None else context.at(x, valid)
+    if stretch is not None and mode.max_length is not None:
+        stretch.check_length(mode.max_length, x.shape[1])
     if chosen == "fused":
         from .fused import fused_attention
 
         return fused_attention(
             x, weights, mode, valid=valid, cu_seqlens=cu_seqlens, decay=decay, state=state, dropout=dropout,
-            objective=objective, need_scores=need_scores, need_state=need_state,
+            objective=objective, need_scores=need_scores, need_state=need_state, stretch=stretch,
+        )  # fmt: skip
+    if stretch is not None:
+        return reference_attention(
+            x, weights, mode, feature_map, valid=valid, decay=decay, dropout=dropout, objective=objective,
+            stretch=stretch,
         )  # fmt: skip
     if chosen == "lean":
         from .lean import lean_attention
@@ -73,17 +88,21 @@ def reference_attention(
     state: State | None = None,
     dropout: float = 0.0,
     objective: Objective | None = None,
+    stretch: Stretch | None = None,
 ) -> Attended:
     """The layer from the equations. x: (B, N, d); `valid` (B, N) marks the tokens, None when all are."""
     if valid is not None:
         x = x.masked_fill(~valid[..., None], 0.0)  # whatever stands in the padding, NaN included, ends here
     q, k = F.linear(x, weights.qk_weight, weights.qk_bias).chunk(2, dim=-1)
     scores, w_e_x, w_r_x, state = primal_scores(
-        x, q, k, weights.w_e, weights.w_r, mode, feature_map, valid=valid, decay=decay, state=state
+        x, q, k, weights.w_e, weights.w_r, mode, feature_map, valid=valid, decay=decay, state=state, stretch=stretch
     )
     j = None
     if objective is not None:
         energies = Energies(eq.energy(scores.e), eq.energy(scores.r), x.shape[1] if valid is None else valid.sum(dim=1))
+        if stretch is not None:
+            e, r = stretch.sum(torch.stack([energies.e, energies.r]))
+            energies = Energies(e, r, stretch.total)
         traced = (weights.w_e, weights.w_r)
         if objective.trace == "projections" and w_e_x is not None and w_r_x is not None:
             traced = (w_e_x, w_r_x)

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import feature_maps
 from .sampling import landmark_indices, ragged_landmark_indices, token_of_rank
 
 Phi = Callable[[Tensor], Tensor]
@@ -58,6 +57,11 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def split_heads(x: Tensor, heads: int) -> Tensor:
     """(B, N, H·p) → (B, H, N, p)."""
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def merge_heads(x_h: Tensor) -> Tensor:
+    """(B, H, N, p) → (B, N, H·p): the way back of `split_heads`."""
+    return x_h.transpose(1, 2).flatten(2)
 
 
 def landmark_rows(x_h: Tensor, landmarks: int, valid: Tensor | None = None) -> Tensor:
@@ -150,6 +154,13 @@ def causal_landmark_scores(
     ((φ(q) f(X)ᵀ) ⊙ [g_j ≤ i]) W_e: the landmarks are n keys whose values are the rows of W_e.
     """
     rows, present = causal_landmark_rows(x_h, grid, position, valid)  # (B, H, n, p), (B, n)
+    return scores_of_landmarks(phi, rows, present, w, grid, position, decay)
+
+
+def scores_of_landmarks(
+    phi: Tensor, rows: Tensor, present: Tensor, w: Tensor, grid: Tensor, position: Tensor, decay: Tensor | None
+) -> Tensor:
+    """`causal_landmark_scores` of landmarks that are already picked. rows: (B, H, n, p), present: (B or 1, n)."""
     seen = (grid[None, None] <= position[..., None]) & present[:, None]  # (B, N, n)
     similarity = phi @ rows.mT  # (B, H, N, n)
     if decay is not None:
@@ -202,7 +213,7 @@ def weight_trace(w_e: Tensor, w_r: Tensor) -> Tensor:
     return (w_e.to(dtype) * w_r.to(dtype)).sum(dim=(-2, -1))
 
 
-def softmax_normalise(phi_q: Tensor, phi_k: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Remark 4.1's D̂ over each sequence's valid tokens, not causal."""
+def feature_sum(phi_k: Tensor, valid: Tensor | None) -> Tensor:
+    """Σ φ_k over each sequence's valid tokens, (B, H, 1, p): Remark 4.1's D̂ is made of it where nothing is causal."""
     kept = phi_k if valid is None else phi_k * valid[:, None, :, None]
-    return feature_maps.normalise_both(phi_q, phi_k, kept.to(wide(phi_k.dtype)).sum(dim=2, keepdim=True))
+    return kept.to(wide(phi_k.dtype)).sum(dim=2, keepdim=True)

@@ -1,0 +1,4 @@
+
+
+def on_four():
+    yield from ()
