@@ -186,4 +186,5 @@ def latest(rows: list[Row]) -> str:
     if "J" in row:
         parts.append(f"J {row['J']:+.3f}")
     parts += [f"{key.split('_')[0]} {100 * value:.1f} %" for key, value in row.items() if key.endswith("_accuracy")]
+    parts += [f"{key.split('_')[0]} {value:.1f}" for key, value in row.items() if key.endswith("_score")]
     return "  ".join(parts)

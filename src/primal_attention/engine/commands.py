@@ -14,6 +14,7 @@ from primal_attention.engine import registry
 from primal_attention.engine.config import Recipe
 from primal_attention.engine.errors import RunError
 from primal_attention.engine.flags import parse
+from primal_attention.engine.headline import in_full
 
 TRAIN = """Train a recipe; every field of it is a flag.
 
@@ -80,15 +81,16 @@ def parse_run(name: str, recipe: Recipe, args: Sequence[str]) -> tuple[Recipe, P
 def show(summary: dict[str, Any]) -> None:
     """The result in a few lines: one per protocol, never blended."""
 
-    def line(accuracy: float, epoch: int, title: str) -> None:
-        print(f"test accuracy {100 * accuracy:6.2f} %  epoch {epoch:>4}  {title}")
+    def line(score: dict[str, Any], epoch: int, title: str) -> None:
+        print(f"{in_full(score)}  epoch {epoch:>4}  {title}")
 
     for key, title in COLUMNS.items():
         score = summary["scores"].get(key)
         if score:
-            line(score["accuracy"], score["epoch"], title)
+            line(score, score["epoch"], title)
             if "retrained_accuracy" in score:
-                line(score["retrained_accuracy"], score["epoch"], "the same epoch of the training on all cases")
+                again = {"accuracy": score["retrained_accuracy"]}
+                line(again, score["epoch"], "the same epoch of the training on all cases")
     seconds, device = summary["seconds_per_epoch"], summary["device"]
     print(f"{summary['parameters']:,} parameters, {seconds:.2f} s per epoch on {device}")
 
@@ -105,6 +107,10 @@ class NoArguments:
 
 
 def evaluate(args: Sequence[str]) -> int:
+    if args and (Path(args[0]) / "config.yaml").exists() and run_folder.read(Path(args[0]))[1].benchmark == "d4rl":
+        from primal_attention.engine import replay  # measured by playing, which has flags of its own
+
+        return replay.main(Path(args[0]), args[1:])
     place = parse(RunArguments, args, prog="primal evaluate", about=EVALUATE).run
     from primal_attention.engine import runner
 

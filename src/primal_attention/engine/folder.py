@@ -16,7 +16,7 @@ from primal_attention.engine.files import write_text
 
 FORMAT = 1
 # What may differ between the two halves of an interrupted run: it changes no number.
-FREE = {"trainer.progress", "trainer.tensorboard", "trainer.checkpoint_every", "data.folder"}
+FREE = {"trainer.progress", "trainer.tensorboard", "trainer.checkpoint_every", "data.folder", "evaluation.video"}
 
 
 def default(name: str, recipe: Recipe, root: Path = Path("runs")) -> Path:

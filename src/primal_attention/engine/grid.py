@@ -28,6 +28,7 @@ from primal_attention.data.errors import DataError
 from primal_attention.data.uea import default_folder
 from primal_attention.engine.errors import RunError
 from primal_attention.engine.files import write_json
+from primal_attention.engine.headline import headline
 
 
 @dataclass(frozen=True)
@@ -262,8 +263,7 @@ def main(args: Sequence[str] | None = None) -> int:
         if outcome.summary is None:
             said = f"failed: {outcome.error}"
         else:
-            scores = outcome.summary["scores"]
-            said = "  ".join(f"{name} {100 * score['accuracy']:.2f}" for name, score in scores.items())
+            said = "  ".join(f"{name} {headline(score)}" for name, score in outcome.summary["scores"].items())
         print(f"[{ended}/{len(jobs)}] {outcome.job.recipe} {outcome.job.run.name}: {said}", flush=True)
 
     try:

@@ -182,10 +182,11 @@ def summarise(recipe: Recipe, experiment: Experiment, state: RunState) -> Summar
     device = next(module.final_model.parameters()).device
     test = module.evaluate(experiment.test.to(device))
     scores: dict[str, Any] = {}
-    seen = [row for row in state.rows if "test_accuracy" in row]
+    watched = f"test_{module.headline}"
+    seen = [row for row in state.rows if watched in row]
     if seen:
-        best = max(seen, key=lambda row: row["test_accuracy"])
-        scores["best_on_test"] = {"epoch": best["epoch"], "accuracy": best["test_accuracy"]}
+        best = max(seen, key=lambda row: row[watched])
+        scores["best_on_test"] = {"epoch": best["epoch"], module.headline: best[watched]}
     if experiment.select is None:
         scores["last"] = {"epoch": state.rows[-1]["epoch"], **test}
     else:
