@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from primal_attention.engine import d4rl, image, lra, uea
+from primal_attention.engine import d4rl, image, language, lra, uea
 from primal_attention.engine.config import Recipe
 from primal_attention.engine.errors import RunError
 
@@ -28,12 +28,14 @@ FAMILIES: dict[str, Family] = {
     "lra": Family(lra.paper_recipe, tuple(lra.TASKS), "the paper's classifiers of Long-Range Arena"),
     "image": Family(image.paper_recipe, tuple(image.MEMBERS), "DeiT with Primal-Attention, images in class folders"),
     "d4rl": Family(d4rl.paper_recipe, tuple(d4rl.PAPER), "the paper's Decision Transformers", open=True),
+    "lm": Family(language.recipe_of, language.SETS, "language models, the paper's setting and a modern one"),
 }
 RECIPES: dict[str, type[Recipe]] = {
     "uea": uea.UEARecipe,
     "lra": lra.LRARecipe,
     "image": image.ImageRecipe,
     "d4rl": d4rl.D4RLRecipe,
+    "lm": language.LanguageRecipe,
 }
 
 

@@ -188,7 +188,9 @@ def summarise(recipe: Recipe, experiment: Experiment, state: RunState) -> Summar
         best = max(seen, key=lambda row: row[watched])
         scores["best_on_test"] = {"epoch": best["epoch"], module.headline: best[watched]}
     if experiment.select is None:
-        scores["last"] = {"epoch": state.rows[-1]["epoch"], **test}
+        last = state.rows[-1]
+        held_out = {f"validation_{k.removeprefix('val_')}": v for k, v in last.items() if k.startswith("val_")}
+        scores["last"] = {"epoch": last["epoch"], **held_out, **test}
     else:
         if seen:  # one training is read in all three ways; the weights that are kept are the chosen epoch's
             scores["last"] = {"epoch": seen[-1]["epoch"], **{key: seen[-1][f"test_{key}"] for key in test}}

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from primal_attention.nn.cached import CachedSoftmaxAttention
 from primal_attention.nn.decoder import BlockState, DecoderBlock
@@ -27,6 +28,9 @@ from primal_attention.nn.selective import DualPrimalAttention, SelectivePrimalAt
 
 if TYPE_CHECKING:
     from primal_attention.parallel.context import Context
+
+LOGITS = 2**29  # numbers: more logits than these are never held at once
+NOTHING = -100
 
 PrimalMode = Literal["mean", "landmarks", "decay", "selective", "dual"]
 Positions = Literal["rotary", "sinusoidal", "none"]
@@ -137,6 +141,7 @@ class LanguageModel(nn.Module):
         state: LanguageState | None = None,
         return_state: bool = False,
         only_last: bool = False,
+        targets: Tensor | None = None,
     ) -> Any:
         """Logits (B, N, vocabulary), with `return_state` a pair with the state after the last token.
 
@@ -144,6 +149,8 @@ class LanguageModel(nn.Module):
             key_padding_mask: (B, N) bool, True at padding, which may stand anywhere and changes nothing.
             state: where an earlier stretch of the sequences ended.
             only_last: logits (B, vocabulary) of each sequence's last token alone, as decoding needs them.
+            targets: (B, N), each token's successor, negative where there is none: instead of logits the mean loss over
+                them in nats. Takes far less room than the logits of a large vocabulary.
         """
         self._check(tokens, state, key_padding_mask is not None)
         padding = None if key_padding_mask is None else Padding(_checked(key_padding_mask, tokens), compact=True)
@@ -161,6 +168,8 @@ class LanguageModel(nn.Module):
         else:
             self._check_streams()
             x, after = self._resume(x, behind, state)
+        if targets is not None:
+            return self._loss(x if padding is None else padding.leave(x), targets)
         logits = self._logits(x, padding, only_last)
         return (logits, after) if return_state else logits
 
@@ -229,6 +238,26 @@ class LanguageModel(nn.Module):
         elif padding is not None:
             x = padding.leave(x)
         return F.linear(self.norm(x), self.embedding.weight)
+
+    def _loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        x, targets = self.norm(x).flatten(0, 1), targets.flatten()
+        pieces = -(-len(targets) * self.config.vocabulary // LOGITS)
+        if pieces == 1:
+            total = _nats(x, self.embedding.weight, targets)
+        else:  # the logits of one piece at a time, made again on the way back
+            total = torch.stack(
+                [
+                    checkpoint(_nats, part, self.embedding.weight, wanted, use_reentrant=False)
+                    for part, wanted in zip(x.chunk(pieces), targets.chunk(pieces), strict=True)
+                ]
+            ).sum()
+        return total / (targets >= 0).sum().clamp(min=1)
+
+
+def _nats(x: Tensor, embedding: Tensor, targets: Tensor) -> Tensor:
+    """The loss summed over the tokens that have a successor."""
+    wanted = targets.masked_fill(targets < 0, NOTHING)
+    return F.cross_entropy(F.linear(x, embedding), wanted, ignore_index=NOTHING, reduction="sum")
 
 
 def _checked(mask: Tensor, tokens: Tensor) -> Tensor:
