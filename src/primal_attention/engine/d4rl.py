@@ -183,7 +183,7 @@ def build_from(recipe: D4RLRecipe, data: Trajectories) -> Experiment:
 
     from primal_attention.engine.decision import DecisionModule, Episodes
     from primal_attention.engine.experiment import Experiment
-    from primal_attention.engine.windows import WindowBatches
+    from primal_attention.engine.contexts import ContextBatches
 
     episodes = Episodes(recipe.game())
     state_dim, action_dim = data.observations.shape[1], data.actions.shape[1]
@@ -191,7 +191,7 @@ def build_from(recipe: D4RLRecipe, data: Trajectories) -> Experiment:
     model.set_state_moments(*(torch.from_numpy(moment) for moment in data.state_moments()))
     return Experiment(
         module=DecisionModule(model, recipe),
-        train=WindowBatches(
+        train=ContextBatches(
             data, recipe.model.context, recipe.trainer.batch_size, recipe.seed, recipe.trainer.steps_per_epoch
         ),
         test=episodes,

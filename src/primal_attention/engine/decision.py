@@ -44,7 +44,7 @@ class Episodes(Batches):
 
 
 class DecisionModule(TrainingModule):
-    """A Decision Transformer in training. A batch is what `WindowBatches` gives."""
+    """A Decision Transformer in training. A batch is what `ContextBatches` gives."""
 
     headline: ClassVar[str] = "score"
     model: DecisionTransformer

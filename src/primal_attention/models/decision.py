@@ -131,12 +131,8 @@ class DecisionTransformer(nn.Module):
         if padding_mask is None:
             return self.predict(states, actions, returns, timesteps)
         order = padding_mask.to(torch.uint8).argsort(dim=1, stable=True)
-
-        def front(t: Tensor) -> Tensor:
-            return _take(t, order)
-
-        found = self.predict(*(front(t) for t in (states, actions, returns, timesteps)), front(padding_mask))
-        return _take(found, order.argsort(dim=1))
+        columns = [_take(t, order) for t in (states, actions, returns, timesteps, padding_mask)]
+        return _take(self.predict(*columns), order.argsort(dim=1))
 
     def predict(
         self, states: Tensor, actions: Tensor, returns: Tensor, timesteps: Tensor, padding_mask: Tensor | None = None
@@ -179,8 +175,9 @@ class DecisionTransformer(nn.Module):
         """
         action = state.new_zeros(len(state), self.action_dim) if previous is None else previous
         # The step before and this one; of the former only its action has not been read.
-        pair = [torch.stack([t, t], dim=1) for t in (state, action, togo)]
-        tokens = self.embed(*pair, torch.stack([timestep - 1, timestep], dim=1))
+        pairs = [torch.stack(pair, dim=1) for pair in ((state, state), (action, action), (togo, togo))]
+        pairs.append(torch.stack([timestep - 1, timestep], dim=1))
+        tokens = self.embed(*pairs)
         x, after = tokens[:, 3 if previous is None else 2 : 5], []
         for block, held in zip(self.blocks, memory, strict=True):
             x, held = block.resume(x, state=held)  # type: ignore[operator]
