@@ -200,7 +200,7 @@ def build_from(recipe: LanguageRecipe, data: TextData) -> Experiment:
     """The experiment of a resolved recipe on text that is already read."""
     from primal_attention.engine.experiment import Experiment
     from primal_attention.engine.perplexity import LanguageModule
-    from primal_attention.engine.windows import MeasuredWindows, TrainingWindows
+    from primal_attention.engine.text_windows import MeasuredWindows, TrainingWindows
     from primal_attention.models.language import LanguageModel
 
     context, batch, steps = recipe.data.context, recipe.trainer.batch_size, recipe.trainer.steps_per_epoch

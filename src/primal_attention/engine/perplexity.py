@@ -18,7 +18,7 @@ from primal_attention.engine.batches import Batches
 from primal_attention.engine.config import Recipe
 from primal_attention.engine.files import write_text
 from primal_attention.engine.module import Batch, TrainingModule
-from primal_attention.engine.windows import MeasuredWindows
+from primal_attention.engine.text_windows import MeasuredWindows
 
 VOCABULARY = "vocabulary.json"
 
