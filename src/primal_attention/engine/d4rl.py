@@ -181,9 +181,9 @@ def build_from(recipe: D4RLRecipe, data: Trajectories) -> Experiment:
     """The experiment of a resolved recipe on data that is already read."""
     import torch
 
+    from primal_attention.engine.contexts import ContextBatches
     from primal_attention.engine.decision import DecisionModule, Episodes
     from primal_attention.engine.experiment import Experiment
-    from primal_attention.engine.contexts import ContextBatches
 
     episodes = Episodes(recipe.game())
     state_dim, action_dim = data.observations.shape[1], data.actions.shape[1]
