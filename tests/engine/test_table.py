@@ -148,7 +148,7 @@ WRONG = {
     "a change of the grid": (["uea", "--sets", "Toy", "--set", "seed=1"], "cannot change seed"),
     "no seeds": (["uea", "--sets", "Toy", "--seeds", "0"], "--seeds must be at least 1"),
     "no workers": (["uea", "--sets", "Toy", "--workers", "0"], "workers must be at least 1"),
-    "parts of a table without": (["uea", "--parts", "eta-s"], "--parts belongs to uea-ablation"),
+    "parts of a table without": (["uea", "--parts", "eta-s"], "--parts belongs to an ablation"),
     "models of the ablation": (["uea-ablation", "--models", "flow"], "are fixed"),
     "timing on a cluster": (["uea-efficiency", "--sets", "Toy", "--launcher", "ray"], "local launcher"),
     "timing side by side": (["uea-efficiency", "--sets", "Toy", "--workers", "99"], "must not share a device"),

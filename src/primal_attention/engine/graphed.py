@@ -85,7 +85,7 @@ class RecordedStep:
                 self._prepare()
                 recording = self._recording(batch)
                 if recording is None:
-                    self._work(batch)
+                    self.work(batch)
                 else:
                     recording.replay(batch)
                 self._finish(batch)
@@ -114,7 +114,7 @@ class RecordedStep:
         for layer in self.random:
             redraw_in_place(layer)
 
-    def _work(self, batch: Batch) -> None:
+    def work(self, batch: Batch) -> None:
         """The step itself: everything that a replay repeats."""
         module, config = self.module, self.module.recipe
         self.optimizer.zero_grad(set_to_none=True)
@@ -182,7 +182,7 @@ class RecordedStep:
         graph = torch.cuda.CUDAGraph()
         # thread_local: another thread may be pinning the next batches, and the backward pass has threads of its own.
         with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
-            self._work(inputs)
+            self.work(inputs)
         return Recording(graph, inputs)
 
     def _give_up(self, error: Exception) -> None:

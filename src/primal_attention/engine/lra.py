@@ -96,6 +96,8 @@ class LRARecipe(Recipe):
 
     benchmark: ClassVar[str] = "lra"
 
+    watch_test: bool = False
+    """Measure test at every evaluation too, for the columns LAST and BEST-ON-TEST; validation still chooses."""
     data: LRAData = field(default_factory=LRAData)
     model: LRAModel = field(default_factory=LRAModel)
 
@@ -199,11 +201,13 @@ def build_from(recipe: LRARecipe, data: TokenData) -> Experiment:
             size = max(size, EVALUATED_TOKENS // data.length)
         return StreamedBatches([torch.from_numpy(a) for a in arrays], size, shuffle_seed, steps)
 
+    test = batches(data.test)
+    watched = {"val": batches(data.valid)} | ({"test": test} if recipe.watch_test else {})
     return Experiment(
         module=SequenceModule(make_model(recipe.model, data), recipe, padded=data.padded),
         train=batches(data.train, recipe.seed, recipe.trainer.steps_per_epoch),
-        test=batches(data.test),
-        watched={"val": batches(data.valid)},
+        test=test,
+        watched=watched,
         select=("val", "accuracy"),
         facts={
             "set": data.name,

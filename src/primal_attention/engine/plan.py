@@ -1,4 +1,4 @@
-"""What the UEA tables are made of: which runs each needs, which of them are done, and the jobs of those that are not.
+"""What the tables are made of: which runs each needs, which of them are done, and the jobs of those that are not.
 
 A result belongs to a cell when its settings are the cell's, wherever it lies and whichever table asked for it first.
 """
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from primal_attention.report.results import Result
 
 # The protocol decides which scores a result has, which is asked for separately; the others say nothing about a number.
-NOT_COMPARED = {*run_folder.FREE, "protocol", "seed", "trainer.accelerator", "trainer.graph"}
+NOT_COMPARED = {*run_folder.FREE, "protocol", "watch_test", "seed", "trainer.accelerator", "trainer.graph"}
+# How long a training was and how often it was measured: left out of the comparison only where that is asked for.
+LENGTH = frozenset({"trainer.epochs", "trainer.steps_per_epoch", "trainer.evaluate_every"})
 SCORES = {
     "last": {"last"},
     "validation": {"validation_chosen"},
@@ -56,19 +58,26 @@ class Plan:
     changes: Mapping[str, Any]
     place: str
     """Folder of the table's runs and results; tables with the same settings share it."""
+    folders: Mapping[str, Path] = field(default_factory=dict)
+    """Where a set's files lie, for benchmarks that have a folder for each."""
+    needs: frozenset[str] | None = None
+    """Scores that a finished run has; None: those of its protocol."""
+    free: frozenset[str] = frozenset()
+    """Further settings in which a result may differ."""
 
     def cells(self) -> list[tuple[str, Variant]]:
         return [(name, variant) for name in self.sets for variant in self.variants]
 
     def settings(self, name: str, variant: Variant) -> dict[str, Any]:
-        return {**self.changes, **variant.changes()}
+        where = {"data.folder": self.folders[name]} if name in self.folders else {}
+        return {**self.changes, **where, **variant.changes()}
 
     def key(self, name: str, variant: Variant) -> str:
         recipe = override(registry.get(f"{self.family}/{name}"), self.settings(name, variant))
-        return settings_key(recipe.benchmark, to_plain(recipe))
+        return settings_key(recipe.benchmark, to_plain(recipe), self.free)
 
-    def needed_scores(self) -> set[str]:
-        return SCORES[str(self.changes.get("protocol", "last"))]
+    def needed_scores(self) -> frozenset[str] | set[str]:
+        return self.needs or SCORES[str(self.changes.get("protocol", "last"))]
 
     def job(self, name: str, variant: Variant, seed: int, runs: Path, results: Path, commit: str | None) -> Job:
         where = Path(self.place, name, f"{variant.name}-seed{seed}")
@@ -105,9 +114,10 @@ def ablation_variants(parts: Iterable[str]) -> list[Variant]:
     return variants
 
 
-def settings_key(benchmark: str, config: Mapping[str, Any]) -> str:
-    """A string that two runs share if and only if their settings are the same but for seed and protocol."""
-    return json.dumps(compared(benchmark, config), sort_keys=True)
+def settings_key(benchmark: str, config: Mapping[str, Any], free: frozenset[str] = frozenset()) -> str:
+    """A string that two runs share if and only if their settings are the same but for seed, protocol and `free`."""
+    found = compared(benchmark, config)
+    return json.dumps({name: value for name, value in found.items() if name not in free}, sort_keys=True)
 
 
 def compared(benchmark: str, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -130,12 +140,12 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 class Shelf:
     """Results by recipe, settings and seed."""
 
-    def __init__(self, results: Iterable[Result]) -> None:
+    def __init__(self, results: Iterable[Result], free: frozenset[str] = frozenset()) -> None:
         self.results = list(results)
         self._found: dict[tuple[str, str, int], Result] = {}
         for result in self.results:
             try:
-                key = settings_key(result.benchmark, result.config)
+                key = settings_key(result.benchmark, result.config, free)
             except RunError:  # settings that this version does not have: no cell asks for them
                 continue
             place = (result.recipe, key, result.seed)

@@ -11,18 +11,28 @@ import difflib
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from primal_attention.data import uea
-from primal_attention.data.errors import DataError
 from primal_attention.engine import grid, registry
 from primal_attention.engine.errors import RunError
 from primal_attention.engine.files import write_csv, write_text
-from primal_attention.engine.plan import ABLATIONS, Plan, Shelf, ablation_variants, find, missing, model_variants
-from primal_attention.report import accuracy, efficiency, results
-from primal_attention.report import paper_tables as paper
+from primal_attention.engine.headline import headline
+from primal_attention.engine.plan import (
+    ABLATIONS,
+    LENGTH,
+    Plan,
+    Shelf,
+    ablation_variants,
+    find,
+    missing,
+    model_variants,
+)
+from primal_attention.engine.table_kinds import TABLES, Kind
+from primal_attention.engine.table_sets import check_sets, default_sets
+from primal_attention.report import lra as lra_tables
+from primal_attention.report import paper_lra, results
 from primal_attention.report.cells import Cell
 from primal_attention.report.table import Table, show, to_markdown
 
@@ -30,34 +40,8 @@ ABOUT = """Run what is missing of one of the paper's tables and show it with the
 done is not run again, and what was interrupted goes on."""
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A table by name: its title, what its runs change in the recipe, its default grid, and what draws it."""
-
-    title: str
-    changes: dict[str, Any]
-    models: tuple[str, ...]
-    seeds: int
-    draw: Callable[[str, Sequence[Cell], str], Table]
-    timed: bool = False
-    suffix: str = ""
-    """Of the folder that its runs and results go to, behind the recipe family's name."""
-
-
-TABLES = {
-    "uea": Kind("UEA test accuracy (%)", {"protocol": "both"}, tuple(paper.MODELS), 5, accuracy.accuracy),
-    "uea-efficiency": Kind(
-        "UEA training time and memory",
-        # Times and memory are those of every epoch alike, so a few epochs tell them.
-        {"protocol": "last", "trainer.epochs": 10, "trainer.evaluate_every": 10},
-        tuple(paper.SECONDS),
-        3,
-        efficiency.efficiency,
-        timed=True,
-        suffix="-efficiency",
-    ),
-    "uea-ablation": Kind("UEA ablations, test accuracy (%)", {"protocol": "both"}, (), 3, accuracy.accuracy),
-}
+COST = "lra-efficiency"  # its numbers are no trainings'
+NAMES = (*TABLES, COST)
 
 
 class Parser(argparse.ArgumentParser):
@@ -66,19 +50,20 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser() -> Parser:
-    names = " | ".join(TABLES)
+    names = " | ".join(NAMES)
     top = Parser(
         prog="primal table", description=ABOUT, epilog="Example: primal table uea --sets JapaneseVowels --seeds 3"
     )
     add: Callable[..., Any] = top.add_argument
     add("name", metavar="NAME", help=names)
-    add("--sets", nargs="+", help="default: those of the paper's ten that are in the data folder")
+    add("--sets", nargs="+", help="sets or tasks; default: those of the paper that are in the data folder")
     add("--models", nargs="+", help="attention names, with a plus for the last layer only; default: the paper's")
-    add("--parts", nargs="+", choices=ABLATIONS, metavar="PART", help=f"of uea-ablation: {', '.join(ABLATIONS)}")
-    add("--seeds", type=int, help="how many, from 0 on (default 5; 3 for efficiency and ablation)")
-    add("--recipe", default="uea", help="family of recipes: uea (the paper's settings, default) or uea-modern")
+    add("--parts", nargs="+", choices=ABLATIONS, metavar="PART", help=f"of an ablation: {', '.join(ABLATIONS)}")
+    add("--seeds", type=int, help="how many, from 0 on (default 5 for uea, else 3)")
+    add("--recipe", help="family of recipes: the table's own (default) or uea-modern")
     add("--set", nargs="+", default=[], metavar="FIELD=VALUE", help="fields of the recipe to change")
-    add("--data", type=Path, help="folder of the archive (default $PRIMAL_UEA or data/uea)")
+    add("--data", type=Path, help="folder of the archive (default $PRIMAL_UEA or data/uea; $PRIMAL_LRA or data/lra)")
+    add("--any-length", action="store_true", help="also show results of shorter or longer trainings of the same kind")
     add("--no-run", action="store_true", help="only show what is there")
     add("--workers", type=int, default=1, help="runs side by side (default 1)")
     add("--launcher", default="local", choices=list(grid.LAUNCHERS), help="local processes (default) or a Ray cluster")
@@ -93,17 +78,19 @@ def parser() -> Parser:
 def main(args: Sequence[str]) -> int:
     found = parser().parse_args(list(args))
     found.runs = found.runs or Path("runs", found.results.name if found.results.is_absolute() else found.results)
+    if found.name == COST:
+        return show_costs(found, args)
     kind = TABLES.get(found.name)
     if kind is None:
-        near = difflib.get_close_matches(found.name, TABLES, n=1)
+        near = difflib.get_close_matches(found.name, NAMES, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise RunError(f"no table is called {found.name!r}: {hint}there are {', '.join(TABLES)}")
+        raise RunError(f"no table is called {found.name!r}: {hint}there are {', '.join(NAMES)}")
     plan = make_plan(kind, found)
     command = table_command(args)
     failed: list[grid.Outcome] = []
     if not found.no_run:
         failed = run_missing(plan, kind, found)
-    shelf = Shelf(results.read(found.results))
+    shelf = Shelf(results.read(found.results), plan.free)
     by_cell = find(plan, shelf)
     if not any(by_cell.values()):
         raise RunError(failure(failed) if failed else nothing_there(plan, shelf, found.results, command))
@@ -113,14 +100,39 @@ def main(args: Sequence[str]) -> int:
         for name in plan.sets
         for variant in variants
     ]
-    table = kind.draw(title_of(kind, plan), cells, command)
+    give(kind.draw(title_of(kind, plan), cells, command), found)
+    if failed:
+        raise RunError(failure(failed))
+    return 0
+
+
+def give(table: Table, found: argparse.Namespace) -> None:
+    """Show the table, and write it where that is asked for."""
     show(table)
     if found.markdown:
         write_text(found.markdown, to_markdown(table))
     if found.csv:
         write_csv(found.csv, table.records)
-    if failed:
-        raise RunError(failure(failed))
+
+
+def show_costs(found: argparse.Namespace, args: Sequence[str]) -> int:
+    """`primal table lra-efficiency`: measure what has no file yet, then the table of the files."""
+    import torch
+
+    from primal_attention.engine import lra_cost
+
+    tasks, models = found.sets or paper_lra.TASKS, found.models or lra_cost.ATTENTIONS
+    for given, known, flag in ((tasks, paper_lra.TASKS, "--sets"), (models, lra_cost.ATTENTIONS, "--models")):
+        for name in given:
+            if name not in known:
+                raise RunError(f"{flag} {name} is unknown to {COST}: choose of {', '.join(known)}")
+    if not found.no_run:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        lra_cost.run(tasks, models, found.results, device=device, commit=found.commit, tell=lra_cost.say)
+    costs = lra_cost.read(found.results, tasks, models)
+    if not costs:
+        raise RunError(f"{found.results} has no result of this table: run '{table_command(args)}' first")
+    give(lra_tables.cost("Long-Range Arena: time and memory of a training step", costs, table_command(args)), found)
     return 0
 
 
@@ -129,53 +141,42 @@ def make_plan(kind: Kind, found: argparse.Namespace) -> Plan:
     seeds = kind.seeds if found.seeds is None else found.seeds
     if seeds < 1:
         raise RunError(f"--seeds must be at least 1 (got {seeds})")
+    found.recipe = found.recipe or kind.family
     if found.recipe not in registry.FAMILIES:
         near = difflib.get_close_matches(found.recipe, registry.FAMILIES, n=1, cutoff=0.3)
         raise RunError(f"no family of recipes is called {found.recipe!r}: did you mean {(near or ['uea'])[0]!r}?")
     if kind.models:
         if found.parts:
-            raise RunError("--parts belongs to uea-ablation: this table has --models")
+            raise RunError("--parts belongs to an ablation: this table has --models")
         variants = model_variants(dict.fromkeys(found.models or kind.models))
     else:
         if found.models:
-            raise RunError(f"the models of uea-ablation are fixed: choose --parts of {', '.join(ABLATIONS)}")
-        variants = ablation_variants(dict.fromkeys(found.parts or ABLATIONS))
+            raise RunError(f"the models of {found.name} are fixed: choose --parts of {', '.join(kind.parts)}")
+        for part in found.parts or ():
+            if part not in kind.parts:
+                raise RunError(f"--parts {part} is not published for {found.name}: choose of {', '.join(kind.parts)}")
+        variants = ablation_variants(dict.fromkeys(found.parts or kind.parts))
     changes = {**kind.changes, **dict(read_change(item) for item in found.set)}
-    if found.data is not None:
+    folders: dict[str, Path] = {}
+    sets = tuple(found.sets or kind.sets)
+    if found.data is not None and kind.family == "lra":
+        folders = {name: found.data / name for name in sets}
+    elif found.data is not None:
         changes["data.folder"] = found.data
     place = f"{found.recipe}{kind.suffix}"
-    plan = Plan(found.recipe, found.sets or paper.SETS, variants, range(seeds), changes, place)
+    free = LENGTH if found.any_length else frozenset()
+    plan = Plan(found.recipe, sets, variants, range(seeds), changes, place, folders, kind.needs, free)
     for variant in variants:
         check_models(variant.model)
         plan.key(plan.sets[0], variant)
     if found.no_run:
         return plan
+    if found.any_length:
+        raise RunError("--any-length only shows what is there: add --no-run")
     if found.sets:
-        check_sets(found.sets, found.data)
+        check_sets(kind.family, found.sets, found.data)
         return plan
-    return replace(plan, sets=default_sets(found.data))
-
-
-def check_sets(sets: Sequence[str], folder: Path | None) -> None:
-    """Stop before the first run if a set is not there."""
-    for name in sets:
-        if not uea.available(name, folder):
-            try:
-                uea.load(name, folder)  # says where the archive is to be had
-            except DataError as error:
-                raise RunError(str(error).replace("--data.folder", "--data")) from None
-
-
-def default_sets(folder: Path | None) -> Sequence[str]:
-    """The paper's sets that can be run here; those that cannot are named."""
-    here = [name for name in paper.SETS if uea.available(name, folder)]
-    gone = [name for name in paper.SETS if name not in here]
-    if not here:
-        check_sets(gone, folder)
-    if gone:
-        where = folder or uea.default_folder()
-        print(f"not in {where}, left out: {', '.join(gone)} (the archive: {uea.ARCHIVE})", file=sys.stderr)
-    return here
+    return replace(plan, sets=default_sets(kind, found.data))
 
 
 def read_change(item: str) -> tuple[str, Any]:
@@ -244,7 +245,7 @@ def progress(total: int) -> Iterator[Callable[[grid.Outcome], None]]:
         if outcome.summary is None:
             return f"{name}: failed: {outcome.error}"
         scores = outcome.summary["scores"].items()
-        said = "  ".join(f"{key.replace('_', ' ')} {100 * score['accuracy']:.1f}" for key, score in scores)
+        said = "  ".join(f"{key.replace('_', ' ')} {headline(score)}" for key, score in scores)
         return f"{name}: {said}  {outcome.summary['seconds_per_epoch']:.2f} s/epoch"
 
     try:
@@ -274,8 +275,9 @@ def by_part(plan: Plan) -> list[list[Any]]:
 def title_of(kind: Kind, plan: Plan) -> str:
     changed = {k: v for k, v in plan.changes.items() if k not in kind.changes and k != "data.folder"}
     changed |= {k: v for k, v in plan.changes.items() if k in kind.changes and kind.changes[k] != v}
-    settings = "the paper's settings" if plan.family == "uea" else f"recipe {plan.family}"
+    settings = "the paper's settings" if plan.family in ("uea", "lra") else f"recipe {plan.family}"
     but = f", but {', '.join(f'{k} {v}' for k, v in changed.items())}" if changed else ""
+    but += ", trainings of any length" if plan.free else ""
     return f"{kind.title}: {settings}{but}"
 
 
