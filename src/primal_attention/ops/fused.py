@@ -123,12 +123,9 @@ def _present(ctx: Any, grad_scores: Tensor | None, grad_energy: Tensor | None, l
 
 
 def _spent() -> bool:
-    """Whether this backward pass is the graph's last, so that what was kept for it may be written over.
-
-    Not where the compiler looks on: its operators change no argument, and it finds such places by itself.
-    """
+    """Whether this backward pass is the graph's last, so that what was kept for it may be written over."""
     keeps = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return keeps is not None and not torch.compiler.is_compiling() and not keeps()
+    return keeps is not None and not keeps()
 
 
 class Score(Node):
@@ -152,7 +149,7 @@ class Score(Node):
         origin, tables = list(rest[: ctx.origins]), list(rest[ctx.origins :])
         grads = _present(ctx, grad_scores, grad_energy, qk)
         grad_qk, grad_wx, grad_bias = ops.SCORE_BACKWARD(
-            qk, origin, *grads, tables, ctx.single, ctx.rank, ctx.whole, _spent()
+            qk, origin, *grads, tables, ctx.single, ctx.rank, ctx.whole, spend=_spent()
         )
         return grad_qk, grad_wx, grad_bias if ctx.needs_input_grad[2] else None, None, None, None, None, None
 
@@ -175,7 +172,7 @@ class RunningScore(Node):
         qk, wx, log_decay, carries, *tables = ctx.saved_tensors
         grads = _present(ctx, grad_scores, grad_energy, qk)
         grad_qk, grad_wx, grad_bias, grad_decay = ops.RUNNING_SCORE_BACKWARD(
-            qk, wx, log_decay, carries, *grads, list(tables), ctx.single, ctx.rank, ctx.whole, _spent()
+            qk, wx, log_decay, carries, *grads, list(tables), ctx.single, ctx.rank, ctx.whole, spend=_spent()
         )
         grad_bias = grad_bias if ctx.needs_input_grad[2] else None
         grad_initial = _of_initial(grad_qk, log_decay, wx.shape, tables) if ctx.needs_input_grad[4] else None

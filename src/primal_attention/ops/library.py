@@ -41,9 +41,10 @@ class Operator:
         self.registered = torch.library.custom_op(f"primal::{run.__name__}", run, mutates_args=())
         self.registered.register_fake(fake)
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **eager: Any) -> Any:
+        """`eager`: what only the eager function may be told, because a registered operator changes no argument."""
         traced = torch.compiler.is_compiling() or type(args[0]) not in (Tensor, torch.nn.Parameter)
-        return self.registered(*args) if traced else self.run(*args)
+        return self.registered(*args) if traced else self.run(*args, **eager)
 
 
 def project(
@@ -122,12 +123,16 @@ def score_backward(
     single: bool,
     rank: int,
     whole: bool,
+    spend: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of qk, of wx and of the projection's bias. origin: wx, or (x, rows, w_e, w_r) to rebuild it."""
+    """Gradients of qk, of wx and of the projection's bias. origin: wx, or (x, rows, w_e, w_r) to rebuild it.
+
+    spend: nobody reads qk again, so its gradient may take its place.
+    """
     seqs = _sequences(tables, single)
     depends = len(origin) > 1
     wx = landmarks.landmark_weights(*origin)[0] if depends else origin[0]
-    grad_qk, parts, bias_parts = scoring.scores_backward(qk, wx, grad_scores, grad_energy, seqs, rank, whole)
+    grad_qk, parts, bias_parts = scoring.scores_backward(qk, wx, grad_scores, grad_energy, seqs, rank, whole, spend)
     grad_wx = segment_sum(parts, seqs) if depends else parts.sum(0, keepdim=True)
     return grad_qk, grad_wx, column_sum(bias_parts, qk.dtype)
 
@@ -186,10 +191,11 @@ def running_score_backward(
     single: bool,
     rank: int,
     whole: bool,
+    spend: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of qk, of wx, of the projection's bias and of log γ."""
+    """Gradients of qk, of wx, of the projection's bias and of log γ. spend: as in `score_backward`."""
     grad_qk, grad_wx, bias_parts, decay_parts = running.running_backward(
-        qk, wx, log_decay, carries, grad_scores, grad_energy, _sequences(tables, single), rank, whole
+        qk, wx, log_decay, carries, grad_scores, grad_energy, _sequences(tables, single), rank, whole, spend
     )
     grad_decay = _wide(qk, wx.shape[1]) if log_decay is None else decay_parts.sum((0, 2))
     return grad_qk, grad_wx.sum(0, keepdim=True), column_sum(bias_parts, qk.dtype), grad_decay
@@ -284,29 +290,22 @@ def _fake_decode(
 
 def combine(
     scores: Tensor, score_weight: Tensor, score_bias: Tensor | None, out_weight: Tensor, out_bias: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """y, and the product of the two output maps for the way back."""
+) -> Tensor:
+    """y through the product of the two output maps, which is formed for the call and not kept."""
     product, bias = folding.fold(out_weight, out_bias, score_weight, score_bias)
     shift = None if score_bias is None and out_bias is None else bias
-    return F.linear(scores.flatten(1), product, shift), product
+    return F.linear(scores.flatten(1), product, shift)
 
 
-def _fake_combine(
-    scores: Tensor, score_weight: Tensor, score_bias: Any, out_weight: Tensor, out_bias: Any
-) -> tuple[Tensor, Tensor]:
-    d = out_weight.shape[0]
-    return scores.new_empty(scores.shape[0], d), out_weight.new_empty(d, scores.shape[1] * 2 * scores.shape[3])
+def _fake_combine(scores: Tensor, score_weight: Tensor, score_bias: Any, out_weight: Tensor, out_bias: Any) -> Tensor:
+    return scores.new_empty(scores.shape[0], out_weight.shape[0])
 
 
 def combine_backward(
-    grad_y: Tensor,
-    scores: Tensor,
-    product: Tensor,
-    score_weight: Tensor,
-    score_bias: Tensor | None,
-    out_weight: Tensor,
+    grad_y: Tensor, scores: Tensor, score_weight: Tensor, score_bias: Tensor | None, out_weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the scores, of W_o and b_o, of W_out and b_out."""
+    product, _ = folding.fold(out_weight, None, score_weight, None)
     grad_scores = (grad_y @ product).view_as(scores)
     grad_product = _product_in_float32(grad_y.mT, scores.flatten(1))
     ones = scores.shape[3] > score_weight.shape[1] // 2  # the scores carry a column of ones
@@ -318,7 +317,7 @@ def combine_backward(
 
 
 def _fake_combine_backward(
-    grad_y: Tensor, scores: Tensor, product: Tensor, score_weight: Tensor, score_bias: Any, out_weight: Tensor
+    grad_y: Tensor, scores: Tensor, score_weight: Tensor, score_bias: Any, out_weight: Tensor
 ) -> tuple[Tensor, ...]:
     p, d = score_weight.shape[0], out_weight.shape[0]
     vectors = out_weight.new_empty(p), out_weight.new_empty(d)

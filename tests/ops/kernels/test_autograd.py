@@ -33,6 +33,19 @@ def test_a_second_derivative_raises_instead_of_coming_out_as_zero(device: torch.
         torch.autograd.grad(losses[of], x, create_graph=True)
 
 
+@pytest.mark.parametrize("mode", ["data_dependent", "plain", "causal", "learned_decay"])
+def test_a_graph_that_is_kept_can_be_walked_again(device: torch.device, mode: str) -> None:
+    """The last walk writes gradients over what was kept for it; one with `retain_graph` must not."""
+    layer = make(mode).to(device)
+    x = tokens(layer, 2, 40).requires_grad_()
+    wanted = [x, *layer.parameters()]
+    loss = layer(x).square().sum() + layer.objective.square().sum()
+    first, second, last = (torch.autograd.grad(loss, wanted, retain_graph=keep) for keep in (True, True, False))
+    for name, *grads in zip(["x", *dict(layer.named_parameters())], first, second, last, strict=True):
+        assert torch.equal(grads[0], grads[1]), name
+        assert torch.equal(grads[0], grads[2]), name
+
+
 @pytest.mark.usefixtures("unwritten_memory_is_nan")
 @pytest.mark.parametrize("mode", ["data_dependent", "learned_decay", "growing"])
 @pytest.mark.parametrize("of", ["y", "objective"])

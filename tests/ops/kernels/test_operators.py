@@ -99,7 +99,7 @@ def combine(i: Inputs) -> tuple[Any, ...]:
 
 def combine_backward(i: Inputs) -> tuple[Any, ...]:
     scores, *maps = (t.detach() for t in combine(i))
-    return i.draw(ROWS, WIDTH, grad=False), scores, i.draw(WIDTH, HEADS * 2 * STORED, grad=False), *maps[:3]
+    return i.draw(ROWS, WIDTH, grad=False), scores, *maps[:3]
 
 
 def measure(i: Inputs) -> tuple[Any, ...]:

@@ -424,10 +424,15 @@ def running_backward(
     seqs: Sequences,
     rank: int,
     whole: bool,
+    spend: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """grad_qk, and per chunk the partial sums of the gradients of wx, of the bias and of log γ (chunks, H, 2)."""
+    """grad_qk, and per chunk the partial sums of the gradients of wx, of the bias and of log γ (chunks, H, 2).
+
+    spend: grad_qk may take the place of qk, as in `scores_backward`.
+    """
     plan = _Plan(qk, wx, log_decay, seqs, rank)
-    grad_qk = (torch.empty_like if whole else torch.zeros_like)(qk)
+    spend = spend and whole and plan.size.rank_blocks == 1
+    grad_qk = qk if spend else (torch.empty_like if whole else torch.zeros_like)(qk)
     shapes = ((plan.heads, 2, plan.p, plan.stored), (2 * plan.heads * plan.p,), (plan.heads, 2))
     parts = [torch.empty((plan.chunks, *shape), dtype=torch.float32, device=qk.device) for shape in shapes]
     grad_wx, grad_bias, grad_decay = parts

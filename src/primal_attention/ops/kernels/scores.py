@@ -215,17 +215,28 @@ def scores_forward(qk: Tensor, wx: Tensor, seqs: Sequences, rank: int, whole: bo
 
 
 def scores_backward(
-    qk: Tensor, wx: Tensor, grad_scores: Tensor, grad_energy: Tensor, seqs: Sequences, rank: int, whole: bool
+    qk: Tensor,
+    wx: Tensor,
+    grad_scores: Tensor,
+    grad_energy: Tensor,
+    seqs: Sequences,
+    rank: int,
+    whole: bool,
+    spend: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """grad_qk like qk, and per chunk the partial sums of grad_wx (chunks, H, 2, p, S) and of the bias' gradient."""
+    """grad_qk like qk, and per chunk the partial sums of grad_wx (chunks, H, 2, p, S) and of the bias' gradient.
+
+    spend: grad_qk may take the place of qk: a program reads and writes its own rows and columns alone.
+    """
     heads, p, stored = wx.shape[1], wx.shape[3], stored_rank(rank)
     chunks = seqs.chunk_start.shape[0]
-    grad_qk = (torch.empty_like if whole else torch.zeros_like)(qk)
+    size = tiles(qk.dtype, p, rank)
+    spend = spend and whole and size.rank_blocks == 1  # several blocks of directions read qk twice
+    grad_qk = qk if spend else (torch.empty_like if whole else torch.zeros_like)(qk)
     grad_wx = torch.empty((chunks, heads, 2, p, stored), dtype=torch.float32, device=qk.device)
     grad_bias = torch.empty((chunks, 2 * heads * p), dtype=torch.float32, device=qk.device)
     if not chunks:
         return grad_qk, grad_wx, grad_bias
-    size = tiles(qk.dtype, p, rank)
     tables = (seqs.chunk_sequence, seqs.chunk_start, seqs.chunk_end, wx.stride(0) if wx.shape[0] > 1 else 0)
     grid = (chunks, 2 * heads)
     common = {
