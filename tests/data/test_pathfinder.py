@@ -63,6 +63,11 @@ def test_neither_the_dots_distance_nor_the_light_tells_the_label(sample):
         assert best < 0.06, name  # four standard deviations of 1200 coins; 0.14 before distances were made alike
 
 
+def test_processes_draw_the_same_images():
+    alone, together = (pathfinder.generate(1100, 5, workers=workers) for workers in (1, 2))
+    assert all(np.array_equal(alone[key], together[key]) for key in alone)
+
+
 def test_a_seed_repeats_and_another_differs():
     first, again, other = (pathfinder.generate(20, seed)["images"] for seed in (1, 1, 2))
     np.testing.assert_array_equal(first, again)

@@ -14,7 +14,13 @@ from __future__ import annotations
 import io
 import json
 import zlib
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing
+from functools import partial
+from itertools import count, islice
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -37,8 +43,12 @@ def generate(
     contour_length: int = CONTOUR_LENGTH,
     distractors: int = DISTRACTORS,
     progress: Progress | None = None,
+    workers: int = 1,
 ) -> Arrays:
-    """Images (cases, 32, 32) uint8 and labels (cases,) uint8; images 2i and 2i + 1 have one label each."""
+    """Images (cases, 32, 32) uint8 and labels (cases,) uint8; images 2i and 2i + 1 have one label each.
+
+    The number of processes changes nothing about them.
+    """
     if not 3 <= contour_length <= 18:
         raise DataError(f"contour_length must lie between 3 and 18 to fit a 32×32 image twice (got {contour_length})")
     if distractors < 0:
@@ -46,18 +56,40 @@ def generate(
     rng = np.random.default_rng([seed, 1])
     labels = np.stack([first := rng.integers(0, 2, -(-cases // 2)), 1 - first], axis=1).ravel()[:cases].astype(np.uint8)
     images = np.zeros((cases, SIZE, SIZE), dtype=np.uint8)
-    done, sheet = 0, 0
-    while done < cases:
-        canvas, ends = _sheet(np.random.default_rng([seed, 2, sheet]), contour_length, distractors)
-        sheet += 1
-        ends, like = _dots(ends, canvas.rng)
-        rows = np.flatnonzero(canvas.alive & like)[: cases - done]
-        dots = ends[rows, labels[done : done + len(rows)]]
-        images[done : done + len(rows)] = canvas.draw(rows, dots)
-        done += len(rows)
-        if progress is not None:
-            progress(len(rows))
+    done = 0
+    with closing(_sheets(partial(_drawn, seed, contour_length, distractors), workers)) as sheets:
+        while done < cases:
+            either = next(sheets)[:, : cases - done]
+            more = either.shape[1]
+            images[done : done + more] = either[labels[done : done + more], np.arange(more)]
+            done += more
+            if progress is not None:
+                progress(more)
     return {"images": images, "labels": labels}
+
+
+def _sheets(draw: Callable[[int], np.ndarray], workers: int) -> Generator[np.ndarray, None, None]:
+    """Sheets 0, 1, … without end, in their order, drawn by so many processes."""
+    if workers < 2:
+        yield from map(draw, count())
+        return
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        numbers = count()
+        waiting = deque(pool.submit(draw, number) for number in islice(numbers, 2 * workers))
+        try:
+            while True:
+                waiting.append(pool.submit(draw, next(numbers)))
+                yield waiting.popleft().result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _drawn(seed: int, contour_length: int, distractors: int, sheet: int) -> np.ndarray:
+    """The images of a sheet that can carry either label, with the dots of label 0 and of label 1, (2, images, …)."""
+    canvas, ends = _sheet(np.random.default_rng([seed, 2, sheet]), contour_length, distractors)
+    dots, like = _dots(ends, canvas.rng)
+    rows = np.flatnonzero(canvas.alive & like)
+    return np.stack([canvas.draw(rows, dots[rows, label]) for label in range(2)])
 
 
 def _sheet(rng: np.random.Generator, contour_length: int, distractors: int) -> tuple[Canvas, np.ndarray]:
@@ -100,6 +132,7 @@ def write(
     contour_length: int = CONTOUR_LENGTH,
     distractors: int = DISTRACTORS,
     progress: Progress | None = None,
+    workers: int = 1,
 ) -> Path:
     """Write images and metadata in the released layout, and splits.json, which says where train, valid and test begin.
 
@@ -109,7 +142,7 @@ def write(
     sizes = {"train": train, "valid": valid, "test": test}
     if min(sizes.values()) < 1:
         raise DataError(f"every split needs at least one case (got {', '.join(f'{k} {v}' for k, v in sizes.items())})")
-    arrays = generate(sum(sizes.values()), seed, contour_length, distractors, progress)
+    arrays = generate(sum(sizes.values()), seed, contour_length, distractors, progress, workers)
     (folder / "metadata").mkdir(parents=True, exist_ok=True)
     for number, start in enumerate(range(0, len(arrays["labels"]), FOLDER_SIZE)):
         part = f"imgs/{number}"

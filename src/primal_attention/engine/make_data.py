@@ -48,6 +48,8 @@ class PathfinderArguments:
     """Dashes of each of the two long contours."""
     distractors: int = pathfinder.DISTRACTORS
     """Short contours, as far as they find a place."""
+    workers: int = 1
+    """Processes that draw; their number changes nothing about the images."""
 
 
 def main(args: Sequence[str]) -> int:
@@ -91,6 +93,7 @@ def make_pathfinder(wanted: PathfinderArguments) -> int:
             contour_length=wanted.contour_length,
             distractors=wanted.distractors,
             progress=progress,
+            workers=wanted.workers,
         )
     print(f"{cases:,} images in {wanted.out}")
     return 0
