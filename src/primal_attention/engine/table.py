@@ -145,7 +145,12 @@ def make_plan(kind: Kind, found: argparse.Namespace) -> Plan:
     if found.recipe not in registry.FAMILIES:
         near = difflib.get_close_matches(found.recipe, registry.FAMILIES, n=1, cutoff=0.3)
         raise RunError(f"no family of recipes is called {found.recipe!r}: did you mean {(near or ['uea'])[0]!r}?")
-    if kind.models:
+    if kind.lineup:
+        for name in found.models or ():
+            if name not in kind.lineup:
+                raise RunError(f"--models {name} is not in this table: choose of {', '.join(kind.lineup)}")
+        variants = [kind.lineup[name] for name in dict.fromkeys(found.models or kind.lineup)]
+    elif kind.models:
         if found.parts:
             raise RunError("--parts belongs to an ablation: this table has --models")
         variants = model_variants(dict.fromkeys(found.models or kind.models))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from primal_attention.engine.plan import ABLATIONS
+from primal_attention.engine.lineup import LINEUP
+from primal_attention.engine.plan import ABLATIONS, Variant
 from primal_attention.report import accuracy, efficiency, paper_lra
+from primal_attention.report import language as language_tables
 from primal_attention.report import lra as lra_tables
 from primal_attention.report import paper_tables as paper
 from primal_attention.report.cells import Cell
@@ -31,6 +33,8 @@ class Kind:
     parts: tuple[str, ...] = ()
     """Of an ablation."""
     needs: frozenset[str] | None = None
+    lineup: Mapping[str, Variant] = field(default_factory=dict)
+    """Rows that are more than an attention's name; --models chooses among them."""
 
 
 TABLES = {
@@ -68,5 +72,17 @@ TABLES = {
         sets=paper_lra.TASKS,
         parts=("data-dependence", "r-scores"),
         needs=frozenset({"validation_chosen"}),
+    ),
+    "lm": Kind(
+        "Language models",
+        {},
+        (),
+        1,
+        language_tables.language,
+        family="lm",
+        sets=("wikipedia",),
+        needs=frozenset({"last"}),
+        timed=True,
+        lineup=LINEUP,
     ),
 }

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from primal_attention.data import uea
 from primal_attention.data.errors import DataError
-from primal_attention.engine import lra
+from primal_attention.engine import language, lra
 from primal_attention.engine.errors import RunError
 from primal_attention.engine.table_kinds import Kind
 
@@ -20,6 +20,8 @@ def check_sets(family: str, sets: Sequence[str], folder: Path | None) -> None:
             try:
                 if family == "lra":
                     lra.load(lra.LRAData(name, folder / name if folder else None))  # type: ignore[arg-type]
+                elif family == "lm":
+                    language.load(language.LanguageData(name, folder))  # type: ignore[arg-type]
                 else:
                     uea.load(name, folder)  # says where the archive is to be had
             except DataError as error:
@@ -27,6 +29,8 @@ def check_sets(family: str, sets: Sequence[str], folder: Path | None) -> None:
 
 
 def available(family: str, name: str, folder: Path | None) -> bool:
+    if family == "lm":
+        return (folder or language.default_folder(name)).is_dir()
     if family == "lra":
         return (folder / name if folder else lra.default_folder(name)).is_dir()
     return uea.available(name, folder)

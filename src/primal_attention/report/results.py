@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,9 @@ class Result:
     device: str
     length: int | None
     commit: str | None
+    parameters: int | None = None
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """What the run said about its data."""
 
     def accuracy(self, protocol: str) -> float | None:
         """Per cent, or None where this run did not follow the protocol."""
@@ -87,6 +90,8 @@ def read_file(file: Path) -> Result | None:
             device=content["device"],
             length=content.get("data", {}).get("max_length"),
             commit=content.get("commit"),
+            parameters=content.get("parameters"),
+            data=content.get("data", {}),
         )
     except KeyError as missing:
         raise RunError(f"{file} lacks {missing.args[0]!r}: it is no result of this version") from None
