@@ -148,15 +148,20 @@ def infinite(content: dict[str, np.ndarray]) -> None:
     content["observations"][6, 1] = np.nan
 
 
+def endless(content: dict[str, np.ndarray]) -> None:
+    for key in ("terminals", "timeouts"):
+        content[key][:] = False
+
+
 MISTAKES = {
     "missing key": (lambda c: c.pop("rewards"), "lacks 'rewards' \\(has actions, infos, observations"),
-    "columns of two lengths": (lambda c: c.update(actions=c["actions"][:-1]), "actions has 9 rows where observations has 10"),
+    "columns of two lengths": (lambda c: c.update(actions=c["actions"][:-1]), "actions has 9 rows where observations"),
     "flags of another length": (lambda c: c.update(timeouts=c["timeouts"][:4]), "timeouts has 4 rows where"),
     "rows of several widths": (ragged, "observations must be a table of numbers with rows of one width"),
     "words": (lambda c: c.update(rewards=np.array([b"a"] * 10)), "rewards must be a table of numbers"),
     "flat states": (lambda c: c.update(observations=c["rewards"]), "observations must have shape \\(rows, width\\)"),
     "not finite": (infinite, "observations has a value that is not finite in row 6"),
-    "no end": (lambda c: c.update(terminals=c["terminals"] * 0, timeouts=c["timeouts"] * 0), "no episode ends in its 10 rows"),
+    "no end": (endless, "no episode ends in its 10 rows"),
 }  # fmt: skip
 
 
