@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -69,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run = command.load()
         from primal_attention.data.errors import DataError
-        from primal_attention.engine.errors import RunError
+        from primal_attention.engine.errors import Preempted, RunError
     except ModuleNotFoundError as missing:
         return fail(f"primal {name} needs {missing.name}: pip install 'primal-attention[{command.extra}]'")
     try:
@@ -78,6 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return fail(str(error))
     except ModuleNotFoundError as missing:
         return fail(f"primal {name} needs {missing.name}: pip install 'primal-attention[{command.extra}]'")
+    except Preempted as stop:
+        print(f"primal: {stop}; go on with --resume", file=sys.stderr)
+        return 128 + signal.SIGTERM
     except KeyboardInterrupt:
         print("interrupted; a training goes on from its last checkpoint with --resume", file=sys.stderr)
         return 130

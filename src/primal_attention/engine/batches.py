@@ -41,6 +41,7 @@ class Batches:
         self.epoch = 0
         self.group = 1
         self.rank, self.world = 0, 1
+        self.skip = 0
 
     @property
     def cases(self) -> int:
@@ -56,6 +57,14 @@ class Batches:
 
     def share(self, rank: int, world: int) -> None:
         self.rank, self.world = rank, world
+
+    def part(self, number: int) -> float:
+        """This rank's cases in batch `number` of an epoch, over the mean of the ranks': what its mean has to weigh.
+
+        A rank that got a repeated case because they were scarce weighs nothing.
+        """
+        size = min(self.batch_size, self.cases if self.steps else self.cases - number * self.batch_size)
+        return len(range(self.rank, size, self.world)) * self.world / size
 
     def to(self, device: torch.device) -> Batches:
         """Keep the whole set on the device: the sets here are small, and a copy per step would cost more."""
@@ -97,8 +106,11 @@ class Batches:
             yield self.cut([t[rows] for t in self.tensors], sizes)
 
     def turns(self) -> Iterator[tuple[list[int], Tensor]]:
-        """The sizes of the batches that come together, and all their rows."""
-        rows = self.rows()
+        """The sizes of the batches that come together, and all their rows.
+
+        `skip` turns are left out once: those that an interrupted epoch has behind it.
+        """
+        rows, self.skip = islice(self.rows(), self.skip * self.group, None), 0
         while together := [self._shared(r) for r in islice(rows, self.group)]:
             yield [len(r) for r in together], torch.cat(together).to(self.tensors[0].device)
 

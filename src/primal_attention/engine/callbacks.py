@@ -11,9 +11,11 @@ import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint
 
 from primal_attention.engine import distributed
+from primal_attention.engine.errors import Preempted
 from primal_attention.engine.experiment import Experiment
 from primal_attention.engine.files import write_csv, write_weights
 from primal_attention.engine.module import TrainingModule
+from primal_attention.engine.preempt import Notice
 
 Row = dict[str, Any]
 
@@ -29,6 +31,9 @@ class RunState(Checkpoint):
 
     metrics.csv is always written from this memory, so a run that was killed and resumed has the same file as one that
     was not. It holds nothing that a second run of the same command would not repeat; times are kept apart.
+
+    Asked to stop (SIGTERM), it saves where the training stands and raises `Preempted`: within an epoch after the step
+    at hand, while it measures an epoch at once, and the measuring is then done by the run that goes on.
     """
 
     def __init__(self, folder: Path, experiment: Experiment) -> None:
@@ -40,6 +45,10 @@ class RunState(Checkpoint):
         self.best: Row | None = None
         self.finished = False
         self._started = self._written = 0.0
+        self.middle: dict[str, Any] | None = None  # of an epoch: batches done, and what each process stands at
+        self.unmeasured: Row | None = None  # an epoch that was trained and not measured yet
+        self.notice = Notice()
+        self._trainer: Any = None
         self._board: Any = None
 
     @property
@@ -55,19 +64,57 @@ class RunState(Checkpoint):
         return self.folder / "checkpoints" / "best.safetensors"
 
     def state_dict(self) -> dict[str, Any]:
-        keep = ("rows", "seconds", "best", "finished", "peak_bytes")
+        keep = ("rows", "seconds", "best", "finished", "peak_bytes", "middle", "unmeasured")
         return {name: getattr(self, name) for name in keep}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.rows, self.seconds = list(state["rows"]), list(state["seconds"])
         self.best, self.finished, self.peak_bytes = state["best"], state["finished"], state.get("peak_bytes")
+        self.middle, self.unmeasured = state.get("middle"), state.get("unmeasured")
 
     def on_fit_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self.experiment.train.share(trainer.global_rank, trainer.world_size)
+        self._trainer, self.experiment.module.watcher = trainer, self
+        self.notice.listen()
+        self.experiment.train.share(*self.experiment.module.share)
         for batches in (self.experiment.train, *self.experiment.watched.values()):
             batches.to(module.device)
         if trainer.is_global_zero and self.experiment.module.recipe.trainer.tensorboard:
             self._board = open_board(self.folder / "tensorboard", purge_after=trainer.global_step)
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        assert isinstance(module, TrainingModule)
+        self.finish_measuring(module)
+        if self.middle is None:
+            return
+        middle, self.middle = self.middle, None
+        known = middle["processes"] if len(middle["processes"]) == trainer.world_size else None
+        module.go_on_from(known[trainer.global_rank] if known else None, middle["steps"])
+        self.experiment.train.skip = middle["batches"]
+        self._started = time.perf_counter() - middle["seconds"]
+
+    def after_batch(self, done: int) -> None:
+        """Between two batches of an epoch, of which `done` are behind: save if it is time, stop if asked to."""
+        module, often = self.experiment.module, self.experiment.module.recipe.trainer.checkpoint_steps
+        asked = self.notice.anywhere(module.device)
+        if not asked and not (often and done % often == 0):
+            return
+        here = module.position()
+        everyone = [here]
+        if self._trainer.world_size > 1:
+            everyone = [None] * self._trainer.world_size  # type: ignore[list-item]
+            torch.distributed.all_gather_object(everyone, here)
+        seconds = time.perf_counter() - self._started
+        self.middle = {"batches": done, "steps": here["steps"], "seconds": seconds, "processes": everyone}
+        self._trainer.save_checkpoint(self.checkpoint)
+        self.middle = None
+        if asked:
+            raise Preempted(f"asked to stop: saved after batch {done} of epoch {self._trainer.current_epoch + 1}")
+
+    def while_measuring(self) -> None:
+        """Between two batches of an evaluation."""
+        if self.notice.anywhere(self.experiment.module.device):
+            self._trainer.save_checkpoint(self.checkpoint)
+            raise Preempted("asked to stop: saved before the last epoch was measured")
 
     def on_train_epoch_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if module.device.type == "cuda":
@@ -82,17 +129,29 @@ class RunState(Checkpoint):
             torch.cuda.synchronize()
             self.peak_bytes = max(self.peak_bytes or 0, torch.cuda.max_memory_allocated())
         self.seconds.append(time.perf_counter() - self._started)
-        epoch, config = trainer.current_epoch + 1, module.recipe.trainer
-        last = epoch == config.epochs
+        epoch = trainer.current_epoch + 1
         row: Row = {"epoch": epoch, "step": trainer.global_step, "lr": trainer.optimizers[0].param_groups[0]["lr"]}
         row |= module.epoch_means()
+        self.finished = False
+        self.unmeasured = row
+        self.finish_measuring(module)
+
+    def finish_measuring(self, module: TrainingModule) -> None:
+        """The scores of the epoch that was trained last, its row, its checkpoint; nothing where all that is done."""
+        if self.unmeasured is None:
+            return
+        trainer, config, row = self._trainer, module.recipe.trainer, dict(self.unmeasured)
+        epoch = row["epoch"]
+        last = epoch == config.epochs
         if last or epoch % config.evaluate_every == 0:
             for name, batches in self.experiment.watched.items():
                 row |= {f"{name}_{key}": value for key, value in module.evaluate(batches).items()}
             self._choose(row, module, trainer.is_global_zero)
         self.rows.append(row)
+        self.unmeasured = None
         self.finished = last or self._patience_spent(config.early_stop)
-        saved = self.finished or epoch % config.checkpoint_every == 0
+        asked = self.notice.anywhere(module.device)
+        saved = self.finished or asked or epoch % config.checkpoint_every == 0
         if saved:
             trainer.save_checkpoint(self.checkpoint)
         if trainer.is_global_zero:
@@ -102,6 +161,8 @@ class RunState(Checkpoint):
             if self._board is not None:
                 for key, value in row.items():
                     self._board.add_scalar(key.replace("_", "/", 1), value, row["step"])
+        if asked and not self.finished:
+            raise Preempted(f"asked to stop: saved after epoch {epoch}")
         if self.finished:
             trainer.should_stop = True
 
@@ -121,6 +182,7 @@ class RunState(Checkpoint):
         return bool(patience and self.best and len(self.rows) - self.best["epoch"] >= patience)
 
     def teardown(self, trainer: pl.Trainer, module: pl.LightningModule, stage: str) -> None:
+        self.notice.rest()
         if self._board is not None:
             self._board.close()
 

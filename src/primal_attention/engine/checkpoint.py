@@ -28,3 +28,20 @@ def read_checkpoint(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
         return torch.load(path, map_location=map_location, weights_only=True)
     except Exception as error:  # torch raises a dozen kinds for a damaged file
         raise RunError(f"{path} is damaged or no checkpoint of this library ({str(error).splitlines()[0]})") from error
+
+
+def latest(folder: Path) -> Path | None:
+    """The last whole checkpoint of a run: one file, or a folder that many processes wrote."""
+    single = folder / "last.ckpt"
+    if single.is_file():
+        return single
+    return max(folder.glob("*.sharded"), default=None)
+
+
+def read_any(path: Path) -> dict[str, Any]:
+    """A checkpoint of either kind, read by one process."""
+    if path.is_file():
+        return read_checkpoint(path)
+    from primal_attention.engine.sharded import read_whole
+
+    return read_whole(path)

@@ -65,16 +65,17 @@ class ClassificationModule(TrainingModule):
         if config.jitter:
             x = jitter(x, config.jitter)
         if not config.mixup:
-            return F.cross_entropy(self.model(x, self._seen(mask)), y, label_smoothing=config.label_smoothing)
+            logits = self.model(*self.tokens(x, self._seen(mask)))
+            return F.cross_entropy(logits, y, label_smoothing=config.label_smoothing)
         x, mask, partner, share = mix(x, mask, config.mixup)
-        logits = self.model(x, self._seen(mask))
+        logits = self.model(*self.tokens(x, self._seen(mask)))
         own = F.cross_entropy(logits, y, label_smoothing=config.label_smoothing, reduction="none")
         other = F.cross_entropy(logits, y[partner], label_smoothing=config.label_smoothing, reduction="none")
         return (share * own + (1 - share) * other).mean()
 
     def scores(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         x, mask, y = batch
-        logits = model(x, self._seen(mask)).float()
+        logits = model(*self.tokens(x, self._seen(mask))).float()
         return {
             "accuracy": (logits.argmax(dim=-1) == y).sum(),
             "loss": F.cross_entropy(logits, y, reduction="sum"),

@@ -45,16 +45,18 @@ def train(args: Sequence[str]) -> int:
     if name.startswith("-"):
         raise RunError(f"the recipe comes first: primal train RECIPE {name} … ('primal recipes' lists them)")
     recipe, out, resume = parse_run(name, registry.get(name), rest)
-    from primal_attention.engine import distributed, runner
+    from primal_attention.engine import distributed, preempt, runner
 
+    named = out is not None
     if out is None:
         place = run_folder.default(name, recipe)
         out = run_folder.newest(place) if resume else run_folder.fresh(place)
-    out = distributed.agree_on_folder(out)
+    out = distributed.agree_on_folder(out, named=named)
     if distributed.is_main():
         print(f"run folder: {out}")
     command = shlex.join(["primal", "train", *args])
-    summary = runner.train(recipe, out, name=name, resume=resume, command=command)
+    with preempt.leave_at_once():
+        summary = runner.train(recipe, out, name=name, resume=resume, command=command)
     if distributed.is_main():
         show(summary)
     return 0

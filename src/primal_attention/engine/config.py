@@ -71,6 +71,8 @@ class TrainerConfig:
     accelerator: Literal["auto", "cpu", "gpu", "mps"] = "auto"
     devices: int = 1
     """Devices per run; more than one needs strategy ddp or fsdp."""
+    context: int = 1
+    """Devices that share each sequence; the others share the batch. Needs Primal-Attention in every layer."""
     strategy: Literal["auto", "ddp", "fsdp"] = "auto"
     precision: Literal["32-true", "bf16-mixed", "16-mixed"] = "32-true"
     ema: float = 0.0
@@ -81,6 +83,8 @@ class TrainerConfig:
     """Epochs between two evaluations; the last epoch is always evaluated."""
     checkpoint_every: int = 1
     """Epochs between two checkpoints; a killed run goes on from the last one."""
+    checkpoint_steps: int = 0
+    """Batches between two checkpoints within an epoch; 0 writes none there."""
     graph: Literal["auto", "on", "off"] = "auto"
     """Record a training step as one CUDA graph and replay it; auto: on one GPU, where nothing speaks against it."""
     compile: bool = False
@@ -93,11 +97,18 @@ class TrainerConfig:
     """Write TensorBoard logs too, where tensorboard is installed."""
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "accumulate", "devices", "evaluate_every", "checkpoint_every"):
+        for name in ("epochs", "batch_size", "accumulate", "devices", "context", "evaluate_every", "checkpoint_every"):
             value = getattr(self, name)
             require(value >= 1, f"trainer.{name.replace('_', '-')} must be at least 1 (got {value})")
         require(0 <= self.ema < 1, f"trainer.ema must lie in [0, 1) (got {self.ema})")
         require(self.steps_per_epoch >= 0, f"trainer.steps-per-epoch must not be negative (got {self.steps_per_epoch})")
+        require(
+            self.checkpoint_steps >= 0, f"trainer.checkpoint-steps must not be negative (got {self.checkpoint_steps})"
+        )
+        require(
+            self.devices % self.context == 0,
+            f"trainer.context must divide trainer.devices (got {self.context} and {self.devices})",
+        )
         require(self.early_stop >= 0, f"trainer.early-stop must not be negative (got {self.early_stop})")
 
 

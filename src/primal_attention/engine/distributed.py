@@ -1,13 +1,27 @@
-"""Several processes, one run: Lightning starts the command again for every further device."""
+"""Several processes, one run. Lightning starts the command again for every further device, or a launcher (torchrun,
+SLURM) has started them all.
+
+The processes form a mesh: along "data" each takes its share of every batch, along "context" its stretch of every
+sequence. A loss is that of the whole sequences, so the mean over all processes is the gradient, whatever the mesh.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+
+from primal_attention.engine.errors import RunError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from primal_attention.engine.config import TrainerConfig
+    from primal_attention.parallel import Context
 
 FOLDER = "PRIMAL_RUN_FOLDER"
 
@@ -25,12 +39,92 @@ def is_main() -> bool:
     return rank() == 0
 
 
-def agree_on_folder(folder: Path) -> Path:
-    """The main process's run folder: the others find its files there and must not take the next free number."""
+def launched() -> bool:
+    """Whether a launcher started all processes at once, torchrun or a scheduler's."""
+    return "TORCHELASTIC_RUN_ID" in os.environ or int(os.environ.get("SLURM_NTASKS", "1")) > 1
+
+
+def restarted() -> bool:
+    """Whether this run was started before, by the same launcher or job, and has to go on by itself."""
+    counts = (os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    return any(count.isdigit() and int(count) > 0 for count in counts)
+
+
+def agree_on_folder(folder: Path, *, named: bool = True) -> Path:
+    """The main process's run folder: the others find its files there and must not take the next free number.
+
+    named: the user has said which folder. Processes that start at once would each look for a free one.
+    """
+    if launched() and not named:
+        raise RunError("several processes start at once and each would pick a folder: name it with --out FOLDER")
     if is_main():
         os.environ[FOLDER] = str(folder)
         return folder
     return Path(os.environ.get(FOLDER, folder))
+
+
+def machines(config: TrainerConfig) -> tuple[int, int]:
+    """Devices per machine, and machines."""
+    if not launched():
+        return config.devices, 1
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        total, here = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    else:
+        total = int(os.environ["SLURM_NTASKS"])
+        here = total // int(os.environ.get("SLURM_NNODES", "1"))
+    if total != config.devices:
+        raise RunError(
+            f"the launcher started {total} processes and trainer.devices is {config.devices}: "
+            f"add --trainer.devices {total}"
+        )
+    return here, total // here
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The processes of a run as a mesh of ("data", "context"), and where this one stands."""
+
+    mesh: DeviceMesh
+    everyone: Context
+
+    @classmethod
+    def of(cls, device_type: str, world: int, context: int) -> Layout:
+        from torch.distributed import group
+        from torch.distributed.device_mesh import init_device_mesh
+
+        from primal_attention.parallel import Context
+
+        mesh = init_device_mesh(device_type, (world // context, context), mesh_dim_names=("data", "context"))
+        assert group.WORLD is not None
+        return cls(mesh, Context(group.WORLD))
+
+    @property
+    def sequence(self) -> DeviceMesh:
+        """The processes that share this one's sequences."""
+        return self.mesh["context"]
+
+    @property
+    def splits(self) -> bool:
+        return self.sequence.size() > 1
+
+    @property
+    def data(self) -> tuple[int, int]:
+        """Which share of a batch is this process's, of how many."""
+        return self.mesh.get_local_rank("data"), self.mesh["data"].size()
+
+    def adapt(self, model: nn.Module) -> None:
+        """Let a model work on its part of the sequences, with the statistics of the whole batch where it has any."""
+        from primal_attention.models.classifier import MaskedBatchNorm
+        from primal_attention.parallel import context_parallel
+
+        if self.splits:
+            try:
+                context_parallel(model, self.sequence)
+            except ValueError as error:
+                raise RunError(f"trainer.context {self.sequence.size()}: {error}") from error
+        for module in model.modules():
+            if isinstance(module, MaskedBatchNorm):
+                module.context = self.everyone
 
 
 def shard(model: nn.Module, mesh: Any) -> None:

@@ -9,3 +9,7 @@ class RunError(Exception):
 
 class DivergedError(RunError):
     """The loss is no longer a finite number."""
+
+
+class Preempted(Exception):  # noqa: N818 - nothing has gone wrong
+    """The process was asked to stop, has saved where it stands, and can go on with --resume."""

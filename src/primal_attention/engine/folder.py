@@ -15,8 +15,18 @@ from primal_attention.engine.errors import RunError
 from primal_attention.engine.files import write_text
 
 FORMAT = 1
-# What may differ between the two halves of an interrupted run: it changes no number.
-FREE = {"trainer.progress", "trainer.tensorboard", "trainer.checkpoint_every", "data.folder", "evaluation.video"}
+# What may differ between the two halves of an interrupted run: it changes no number, or, where a cluster gives another
+# number of devices, only rounding and what dropout draws.
+FREE = {
+    "data.folder",
+    "evaluation.video",
+    "trainer.checkpoint_every",
+    "trainer.checkpoint_steps",
+    "trainer.context",
+    "trainer.devices",
+    "trainer.progress",
+    "trainer.tensorboard",
+}
 
 
 def default(name: str, recipe: Recipe, root: Path = Path("runs")) -> Path:

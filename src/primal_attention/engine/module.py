@@ -12,7 +12,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import lightning.pytorch as pl
 import torch
@@ -26,7 +26,16 @@ from primal_attention.engine.recordable import RecordableRAdam
 from primal_attention.nn.objective import ksvd_loss, primal_layers
 
 if TYPE_CHECKING:
+    from primal_attention.engine.distributed import Layout
     from primal_attention.engine.graphed import RecordedStep
+
+
+class Watcher(Protocol):
+    """Who looks on between two batches, to save or to stop."""
+
+    def after_batch(self, done: int) -> None: ...
+    def while_measuring(self) -> None: ...
+
 
 CHECK_EVERY = 50  # steps between two looks at the loss on a device that would have to be waited for
 
@@ -55,6 +64,9 @@ class TrainingModule(pl.LightningModule):
         self._sharded = False
         self._batches_per_epoch = 0
         self._recorded: RecordedStep | None = None
+        self.layout: Layout | None = None  # where there are several processes
+        self.watcher: Watcher | None = None
+        self._part = 1.0  # of a batch: this process's cases over the mean of the processes'
 
     # What a benchmark fills in
 
@@ -68,14 +80,47 @@ class TrainingModule(pl.LightningModule):
     # Training
 
     def configure_model(self) -> None:
-        if self.recipe.trainer.strategy == "fsdp" and not self._sharded:
+        config = self.recipe.trainer
+        if self.layout is None and self.trainer.world_size > 1:
+            device = self.trainer.strategy.root_device.type
+            self.adopt(distributed.Layout.of(device, self.trainer.world_size, config.context))
+        if config.strategy == "fsdp" and not self._sharded:
             for model in (self.model, self.averaged):
                 if model is not None:
                     distributed.shard(model, self.device_mesh["data_parallel"])  # type: ignore[index]
             self._sharded = True
 
+    def adopt(self, layout: Layout | None) -> None:
+        """Work with other processes on the same batches, and on the same sequences where they are split."""
+        self.layout = layout
+        for model in (self.model, self.averaged):
+            if layout is not None and model is not None:
+                layout.adapt(model)
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """Which share of every batch is this process's, of how many."""
+        return (0, 1) if self.layout is None else self.layout.data
+
+    def tokens(self, *sequences: Tensor | None) -> tuple[Any, ...]:
+        """This process's part of (B, N, …) tensors, as the model takes them: all of it where sequences are not split.
+
+        What was drawn so far, augmentation for instance, is the same for all processes of a sequence; what the model
+        draws from here on is each one's own.
+        """
+        if self.layout is None or not self.layout.splits:
+            return sequences
+        if self.training:
+            self._seed("tokens", self._steps, self.global_rank)
+        from primal_attention.parallel import shard
+
+        return tuple(None if t is None else shard(t, self.layout.sequence) for t in sequences)
+
+    def _seed(self, *what: object) -> None:
+        torch.manual_seed(derive_seed("epoch", self.recipe.seed, self.current_epoch, *what))
+
     def on_train_epoch_start(self) -> None:
-        torch.manual_seed(derive_seed("epoch", self.recipe.seed, self.current_epoch, self.global_rank))
+        self._seed(self.share[0])
         self._steps = 0
         for total in self._sums.values():  # in place: a recorded step adds to these very tensors
             total.zero_()
@@ -87,19 +132,22 @@ class TrainingModule(pl.LightningModule):
         train.group = group
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
-        """The loss and its parts."""
-        task = self.task_loss(batch)
+        """The loss and its parts, such that the mean over the processes is what one process would compute."""
+        if self.layout is not None and self.layout.splits:
+            self._seed("batch", self._steps, self.share[0])
+        task = self._part * self.task_loss(batch)
         parts = {"task_loss": task}
         loss = task
         if self.has_primal:
-            ksvd = ksvd_loss(self.model, self.ksvd_reduction)
+            group = None if self.layout is None else self.layout.everyone.group
+            ksvd = ksvd_loss(self.model, self.ksvd_reduction, group=group, part=self._part)
             loss = task + (self.recipe.eta or 0.0) * ksvd
             parts["ksvd_loss"] = ksvd
-            parts["J"] = objective(self.model)
+            parts["J"] = self._part * objective(self.model)
         parts["loss"] = loss
         return parts
 
-    def training_step(self, batch: Any, _: int) -> Tensor | None:
+    def training_step(self, batch: Any, number: int) -> Tensor | None:
         if not self.automatic_optimization:
             from primal_attention.engine.graphed import RecordedStep
 
@@ -107,6 +155,8 @@ class TrainingModule(pl.LightningModule):
                 self._recorded = RecordedStep(self, self.optimizers(use_pl_optimizer=False))  # type: ignore[arg-type]
             self._recorded.run(batch if isinstance(batch, list) else [batch])
             return None
+        if self.layout is not None:
+            self._part = self.trainer.train_dataloader.part(number)  # type: ignore[union-attr]
         parts = self.losses(batch)
         self.add_to_sums(parts)
         self.count_step(batch)
@@ -131,13 +181,34 @@ class TrainingModule(pl.LightningModule):
         if self._steps % often == 0 and not torch.isfinite(total):
             raise DivergedError(self._explain(batch, often))
 
-    def on_train_batch_end(self, *_: Any) -> None:
-        if not self.automatic_optimization:
-            return
-        accumulate = self.recipe.trainer.accumulate
-        stepped = (self._steps % accumulate == 0) or self.trainer.is_last_batch
-        if self.averaged is not None and stepped:
+    def on_train_batch_end(self, outputs: Any, batch: Any, number: int) -> None:
+        stepped = self._steps % self.recipe.trainer.accumulate == 0 or self.trainer.is_last_batch
+        if self.automatic_optimization and self.averaged is not None and stepped:
             update_average(self.averaged, self.model, average_share(self.recipe.trainer.ema, self.global_step))
+        if self.watcher is not None and stepped and not self.trainer.is_last_batch:
+            self.watcher.after_batch(number + 1)
+
+    def position(self) -> dict[str, Any]:
+        """Where this process stands within an epoch, besides its weights: sums and random numbers."""
+        device = next(self.model.parameters()).device
+        return {
+            "steps": self._steps,
+            "sums": {key: float(value) for key, value in self._sums.items()},
+            "random": torch.get_rng_state(),
+            "random_on_device": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        }
+
+    def go_on_from(self, position: Mapping[str, Any] | None, steps: int) -> None:
+        """Undo nothing, repeat nothing. `position` None: the number of processes has changed, so draw anew."""
+        device = next(self.model.parameters()).device
+        self._steps = steps
+        if position is None:
+            self._seed("resumed", steps, self.share[0])
+            return
+        self._sums = {key: torch.tensor(value, device=device) for key, value in position["sums"].items()}
+        torch.set_rng_state(position["random"])
+        if position["random_on_device"] is not None and device.type == "cuda":
+            torch.cuda.set_rng_state(position["random_on_device"], device)
 
     def epoch_means(self) -> dict[str, float]:
         """Mean over the epoch's steps of the losses and J, over all ranks."""
@@ -190,6 +261,8 @@ class TrainingModule(pl.LightningModule):
         found: dict[str, list[Tensor]] = {}
         with precision_context(self.recipe.trainer.precision, next(model.parameters()).device):
             for batch in batches:
+                if self.watcher is not None:
+                    self.watcher.while_measuring()
                 for key, value in self.scores(model, batch).items():
                     found.setdefault(key, []).append(value)
         model.train(was_training)

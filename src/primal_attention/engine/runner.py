@@ -26,11 +26,11 @@ import lightning.pytorch as pl
 import torch
 
 import primal_attention
-from primal_attention.engine import distributed, graphed
+from primal_attention.engine import distributed, graphed, preempt
 from primal_attention.engine import folder as run_folder
 from primal_attention.engine.batches import derive_seed
 from primal_attention.engine.callbacks import Bar, RunState
-from primal_attention.engine.checkpoint import AtomicCheckpointIO, read_checkpoint
+from primal_attention.engine.checkpoint import AtomicCheckpointIO, latest, read_any
 from primal_attention.engine.config import Recipe, TrainerConfig
 from primal_attention.engine.errors import RunError
 from primal_attention.engine.experiment import Experiment
@@ -48,7 +48,7 @@ def train(
     commit: of the code, where git cannot say it.
     """
     recipe = recipe.resolved()
-    run_folder.check(out, recipe, resume=resume or not distributed.is_main())
+    run_folder.check(out, recipe, resume=resume or distributed.restarted() or not distributed.is_main())
     if (out / "summary.json").exists():
         return read_summary(out)
     title = name if recipe.label() in name else f"{name or recipe.benchmark} {recipe.label()}"
@@ -82,15 +82,20 @@ def run_phase(recipe: Recipe, experiment: Experiment, folder: Path, title: str) 
         if recorded:
             module.record_steps(experiment.train, graphed.GROUP)
         trainer = make_trainer(recipe, callbacks, folder, clip=not recorded)
-        resume_from = state.checkpoint if state.checkpoint.exists() else None
         try:
-            trainer.fit(module, train_dataloaders=experiment.train, ckpt_path=resume_from)
-        except SystemExit:  # Lightning's answer to Ctrl-C
-            raise KeyboardInterrupt from None
+            trainer.fit(module, train_dataloaders=experiment.train, ckpt_path=latest(state.checkpoint.parent))
+            state.finish_measuring(module)  # where a run was stopped while it measured its last epoch
+        except SystemExit as stop:
+            if stop.code == preempt.CODE:
+                raise
+            raise KeyboardInterrupt from None  # Lightning's answer to Ctrl-C
+        module.watcher = None
         if config.strategy == "fsdp":  # the trained module is in pieces: take the whole one from the checkpoint
+            layout = module.layout
             experiment = build(recipe)
             module = experiment.module
             restore_finished(state, experiment)
+            module.adopt(layout)
     if experiment.select is not None:
         module.final_model.load_state_dict(read_weights(state.best_weights))
     module.to(pick_device(config))
@@ -113,9 +118,10 @@ def build(recipe: Recipe) -> Experiment:
 
 def restore_finished(state: RunState, experiment: Experiment) -> bool:
     """Load a training that had ended but whose summary was not written yet."""
-    if not state.checkpoint.exists():
+    place = latest(state.checkpoint.parent)
+    if place is None:
         return False
-    checkpoint = read_checkpoint(state.checkpoint)
+    checkpoint = read_any(place)
     memory = checkpoint["callbacks"].get(state.state_key, {})
     if not memory.get("finished"):
         return False
@@ -135,13 +141,15 @@ def make_trainer(
     logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning.*")
     config = recipe.trainer
+    devices, nodes = distributed.machines(config)
     if config.devices > 1 and config.strategy == "auto":
         raise RunError(f"trainer.devices {config.devices} needs --trainer.strategy ddp or fsdp")
     try:
-        return pl.Trainer(
+        trainer = pl.Trainer(
             max_epochs=config.epochs,
             accelerator=config.accelerator,
-            devices=config.devices,
+            devices=devices,
+            num_nodes=nodes,
             strategy=make_strategy(config),
             precision=config.precision,
             gradient_clip_val=(recipe.optim.clip or None) if clip else None,
@@ -157,6 +165,9 @@ def make_trainer(
             num_sanity_val_steps=0,
             use_distributed_sampler=False,
         )
+        # Lightning's own handler of SIGTERM starts a broadcast wherever the process happens to be; see `preempt`.
+        trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
+        return trainer
     except pl.utilities.exceptions.MisconfigurationException as error:
         raise RunError(" ".join(str(error).split())) from error
 
@@ -165,9 +176,9 @@ def make_strategy(config: TrainerConfig) -> Any:
     """Lightning's strategy; fsdp is PyTorch's second version, which also runs on CPU."""
     if config.strategy != "fsdp":
         return config.strategy
-    from lightning.pytorch.strategies import ModelParallelStrategy
+    from primal_attention.engine.sharded import ShardedStrategy
 
-    return ModelParallelStrategy(config.devices, 1, save_distributed_checkpoint=False)
+    return ShardedStrategy(config.devices)
 
 
 def pick_device(config: TrainerConfig) -> torch.device:

@@ -28,7 +28,8 @@ class SequenceModule(TrainingModule):
     def logits(self, model: nn.Module, sequences: tuple[Tensor, ...]) -> Tensor:
         given: list[Tensor | None] = []
         for ids in sequences:
-            given += [ids.long(), ids == 0 if self.padded else None]  # stored in one byte, looked up by eight
+            # Stored in one byte, looked up by eight.
+            given += self.tokens(ids.long(), ids == 0 if self.padded else None)
         return model(*given)
 
     def task_loss(self, batch: Batch) -> Tensor:
