@@ -23,6 +23,7 @@ from .kernels.sequences import Sequences
 from .layer import Attended, Energies, Objective, Weights
 from .modes import Mode, State
 from .once import once
+from .recorded import replayed, worthwhile
 from .reference import RunningState, Scores
 from .sampling import landmark_indices
 
@@ -287,6 +288,13 @@ def fused_attention(
 
     stretch: where these tokens stand if other ranks hold the rest of their sequences.
     """
+    plain = valid is None and cu_seqlens is None and state is None and stretch is None
+    if plain and not (dropout or need_scores or need_state or torch.compiler.is_compiling()) and worthwhile(x):
+        cast_to = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
+        with torch.autocast("cuda", enabled=False):
+            found = replayed(fused_attention, x, weights, mode, decay, objective, cast_to)
+        if found is not None:
+            return found
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         with torch.autocast(x.device.type, enabled=False):
@@ -305,7 +313,7 @@ def fused_attention(
     after = None
     if stretch is not None:
         scores, energy, wx, trace = _on_a_stretch(x, flat, seqs, weights, mode, decay, log_decay, stretch, whole)
-        energy, tokens = stretch.sum(energy), stretch.total.expand(x.shape[0])
+        energy, tokens = stretch.sum(energy), stretch.total.expand(x.shape[0]).contiguous()
     elif mode.causal and mode.data_dependent:
         grid = landmark_indices(_given(mode.max_length), mode.landmarks, x.device)
         scores, energy, _ = through(
