@@ -23,6 +23,8 @@ class AugmentConfig:
 
     warp: float = 0.0
     """Strength of a smooth random warp of time, with a small crop."""
+    crop: float = 0.1
+    """The most that a warp cuts off the two ends together, as a part of the series."""
     scale: float = 0.0
     """Deviation of a random factor and offset per channel."""
     jitter: float = 0.0
@@ -35,6 +37,7 @@ class AugmentConfig:
         for name in ("warp", "scale", "jitter", "mixup"):
             value = getattr(self, name)
             require(value >= 0, f"augment.{name} must not be negative (got {value})")
+        require(0 <= self.crop < 1, f"augment.crop must lie in [0, 1) (got {self.crop})")
         require(
             0 <= self.label_smoothing < 1, f"augment.label-smoothing must lie in [0, 1) (got {self.label_smoothing})"
         )
@@ -59,7 +62,7 @@ class ClassificationModule(TrainingModule):
         x, mask, y = batch
         config = self.augment
         if config.warp:
-            x = warp_time(x, mask, config.warp)
+            x = warp_time(x, mask, config.warp, crop=config.crop)
         if config.scale:
             x = scale_and_shift(x, config.scale)
         if config.jitter:

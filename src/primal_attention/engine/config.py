@@ -75,6 +75,8 @@ class TrainerConfig:
     """Devices that share each sequence; the others share the batch. Needs Primal-Attention in every layer."""
     strategy: Literal["auto", "ddp", "fsdp"] = "auto"
     precision: Literal["32-true", "bf16-mixed", "16-mixed"] = "32-true"
+    tf32: bool = False
+    """Let float32 matrix products on a GPU round their factors to TF32, which is several times faster."""
     ema: float = 0.0
     """Decay of the averaged weights that are evaluated and saved; 0 uses the weights as they are."""
     early_stop: int = 0

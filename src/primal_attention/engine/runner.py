@@ -108,6 +108,8 @@ def run_phase(recipe: Recipe, experiment: Experiment, folder: Path, title: str) 
 def build(recipe: Recipe) -> Experiment:
     """The recipe's experiment; a value that the model refuses is the user's to mend, so it is told in one line."""
     torch.manual_seed(derive_seed("weights", recipe.seed))
+    if torch.cuda.is_available():
+        torch.set_float32_matmul_precision("high" if recipe.trainer.tf32 else "highest")
     try:
         return recipe.build()
     except (ValueError, TypeError) as error:
