@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from primal_attention.models.classifier import TimeSeriesClassifier, paper_classifier
 from primal_attention.models.lra import LRAClassifier
 from primal_attention.official_cv import vision_transformer
+from primal_attention.official_nlp import language_model
 from primal_attention.official_rl import decision_transformer
 
 State = Mapping[str, Tensor]
@@ -23,8 +24,8 @@ State = Mapping[str, Tensor]
 def load_official(state_dict: State, kind: str, *, num_heads: int | None = None) -> nn.Module:
     """The model of this library that computes what the published checkpoint computes.
 
-    kind: which of the published code bases wrote it: "uea", "lra", "cv" (DeiT, also timm's own with one class token) or
-        "rl" (a Decision Transformer, also in the form of transformers' DecisionTransformerModel; it does not hold the
+    kind: which of the published code bases wrote it: "uea", "lra", "cv" (DeiT, also timm's own with one class token),
+        "nlp" (a decoder-only language model) or "rl" (a Decision Transformer, also in the form of transformers' DecisionTransformerModel; it does not hold the
         states' moments, see `set_state_moments`).
     num_heads: needed only where no layer is Primal, as softmax weights do not tell it.
     """
@@ -164,4 +165,5 @@ KINDS: dict[str, Callable[[State, int | None], nn.Module]] = {
     "lra": _lra,
     "cv": vision_transformer,
     "rl": decision_transformer,
+    "nlp": language_model,
 }

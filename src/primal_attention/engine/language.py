@@ -59,6 +59,8 @@ class LanguageNetwork:
     layers: int = 6
     ffn_dim: int | None = None
     """Hidden width of the feed-forward networks; None makes the parameters as many as softmax's with 4 × embed-dim."""
+    activation: Literal["gelu", "relu"] = "gelu"
+    """Of the feed-forward networks."""
     dropout: float = 0.0
     primal_mode: Literal["mean", "landmarks", "decay", "selective", "dual"] = "mean"
     """mean: the paper's; landmarks: causal and data-dependent; decay: learned fading; selective: a fading that each
@@ -143,7 +145,7 @@ def wikitext() -> LanguageRecipe:
     """The paper's settings: windows of 512 words, 150,000 updates after 6,000 of warm-up, Primal in the last layer."""
     return LanguageRecipe(
         data=LanguageData("wikitext-103", vocabulary=None, context=512),
-        model=LanguageNetwork(attention=("primal+",), ffn_dim=2048, dropout=0.1, positions="sinusoidal"),
+        model=LanguageNetwork(("primal+",), ffn_dim=2048, activation="relu", dropout=0.1, positions="sinusoidal"),
         optim=OptimConfig("adam", lr=1e-3, beta2=0.98, schedule="inverse-sqrt", warmup=6 / 156, clip=0.0),
         trainer=TrainerConfig(epochs=156, steps_per_epoch=1000, batch_size=64, precision="bf16-mixed"),
     )

@@ -47,6 +47,7 @@ class LanguageConfig:
     num_heads: int = 8
     layers: int = 6
     ffn_dim: int = 2048
+    activation: Literal["gelu", "relu"] = "gelu"
     dropout: float = 0.0
     primal_mode: PrimalMode = "mean"
     """mean: the paper's running mean; landmarks: causal and data-dependent; decay: a learned fading per head;
@@ -120,6 +121,7 @@ class LanguageModel(nn.Module):
             conv=config.conv if primal else 0,
             conv_place=config.conv_place,
             gate=config.gate and primal,
+            activation=config.activation,
         )
 
     @property
@@ -251,7 +253,10 @@ class LanguageModel(nn.Module):
                     for part, wanted in zip(x.chunk(pieces), targets.chunk(pieces), strict=True)
                 ]
             ).sum()
-        return total / (targets >= 0).sum().clamp(min=1)
+        count = (targets >= 0).sum()
+        if self.context is not None:  # the mean over the tokens of all ranks, the same on each of them
+            total, count = self.context.sum(total), self.context.sum(count)
+        return total / count.clamp(min=1)
 
 
 def _nats(x: Tensor, embedding: Tensor, targets: Tensor) -> Tensor:

@@ -39,9 +39,13 @@ class DecoderBlock(EncoderBlock):
         conv: int = 0,
         conv_place: Literal["beside", "before"] = "beside",
         gate: bool = False,
+        activation: Literal["gelu", "relu"] = "gelu",
     ) -> None:
         super().__init__(embed_dim, num_heads, attention, ffn_dim=ffn_dim, dropout=dropout)
         checks.one_of("conv_place", conv_place, ("beside", "before"))
+        checks.one_of("activation", activation, ("gelu", "relu"))
+        if activation == "relu":
+            self.feed_forward[1] = nn.ReLU()
         self.conv = CausalConv(embed_dim, conv) if conv else None
         self.conv_place = conv_place
         self.gate = nn.Linear(embed_dim, embed_dim, bias=False) if gate else None

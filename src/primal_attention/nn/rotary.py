@@ -29,6 +29,12 @@ def rotate(z: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def sinusoids(positions: Tensor, embed_dim: int) -> Tensor:
-    """The first Transformer's positions, to be added to embeddings: (B or 1, N) → (B or 1, N, embed_dim)."""
-    cos, sin = rotary_angles(positions, embed_dim + embed_dim % 2)
-    return torch.cat([sin, cos], dim=-1)[:, 0, :, :embed_dim]
+    """The first Transformer's positions, to be added to embeddings: (B or 1, N) → (B or 1, N, embed_dim).
+
+    As the toolkit behind the published language models lays them out: all sines, then all cosines, wave lengths from
+    2π to 2π·10⁴, and the first token at position 2.
+    """
+    half = max(embed_dim // 2, 1)
+    speed = BASE ** (-torch.arange(half, device=positions.device, dtype=torch.float32) / max(half - 1, 1))
+    angle = (positions[..., None] + 2).float() * speed
+    return torch.cat([angle.sin(), angle.cos(), torch.zeros_like(angle[..., : embed_dim % 2])], dim=-1)

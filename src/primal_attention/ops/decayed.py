@@ -4,7 +4,7 @@
     decayed_weights: W_i = γ_i W_{i−1} + k_i v_iᵀ,   y_i = W_iᵀ q_i,   without ever forming a W per token
 
 Inside a chunk the fading between two tokens is a C×C matrix; what came before enters through the chunks' own sums.
-Every exponent is ≤ 0, so nothing overflows, and only earlier tokens are touched.
+Every exponent is ≤ 0, so nothing overflows.
 """
 
 from __future__ import annotations

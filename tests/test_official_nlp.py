@@ -1,0 +1,101 @@
+"""Published language models: the layer is the golden one, and the decoder around it is composed here once more."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from closeness import assert_close
+from golden_files import load, storage_ratio
+from primal_attention import load_official
+
+WIDTH, HEADS, HIDDEN, WORDS, RANK = 256, 8, 40, 23, 30
+
+
+def checkpoint(golden: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Two layers, softmax and Primal, under the names of the published checkpoints."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64) * 0.1
+
+    state = {"decoder.embed_tokens.weight": draw(WORDS, WIDTH), "decoder.version": torch.tensor([3.0])}
+    sizes = {"fc1": (HIDDEN, WIDTH), "fc2": (WIDTH, HIDDEN)}
+    sizes |= {f"self_attn.{kind}_proj": (WIDTH, WIDTH) for kind in ("q", "k", "v", "out")}
+    for i in range(2):
+        prefix = f"decoder.layers.{i}."
+        for name, shape in sizes.items():
+            if not (i == 1 and name == "self_attn.v_proj"):
+                state |= {f"{prefix}{name}.weight": draw(*shape), f"{prefix}{name}.bias": draw(shape[0])}
+        for norm in ("self_attn_layer_norm", "final_layer_norm"):
+            state |= {f"{prefix}{norm}.weight": 1 + draw(WIDTH), f"{prefix}{norm}.bias": draw(WIDTH)}
+    state |= {"decoder.layer_norm.weight": 1 + draw(WIDTH), "decoder.layer_norm.bias": draw(WIDTH)}
+    head = WIDTH // HEADS
+    primal = {"We": draw(HEADS, head, RANK), "Wr": draw(HEADS, head, RANK), "Lambda": draw(HEADS, RANK)}
+    primal |= {"concate_weight.weight": draw(head, 2 * RANK), "concate_weight.bias": draw(head)}
+    if golden is not None:
+        names = {"We": "p_We", "Wr": "p_Wr", "Lambda": "p_Lambda", "q_proj.weight": "p_Wq", "q_proj.bias": "p_bq"}
+        names |= {"k_proj.weight": "p_Wk", "k_proj.bias": "p_bk", "concate_weight.weight": "p_Wo"}
+        names |= {"concate_weight.bias": "p_bo", "out_proj.weight": "p_Wout", "out_proj.bias": "p_bout"}
+        primal = {ours: golden[theirs] for ours, theirs in names.items()}
+    return state | {f"decoder.layers.1.self_attn.{name}": value for name, value in primal.items()}
+
+
+def test_the_layer_is_the_published_one() -> None:
+    golden, meta = load("nlp_N152_H8_hd32_s30")
+    model = load_official(checkpoint(golden), "nlp").eval()
+    y, scores = model.blocks[1].attention(golden["x"].transpose(0, 1), return_scores=True)
+    assert_close(y.transpose(0, 1), golden["out"], storage_ratio(golden["out"], meta))
+    assert_close(scores.e, golden["e"], storage_ratio(golden["e"], meta))
+    assert_close(scores.r, golden["r"], storage_ratio(golden["r"], meta))
+
+
+def test_the_model_around_it_is_pre_norm_relu_with_sinusoids() -> None:
+    state = checkpoint()
+    tokens = torch.randint(0, WORDS, (2, 9), generator=torch.Generator().manual_seed(1))
+    expected = by_hand(state, tokens)
+    # The angles of the positions are computed in float32.
+    torch.testing.assert_close(load_official(state, "nlp").eval()(tokens), expected, rtol=0.0, atol=2e-6)
+
+
+def by_hand(state: dict[str, Tensor], tokens: Tensor) -> Tensor:
+    def linear(x: Tensor, name: str) -> Tensor:
+        return F.linear(x, state[f"{name}.weight"], state[f"{name}.bias"])
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return F.layer_norm(x, (WIDTH,), state[f"{name}.weight"], state[f"{name}.bias"])
+
+    def heads(x: Tensor) -> Tensor:
+        return x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+
+    half = WIDTH // 2
+    speed = torch.exp(-torch.arange(half).double() * torch.log(torch.tensor(1e4).double()) / (half - 1))
+    angle = (torch.arange(tokens.shape[1]) + 2.0)[:, None] * speed
+    embedding = state["decoder.embed_tokens.weight"]
+    x = embedding[tokens] * WIDTH**0.5 + torch.cat([angle.sin(), angle.cos()], dim=1)
+    for i in range(2):
+        layer = f"decoder.layers.{i}"
+        h = norm(x, f"{layer}.self_attn_layer_norm")
+        q, k = (heads(linear(h, f"{layer}.self_attn.{kind}_proj")) for kind in "qk")
+        if i == 0:
+            v = heads(linear(h, f"{layer}.self_attn.v_proj"))
+            o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            count = torch.arange(1, tokens.shape[1] + 1)[:, None]
+            q, k = (F.normalize(z.cumsum(dim=2) / count, dim=-1) for z in (q, k))
+            e, r = q @ state[f"{layer}.self_attn.We"], k @ state[f"{layer}.self_attn.Wr"]
+            o = linear(torch.cat([e, r], dim=-1), f"{layer}.self_attn.concate_weight")
+        x = x + linear(o.transpose(1, 2).flatten(2), f"{layer}.self_attn.out_proj")
+        x = x + linear(linear(norm(x, f"{layer}.final_layer_norm"), f"{layer}.fc1").relu(), f"{layer}.fc2")
+    return norm(x, "decoder.layer_norm") @ embedding.T
+
+
+def test_what_is_no_language_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="not one of the published language models"):
+        load_official({"encoder.weight": torch.zeros(2)}, "nlp")
+    softmax = {k: v for k, v in checkpoint().items() if ".layers.1." not in k}
+    with pytest.raises(ValueError, match="num_heads must be given"):
+        load_official(softmax, "nlp")
+    assert load_official(softmax, "nlp", num_heads=8).attention_names == ("softmax",)
