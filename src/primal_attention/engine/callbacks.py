@@ -93,10 +93,12 @@ class RunState(Checkpoint):
         self._started = time.perf_counter() - middle["seconds"]
 
     def after_batch(self, done: int) -> None:
-        """Between two batches of an epoch, of which `done` are behind: save if it is time, stop if asked to."""
+        """Between two turns of an epoch, of which `done` are behind: save if it is time, stop if asked to."""
         module, often = self.experiment.module, self.experiment.module.recipe.trainer.checkpoint_steps
         asked = self.notice.anywhere(module.device)
-        if not asked and not (often and done % often == 0):
+        group = self.experiment.train.group  # a turn of the loop may be several steps
+        due = often and done * group // often > (done - 1) * group // often
+        if not asked and not due:
             return
         here = module.position()
         everyone = [here]
