@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import cases
-import composed
+import parallel_cases as cases
+import parallel_composed as composed
 
 SIZES = (1, 2, 3, 4)
 
@@ -33,6 +33,10 @@ def main(out: Path) -> None:
             for name, case in cases.of_size(size, mesh):
                 torch.manual_seed(0)
                 found[f"{size} ranks: {name}"] = attempt(case)
+            if size == 2:
+                for name, case in composed.on_two(mesh):
+                    torch.manual_seed(0)
+                    found[name] = attempt(case)
     for name, case in composed.on_four():
         torch.manual_seed(0)
         found[name] = attempt(case)

@@ -39,13 +39,15 @@ class LanguageModule(TrainingModule):
 
     def task_loss(self, batch: Batch) -> Tensor:
         (windows,) = batch
-        return self.model(windows[:, :-1], targets=windows[:, 1:])
+        seen, targets = self.tokens(windows[:, :-1], windows[:, 1:])
+        return self.model(seen, targets=targets)
 
     def scores(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         (windows,) = batch
         tokens = (windows[:, 1:] >= 0).sum()
         # What stands behind the text is no token; it is read as one, and nothing before it sees it.
-        loss = model(windows[:, :-1].clamp(min=0), targets=windows[:, 1:])
+        seen, targets = self.tokens(windows[:, :-1].clamp(min=0), windows[:, 1:])
+        loss = model(seen, targets=targets)
         return {"loss": loss.double() * tokens, "cases": tokens.double()}
 
     def evaluate(self, batches: Batches) -> dict[str, float]:

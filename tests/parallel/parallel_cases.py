@@ -42,6 +42,7 @@ def mask_of(batch: int, length: int) -> Tensor:
 def gap(a: Tensor, b: Tensor) -> float:
     """Largest difference relative to the reference's own size; NaN never passes for small."""
     assert a.shape == b.shape, (a.shape, b.shape)
+    a, b = a.detach(), b.detach()
     if not torch.isfinite(a).all():
         return float("inf")
     return float((a - b).abs().max() / b.abs().max().clamp(min=1.0)) if a.numel() else 0.0

@@ -1,4 +1,0 @@
-
-
-def on_four():
-    yield from ()

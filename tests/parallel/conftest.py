@@ -1,0 +1,34 @@
+"""The four ranks, started once for all tests of this folder, and a way to import its helpers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(scope="session")
+def differences(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
+    """Of every case: its numbers' largest differences from one process. Four real processes, gloo, torchrun."""
+    out = tmp_path_factory.mktemp("ranks") / "differences.json"
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, *launch, str(Path(__file__).with_name("worker.py")), str(out)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(out.read_text())
+
+
+@pytest.fixture
+def alone():
+    """A process group of this process only."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
