@@ -67,8 +67,9 @@ class RecordableRAdam(torch.optim.Optimizer):
             torch._foreach_add_(factors, group["eps"])
             torch._foreach_reciprocal_(factors)
             torch._foreach_mul_(factors, adaptive)
-            torch._foreach_add_(factors, plain)
             torch._foreach_addcmul_(params, means, factors)
+            # Not added to the factors: torch adds a tensor to a list by looking at it, which a recording forbids.
+            torch._foreach_add_(params, torch._foreach_mul(means, plain))
 
 
 def step_sizes(lr: float, betas: tuple[float, float], step: int) -> tuple[float, float]:

@@ -42,12 +42,20 @@ def capture(work: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
     return results, graph.replay
 
 
-_pools: dict[tuple[int, int], Any] = {}
+_first: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
 
 
 def _pool() -> Any:
-    """Recordings of one stream run one after the other, so what they need in between they share."""
-    return _pools.setdefault(_stream(), torch.cuda.graph_pool_handle())
+    """Recordings of one stream run one after the other, so what they need in between they share.
+
+    A pool lives as long as one of its graphs: the first of a stream, of nothing, stays for that.
+    """
+    if _stream() not in _first:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            torch.zeros(1, device="cuda")
+        _first[_stream()] = graph
+    return _first[_stream()].pool()
 
 
 def _stream() -> tuple[int, int]:
