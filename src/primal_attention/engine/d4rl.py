@@ -199,6 +199,7 @@ def build_from(recipe: D4RLRecipe, data: Trajectories) -> Experiment:
         facts={
             "set": data.name,
             "source": data.source,
+            "environment": episodes.game.environment,
             "transitions": len(data),
             "trajectories": len(data.starts),
             "mean_return": float(data.returns.mean()),

@@ -60,13 +60,13 @@ class DecisionModule(TrainingModule):
     def scores(self, model: torch.nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         raise NotImplementedError("a Decision Transformer is measured by playing episodes")
 
-    def evaluate(self, batches: Batches) -> dict[str, Any]:
+    def evaluate(self, batches: Batches) -> dict[str, float]:
         """Returns of the episodes and D4RL's normalised score of their mean; nothing where none are to be played."""
         assert isinstance(batches, Episodes)
         return measure(self.final_model, batches.game, self.recipe.trainer.precision) if batches.game.episodes else {}
 
 
-def measure(model: Any, game: Game, precision: str = "32-true") -> dict[str, Any]:
+def measure(model: Any, game: Game, precision: str = "32-true") -> dict[str, float]:
     """Play the game with the model in evaluation mode."""
     was_training = model.training
     model.eval()
@@ -89,5 +89,4 @@ def measure(model: Any, game: Game, precision: str = "32-true") -> dict[str, Any
         "length_mean": float(played.lengths.mean()),
         "episodes": game.episodes,
         "target": game.target,
-        "environment": game.environment,
     }

@@ -27,6 +27,6 @@ def in_full(score: Mapping[str, Any]) -> str:
         return "no episodes were played: 'primal evaluate RUN' plays them"
     words = f"normalised score {score['score']:6.1f}"
     if "return_mean" in score:
-        played = f"{score['episodes']} episodes of {score['environment']}, target {score['target']:.0f}"
+        played = f"{score['episodes']} episodes, target {score['target']:.0f}"
         words += f"  return {score['return_mean']:.0f} ± {score['return_std']:.0f}  {played}"
     return words

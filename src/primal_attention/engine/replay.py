@@ -52,7 +52,7 @@ def parse_flags(default: d4rl.EvaluationConfig, args: Sequence[str]) -> d4rl.Eva
     return parse(arguments, args, prog="primal evaluate RUN", about=ABOUT, default=arguments(default)).evaluation
 
 
-def replay(folder: Path, evaluation: d4rl.EvaluationConfig, *, progress: bool = True) -> dict[str, Any]:
+def replay(folder: Path, evaluation: d4rl.EvaluationConfig, *, progress: bool = True) -> dict[str, float]:
     """Play with the run's weights; the score goes into a summary that has none."""
     summary = runner.read_summary(folder)
     recipe = dataclasses.replace(read(folder), evaluation=evaluation)

@@ -62,7 +62,7 @@ def parser() -> Parser:
     add("--seeds", type=int, help="how many, from 0 on (default 5 for uea, else 3)")
     add("--recipe", help="family of recipes: the table's own (default) or uea-modern")
     add("--set", nargs="+", default=[], metavar="FIELD=VALUE", help="fields of the recipe to change")
-    add("--data", type=Path, help="folder of the archive (default $PRIMAL_UEA or data/uea; $PRIMAL_LRA or data/lra)")
+    add("--data", type=Path, help="folder of the data (default $PRIMAL_UEA or data/uea; likewise LRA, D4RL)")
     add("--any-length", action="store_true", help="also show results of shorter or longer trainings of the same kind")
     add("--no-run", action="store_true", help="only show what is there")
     add("--workers", type=int, default=1, help="runs side by side (default 1)")
@@ -280,7 +280,7 @@ def by_part(plan: Plan) -> list[list[Any]]:
 def title_of(kind: Kind, plan: Plan) -> str:
     changed = {k: v for k, v in plan.changes.items() if k not in kind.changes and k != "data.folder"}
     changed |= {k: v for k, v in plan.changes.items() if k in kind.changes and kind.changes[k] != v}
-    settings = "the paper's settings" if plan.family in ("uea", "lra") else f"recipe {plan.family}"
+    settings = "the paper's settings" if plan.family in ("uea", "lra", "d4rl") else f"recipe {plan.family}"
     but = f", but {', '.join(f'{k} {v}' for k, v in changed.items())}" if changed else ""
     but += ", trainings of any length" if plan.free else ""
     return f"{kind.title}: {settings}{but}"
