@@ -364,7 +364,10 @@ def make_optimizer(model: nn.Module, config: OptimConfig, *, recordable: bool = 
         return radam(groups, lr=config.lr, betas=betas, eps=config.eps)
     kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[config.name]
     options = {"fused": True, "capturable": True} if recordable else {}
-    return kind(groups, lr=config.lr, betas=betas, eps=config.eps, **options)
+    optimizer = kind(groups, lr=config.lr, betas=betas, eps=config.eps, **options)
+    # torch would warn that the first steps, before the recording, are not recorded.
+    optimizer._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]
+    return optimizer
 
 
 def cosine(part: float) -> float:
