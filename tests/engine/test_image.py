@@ -12,9 +12,10 @@ import torch
 from image_files import spoil, write
 from primal_attention.data import images
 from primal_attention.data.errors import DataError
-from primal_attention.engine import registry, runner
+from primal_attention.engine import registry, runner, table
 from primal_attention.engine.config import override
 from primal_attention.engine.errors import RunError
+from primal_attention.engine.files import write_json
 from primal_attention.engine.image import ImageRecipe
 from primal_attention.engine.image_augment import (
     AUGMENT,
@@ -246,6 +247,25 @@ def test_augmented_pixels_have_the_models_size_and_range() -> None:
     y = augment_pixels(torch.randint(256, (6, 3, 32, 32), dtype=torch.uint8), 28, AUGMENT["deit"])
     assert y.shape == (6, 3, 28, 28)
     assert ((y >= 0) & (y <= 1)).all()
+
+
+def test_the_table_shows_accuracy_speed_and_the_papers_numbers(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = small(folder, trainer__epochs=1)
+    summary = runner.train(recipe, tmp_path / "run", name="image/imagenette")
+    write_json(tmp_path / "results" / "run.json", summary)
+    changes = [f"{name}={value}" for name, value in {**SMALL, "trainer.epochs": 1}.items() if name != "data.workers"]
+    words = ["image", "--results", str(tmp_path / "results"), "--csv", str(tmp_path / "table.csv")]
+    table.main([*words, "--no-run", "--set", "data.workers=0", *changes])
+    shown = capsys.readouterr().out
+    assert "Primal.+DeiT-Small (primal+)" in shown
+    assert "2330.2" in shown
+    with (tmp_path / "table.csv").open() as file:
+        softmax, plus, everywhere = csv.DictReader(file)
+    assert float(plus["last_mean"]) == pytest.approx(100 * summary["scores"]["last"]["accuracy"])
+    assert float(plus["images_per_second_mean"]) == pytest.approx(24 / summary["seconds_per_epoch"])
+    assert softmax["last_seeds"] == everywhere["last_seeds"] == "0"
 
 
 def test_bad_input_is_one_line(folder: Path, tmp_path: Path) -> None:

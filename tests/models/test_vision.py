@@ -100,6 +100,17 @@ def test_compile_takes_the_blocks(monkeypatch) -> None:
     assert compiled == model.blocks
 
 
+def test_alike_blocks_are_compiled_once() -> None:
+    from torch._dynamo.testing import CompileCounter
+
+    counter = CompileCounter()
+    for _ in range(2):  # the second model, as of another seed, finds what the first has left
+        model = make(layers=4, drop_path=0.3)
+        model.compile(backend=counter)
+        model(torch.randn(2, 3, 32, 32)).sum().backward()
+    assert counter.frame_count == 2  # one with softmax attention, one Primal
+
+
 def test_bad_input_is_one_line() -> None:
     pytest.importorskip("transformers")
     with pytest.raises(ValueError, match=r"patch_size must divide image_size \(patch_size=10, image_size=32\)"):

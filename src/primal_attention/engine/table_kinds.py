@@ -8,7 +8,9 @@ from typing import Any
 
 from primal_attention.engine.lineup import LINEUP
 from primal_attention.engine.plan import ABLATIONS, Variant
-from primal_attention.report import accuracy, efficiency, paper_lra
+from primal_attention.report import accuracy, efficiency, paper_d4rl, paper_images, paper_lra
+from primal_attention.report import d4rl as d4rl_tables
+from primal_attention.report import images as image_tables
 from primal_attention.report import language as language_tables
 from primal_attention.report import lra as lra_tables
 from primal_attention.report import paper_tables as paper
@@ -72,6 +74,37 @@ TABLES = {
         sets=paper_lra.TASKS,
         parts=("data-dependence", "r-scores"),
         needs=frozenset({"validation_chosen"}),
+    ),
+    "image": Kind(
+        "Images: test accuracy (%), speed and memory of training",
+        {},
+        tuple(paper_images.TITLES),
+        3,
+        image_tables.images,
+        family="image",
+        sets=("imagenette",),
+        needs=frozenset({"last", "best_on_test", "validation_chosen"}),
+        timed=True,
+    ),
+    "d4rl": Kind(
+        "D4RL normalised score",
+        {},
+        tuple(paper_d4rl.MODELS),
+        3,
+        d4rl_tables.scores,
+        family="d4rl",
+        sets=paper_d4rl.SETS,
+    ),
+    "d4rl-efficiency": Kind(
+        "D4RL training time and memory",
+        {"trainer.epochs": 3, "trainer.steps_per_epoch": 500, "evaluation.episodes": 0},
+        tuple(paper_d4rl.MODELS),
+        3,
+        d4rl_tables.cost,
+        timed=True,
+        suffix="-efficiency",
+        family="d4rl",
+        sets=("hopper-medium",),
     ),
     "lm": Kind(
         "Language models",

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from primal_attention.data import uea
+from primal_attention.data import d4rl, images, uea
 from primal_attention.data.errors import DataError
-from primal_attention.engine import language, lra
+from primal_attention.engine import image, language, lra
 from primal_attention.engine.errors import RunError
 from primal_attention.engine.table_kinds import Kind
 
@@ -20,6 +20,10 @@ def check_sets(family: str, sets: Sequence[str], folder: Path | None) -> None:
             try:
                 if family == "lra":
                     lra.load(lra.LRAData(name, folder / name if folder else None))  # type: ignore[arg-type]
+                elif family == "image":
+                    images.load(folder or image.default_folder())
+                elif family == "d4rl":
+                    d4rl.load(name, folder)
                 elif family == "lm":
                     language.load(language.LanguageData(name, folder))  # type: ignore[arg-type]
                 else:
@@ -29,6 +33,10 @@ def check_sets(family: str, sets: Sequence[str], folder: Path | None) -> None:
 
 
 def available(family: str, name: str, folder: Path | None) -> bool:
+    if family == "image":
+        return (folder or image.default_folder()).is_dir()
+    if family == "d4rl":
+        return d4rl.find(name, folder) is not None
     if family == "lm":
         return (folder or language.default_folder(name)).is_dir()
     if family == "lra":
@@ -43,7 +51,15 @@ def default_sets(kind: Kind, folder: Path | None) -> Sequence[str]:
     if not here:
         check_sets(kind.family, gone, folder)
     if gone:
-        where = folder or (lra.default_folder(gone[0]).parent if kind.family == "lra" else uea.default_folder())
-        source = "docs/lra.md says how to get them" if kind.family == "lra" else f"the archive: {uea.ARCHIVE}"
-        print(f"not in {where}, left out: {', '.join(gone)} ({source})", file=sys.stderr)
+        where, source = whereabouts(kind.family, gone[0])
+        print(f"not in {folder or where}, left out: {', '.join(gone)} ({source})", file=sys.stderr)
     return here
+
+
+def whereabouts(family: str, name: str) -> tuple[Path, str]:
+    """Where a family's sets are looked for, and what tells how to get them."""
+    if family == "lra":
+        return lra.default_folder(name).parent, "docs/lra.md says how to get them"
+    if family == "d4rl":
+        return d4rl.default_folder(), "docs/reinforcement-learning.md says how to get them"
+    return uea.default_folder(), f"the archive: {uea.ARCHIVE}"
