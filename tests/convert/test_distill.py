@@ -11,7 +11,7 @@ from primal_attention import distill, primalize
 from primal_attention.convert.distill import relative_error
 
 SMALL = {"rank": 5, "landmarks": 6}
-SHORT = {"block_steps": 40, "end_steps": 40, "lr": 1e-2, "end_lr": 3e-3, "progress": False}
+SHORT = {"start_batches": 0, "block_steps": 40, "end_steps": 40, "lr": 1e-2, "end_lr": 3e-3, "progress": False}
 
 
 def text_batches(count: int = 4) -> list[dict[str, torch.Tensor]]:
@@ -86,6 +86,14 @@ def test_match_says_what_is_compared() -> None:
 
     distill(student, teacher, [torch.randn(4, 9, 32)], match=pooled, **(SHORT | {"end_steps": 2}))
     assert seen == [(4, 9, 32)] * 4
+
+
+def test_several_tensors_can_be_compared() -> None:
+    teacher = encoder(2)
+    student = primalize(teacher, copy=True, **SMALL).model
+    both = SHORT | {"block_steps": 0}
+    result = distill(student, teacher, [torch.randn(4, 9, 32)], match=lambda out, _: (out, out.mean(1)), **both)
+    assert result.end_errors[-1] < 0.7 * result.end_errors[0]
 
 
 def test_relative_error_counts_valid_tokens_and_their_means() -> None:

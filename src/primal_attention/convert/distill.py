@@ -1,7 +1,8 @@
 """distill: new Primal-Attention layers learn from the model whose attention they replaced, on unlabelled inputs.
 
-Block by block, each new layer gets what the replaced layer got and is fitted to what it gave; all layers at once, since
-none sees another's output. Then end to end, the student's output is fitted to the teacher's. The error is
+The start is a regression in closed form (`start`). Block by block, each new layer gets what the replaced layer got and
+is fitted to what it gave; all layers at once, since none sees another's output. Then end to end, the student's output is
+fitted to the teacher's. The error is
 
     mean_i ‖y_i − t_i‖² / Var t  +  mean_b ‖ȳ_b − t̄_b‖² / Var t̄,
 
@@ -12,7 +13,7 @@ but all of a pooled embedding's.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from ..nn.objective import ksvd_loss, primal_layers
 from .sites import StandIn
 from .spectrum import call
+from .start import start
 
 NEW = ("w_e", "w_r", "sqrt_lambda", "score_proj", "decay_logit")
 KEPT_RATE = 0.3  # weights that were trained before move more slowly than those that start from nothing
@@ -33,6 +35,8 @@ class Distilled:
     """The student, and its error at every step of the two stages (1 is what a constant output has)."""
 
     model: nn.Module
+    started: list[str] = field(default_factory=list)
+    """The layers that started from a regression on the replaced heads' outputs."""
     block_errors: list[float] = field(default_factory=list)
     end_errors: list[float] = field(default_factory=list)
 
@@ -42,12 +46,13 @@ def distill(
     teacher: nn.Module,
     data: Iterable[Any],
     *,
+    start_batches: int = 16,
     block_steps: int = 200,
     end_steps: int = 200,
     lr: float = 1e-3,
     end_lr: float = 5e-4,
     train: Literal["layers", "blocks", "all"] = "blocks",
-    match: Callable[[Any, Any], Tensor] | None = None,
+    match: Callable[[Any, Any], Tensor | Sequence[Tensor]] | None = None,
     ksvd: float = 0.0,
     progress: bool = True,
 ) -> Distilled:
@@ -57,10 +62,11 @@ def distill(
         model: the student, a primalized copy of the teacher.
         teacher: the original; it is not changed.
         data: batches of inputs (a tensor, a tuple of arguments or a dict of keywords each), read as often as needed.
+        start_batches: what the new weights' start is computed from; fewer than 2 leave them as they are.
         block_steps, end_steps: of the two stages; 0 leaves a stage out.
         lr, end_lr: highest learning rates of the new weights in the two stages, one cycle each; kept ones: 0.3 of it.
         train: what the second stage trains: the replaced layers, the blocks around them, or all.
-        match: the tensor to compare, from a model's output and the batch; None takes the output's first tensor.
+        match: the tensor to compare, or several, from a model's output and the batch; None takes the first tensor.
         ksvd: weight of the KSVD objective J² beside the error.
     """
     pairs = matched(model, teacher)
@@ -75,6 +81,8 @@ def distill(
             layer.train()  # J is kept in training mode only
     try:
         teacher.requires_grad_(False)
+        if start_batches > 1:
+            result.started = start(teacher, pairs, _repeated(data, start_batches))
         chosen = nn.ModuleList(student for student, _ in pairs.values())
         errors = _block_errors(model, teacher, pairs, ksvd)
         result.block_errors = _fit(model, chosen, grads, data, errors, block_steps, lr, "block by block", progress)
@@ -158,20 +166,24 @@ def _keep(seen: dict[str, Any], name: str) -> Any:
 
 
 def _end_errors(
-    model: nn.Module, teacher: nn.Module, match: Callable[[Any, Any], Tensor] | None, ksvd: float
+    model: nn.Module, teacher: nn.Module, match: Callable[[Any, Any], Tensor | Sequence[Tensor]] | None, ksvd: float
 ) -> Callable[[Any], Tensor]:
-    def compared(top: nn.Module, batch: Any) -> Tensor:
+    def compared(top: nn.Module, batch: Any) -> Sequence[Tensor]:
         output = call(top, batch)
-        return _first(output) if match is None else match(output, batch)
+        given = _first(output) if match is None else match(output, batch)
+        return [given] if isinstance(given, Tensor) else given
 
     def errors(batch: Any) -> Tensor:
         with torch.no_grad():
-            target = compared(teacher, batch)
-        output = compared(model, batch)
+            targets = compared(teacher, batch)
+        outputs = compared(model, batch)
         mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-        if mask is not None and (mask.ndim != 2 or output.ndim != 3 or mask.shape != output.shape[:2]):
-            mask = None
-        loss = relative_error(output, target, None if mask is None else ~mask.to(output.device).bool())
+        parts = []
+        for output, target in zip(outputs, targets, strict=True):
+            fits = mask is not None and mask.ndim == 2 and output.ndim == 3 and mask.shape == output.shape[:2]
+            padding = ~mask.to(output.device).bool() if mask is not None and fits else None
+            parts.append(relative_error(output, target, padding))
+        loss = torch.stack(parts).mean()
         return loss + ksvd * ksvd_loss(model) if ksvd else loss
 
     return errors
