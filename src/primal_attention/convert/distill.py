@@ -1,8 +1,8 @@
 """distill: new Primal-Attention layers learn from the model whose attention they replaced, on unlabelled inputs.
 
 The start is a regression in closed form (`start`). Block by block, each new layer gets what the replaced layer got and
-is fitted to what it gave; all layers at once, since none sees another's output. Then end to end, the student's output is
-fitted to the teacher's. The error is
+is fitted to what it gave; all layers at once, since none sees another's output. Then end to end, the student's output
+is fitted to the teacher's. The error is
 
     mean_i ‖y_i − t_i‖² / Var t  +  mean_b ‖ȳ_b − t̄_b‖² / Var t̄,
 

@@ -4,9 +4,9 @@ With q, k and the output map kept, a head's output is linear in the products z o
 
     o_i = M_qᵀ z_i^q + M_kᵀ z_i^k + b,    z_i^q = f(X)_h φ(q_i),   z_i^k = f(X)_h φ(k_i),
 
-so M_q and M_k are a ridge regression of what the replaced head gave, and held-out batches choose its ridge. W_e =
-M_q A, W_r = M_k B and W_o = [A; B]ᵀ, where A and B hold the s directions in which the fitted outputs vary most: all of them,
-and no loss, from rank = head width on.
+so M_q and M_k are a ridge regression of what the replaced head gave, and held-out batches choose its ridge. Then
+W_e = M_q A, W_r = M_k B and W_o = [A; B]ᵀ, where A and B hold the s directions in which the fitted outputs vary most:
+all of them, and no loss, from rank = head width on.
 """
 
 from __future__ import annotations
