@@ -15,8 +15,10 @@ from primal_attention.engine import files
 from primal_attention.engine.augment import jitter, mix, scale_and_shift, warp_time
 from primal_attention.engine.batches import Batches, derive_seed
 from primal_attention.engine.checkpoint import read_checkpoint
+from primal_attention.engine.classify import AugmentConfig, ClassificationModule
 from primal_attention.engine.errors import RunError
 from primal_attention.engine.module import one_cycle, update_average
+from primal_attention.engine.uea import modern_recipe
 
 
 def test_the_order_depends_on_seed_and_epoch_alone():
@@ -138,3 +140,10 @@ def test_weights_that_are_no_safetensors_are_one_line(tmp_path: Path):
     file.write_bytes(b"nothing")
     with pytest.raises(RunError, match="not a safetensors file"):
         files.read_weights(file)
+
+
+@pytest.mark.parametrize(("padded", "unequal", "warp"), [(True, True, 0.2), (True, False, 0.0), (False, False, 0.2)])
+def test_series_of_unequal_length_may_be_left_as_they_are(padded: bool, unequal: bool, warp: float):
+    augment = AugmentConfig(warp=0.2, scale=0.1, jitter=0.1, mixup=0.3, unequal=unequal)
+    found = ClassificationModule(nn.Linear(1, 1), modern_recipe("Toy"), augment, padded=padded).augment
+    assert (found.warp, found.mixup) == (warp, 0.3)

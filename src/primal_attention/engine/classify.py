@@ -6,7 +6,7 @@ A batch is (series (B, N, C), padding mask (B, N), labels (B,)).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,8 @@ class AugmentConfig:
     """Strength of a smooth random warp of time, with a small crop."""
     crop: float = 0.1
     """The most that a warp cuts off the two ends together, as a part of the series."""
+    unequal: bool = True
+    """Warp, scale and jitter also where the series of a set differ in length."""
     scale: float = 0.0
     """Deviation of a random factor and offset per channel."""
     jitter: float = 0.0
@@ -52,7 +54,8 @@ class ClassificationModule(TrainingModule):
 
     def __init__(self, model: nn.Module, recipe: Recipe, augment: AugmentConfig, *, padded: bool = True) -> None:
         super().__init__(model, recipe)
-        self.augment = augment
+        plain = padded and not augment.unequal
+        self.augment = replace(augment, warp=0.0, scale=0.0, jitter=0.0) if plain else augment
         self.padded = padded
 
     def _seen(self, mask: Tensor) -> Tensor | None:
