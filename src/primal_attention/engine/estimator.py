@@ -188,7 +188,7 @@ class PrimalClassifier(BaseClassifier):
             experiment = self._checked(lambda: build_from(recipe, data))
             memory = Memory(experiment)
             callbacks = [Bar("PrimalClassifier", memory), memory] if self.verbose else [memory]
-            trainer = runner.make_trainer(recipe, callbacks, None)
+            trainer = runner.trainer_for(recipe, experiment, callbacks, None)
             trainer.fit(experiment.module, train_dataloaders=experiment.train)
         state = memory.best_state or experiment.module.final_model.state_dict()
         standard = experiment.standardizer

@@ -78,10 +78,7 @@ def run_phase(recipe: Recipe, experiment: Experiment, folder: Path, title: str) 
         if config.progress:
             with contextlib.suppress(ImportError):  # no rich on this machine: train without a bar
                 callbacks.insert(0, Bar(title, state))
-        recorded = graphed.suits(recipe, module)
-        if recorded:
-            module.record_steps(experiment.train, graphed.GROUP)
-        trainer = make_trainer(recipe, callbacks, folder, clip=not recorded)
+        trainer = trainer_for(recipe, experiment, callbacks, folder)
         try:
             trainer.fit(module, train_dataloaders=experiment.train, ckpt_path=latest(state.checkpoint.parent))
             state.finish_measuring(module)  # where a run was stopped while it measured its last epoch
@@ -130,6 +127,16 @@ def restore_finished(state: RunState, experiment: Experiment) -> bool:
     state.load_state_dict(memory)
     experiment.module.load_state_dict(checkpoint["state_dict"])
     return True
+
+
+def trainer_for(
+    recipe: Recipe, experiment: Experiment, callbacks: Sequence[pl.Callback], folder: Path | None
+) -> pl.Trainer:
+    """The trainer of an experiment, whose steps are recorded where that is possible."""
+    recorded = graphed.suits(recipe, experiment.module)
+    if recorded:
+        experiment.module.record_steps(experiment.train, graphed.GROUP)
+    return make_trainer(recipe, callbacks, folder, clip=not recorded)
 
 
 def make_trainer(
