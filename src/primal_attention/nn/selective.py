@@ -104,14 +104,14 @@ class SelectivePrimalAttention(PrimalAttention):
         return Scores(eq.project(phi_q, self.w_e), eq.project(phi_k, self.w_r)), (self.w_e, self.w_r), after
 
     def _running(self, x: Tensor, fading: Fading, state: RunningState | None) -> tuple[Tensor, Tensor, RunningState]:
-        q, k = self.queries_and_keys(x)
-        share = fading.share[..., None].to(q.dtype)
-        q_mean, q_after = decayed_sum(q * share, fading.log_decay, None if state is None else state.query_sum)
-        k_mean, k_after = decayed_sum(k * share, fading.log_decay, None if state is None else state.key_sum)
+        both = torch.cat(self.queries_and_keys(x), dim=-1)  # they fade together: one pass for both
+        start = None if state is None else torch.cat([state.query_sum, state.key_sum], dim=-1)
+        means, after = decayed_sum(both * fading.share[..., None].to(both.dtype), fading.log_decay, start)
         left = fading.log_decay.sum(dim=-1).exp()  # of what was there before, (B, H)
         weight = 1 - left if state is None else 1 - left * (1 - state.weight)
-        phi_q, phi_k = (feature_maps.cosine(mean).to(q.dtype) for mean in (q_mean, k_mean))
-        return phi_q, phi_k, RunningState(q_after, k_after, weight)
+        phi_q, phi_k = (feature_maps.cosine(mean).to(both.dtype) for mean in means.chunk(2, dim=-1))
+        query_sum, key_sum = after.chunk(2, dim=-1)
+        return phi_q, phi_k, RunningState(query_sum, key_sum, weight)
 
     def heads(self, scores: Scores) -> Tensor:
         """o_h = W_o [e; r], (B, H, N, p)."""
