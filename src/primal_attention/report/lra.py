@@ -85,7 +85,8 @@ def cost(title: str, costs: Sequence[Mapping[str, Any]], command: str) -> Table:
         "× softmax, × published: how many times faster than softmax attention, graph against graph, and than the "
         "research code's way of computing Primal-Attention, which is eager, against our graph (in brackets: eager "
         "against eager).",
-        "Peak GB: the most that torch had allocated in an eager step, in 10⁹ bytes.",
+        "Peak GB: the most that torch had allocated in an eager step, in 10⁹ bytes. Reformer's new hashes for every "
+        "step are drawn outside of the time.",
         f"Device: {'; '.join(f'{d}, torch {t}' for d, t in devices)}; commit {', '.join(commits)}.",
         f"Command: `{command}`",
     ]
