@@ -92,7 +92,7 @@ def test_images_that_do_not_decode_are_named(workplace: Path, capsys) -> None:
     (workplace / "images" / "broken.png").write_bytes(b"no image")
     code, _, err = run(capsys, "vit", "--data", "images")
     assert code == 0
-    assert "1 of 4 images do not decode and are left out, first images/broken.png" in err
+    assert "1 of 4 images do not decode and are skipped, first images/broken.png" in err
     code, _, err = run(capsys, "vit", "--data", "images", "--strict")
     assert (code, err.count("\n")) == (2, 1)
     assert "images/broken.png does not decode" in err

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from primal_attention.data import images
 from primal_attention.data.errors import DataError
 from primal_attention.engine.errors import RunError
-
-PICTURES = {".jpg", ".jpeg", ".png", ".bmp", ".webp"}
 
 
 @dataclass(frozen=True)
@@ -106,9 +105,9 @@ def _texts(file: Path, folder: Path, cases: int, batch: int, tokens: int) -> Ite
 
 def _images(place: Path, folder: Path, config: Any, cases: int, batch: int, strict: bool) -> Iterator[Any]:
     """Square pictures in [−1, 1], or with the folder's own mean and deviation."""
-    files = sorted(f for f in place.rglob("*") if f.suffix.lower() in PICTURES) if place.is_dir() else []
+    files = sorted(f for f in place.rglob("*") if f.suffix.lower() in images.PICTURES) if place.is_dir() else []
     if not files:
-        raise DataError(f"{place} is not a folder with images ({', '.join(sorted(PICTURES))})")
+        raise DataError(f"{place} is not a folder with images ({', '.join(sorted(images.PICTURES))})")
     said = folder / "preprocessor_config.json"
     normal = json.loads(said.read_text()) if said.exists() else {}
     size = config.image_size if isinstance(config.image_size, int) else config.image_size[0]
@@ -122,26 +121,9 @@ def _images(place: Path, folder: Path, config: Any, cases: int, batch: int, stri
 
 def read_images(files: list[Path], size: int, strict: bool) -> list[torch.Tensor]:
     """(3, size, size) in [0, 1]; a file that does not decode is named and skipped, or an error if `strict`."""
-    import warnings
-
-    import numpy as np
-    from PIL import Image, UnidentifiedImageError
-
-    pictures, broken = [], []
-    for file in files:
-        try:
-            with Image.open(file) as image:
-                square = image.convert("RGB").resize((size, size), Image.Resampling.BICUBIC)
-        except (UnidentifiedImageError, OSError):
-            if strict:
-                raise DataError(f"{file} does not decode as an image") from None
-            broken.append(file)
-            continue
-        pictures.append(torch.from_numpy(np.array(square)).permute(2, 0, 1) / 255)
-    if not pictures:
-        raise DataError(f"none of {len(files)} images decodes, {files[0]} for one")
-    if broken:
-        warnings.warn(
-            f"{len(broken)} of {len(files)} images do not decode and are left out, first {broken[0]}", stacklevel=2
-        )
-    return pictures
+    found = [images.read(file) for file in files]
+    images.complain(
+        [file for file, image in zip(files, found, strict=True) if image is None], len(files), strict=strict
+    )
+    squares = (image.resize((size, size), resample=3) for image in found if image is not None)  # 3: bicubic
+    return [torch.from_numpy(images.to_array(square)) / 255 for square in squares]
