@@ -56,14 +56,15 @@ def train(recipe, place: Path, *, resume: bool = False) -> None:
 
 def main(root: Path) -> None:
     data = toy.folder(root / "data")
-    for kind, changes in {"": {}, "accumulated, ": {"trainer.accumulate": 2}}.items():
+    kinds = {"": ({}, list(MOMENTS)), "accumulated, ": ({"trainer.accumulate": 2}, ["in the first step"])}
+    for kind, (changes, moments) in kinds.items():
         recipe = toy.recipe(data, **changes)
         whole = root / f"whole {kind}"
         assert killed.child(lambda: train(recipe, whole)) == 0  # noqa: B023
-        for moment, arm in MOMENTS.items():
+        for moment in moments:
             place = root / f"{kind}{moment}"
 
-            def asked(place: Path = place, arm: Callable[[], None] = arm) -> None:
+            def asked(place: Path = place, arm: Callable[[], None] = MOMENTS[moment]) -> None:
                 arm()
                 train(recipe, place)  # noqa: B023
 

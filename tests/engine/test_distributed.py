@@ -1,27 +1,198 @@
-"""Two processes on one machine: DDP and FSDP are flags, and both give the same numbers."""
+"""Two processes train as one does: DDP, FSDP2 and split sequences by flag; stopped and killed runs go on."""
 
 from __future__ import annotations
 
+import csv
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import many
+import pytest
+import torch
 import toy
 
-FLAGS = """
---model.kind modern --model.embed-dim 8 --model.num-heads 2 --model.layers 1 --model.ffn-dim 16
---model.rank 3 --model.landmarks 4 --model.dropout 0 --trainer.epochs 2 --trainer.batch-size 8 --trainer.ema 0.9
---trainer.accelerator cpu --trainer.devices 2 --trainer.no-progress --trainer.no-tensorboard"""
+from primal_attention.engine import distributed, runner
+from primal_attention.engine.checkpoint import latest
+from primal_attention.engine.classify import ClassificationModule
+from primal_attention.engine.config import TrainerConfig
+from primal_attention.engine.errors import RunError
+from primal_attention.engine.files import read_weights
+from primal_attention.engine.sharded import export, read_whole
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+# float32 sums in another order, over some dozen steps.
+CLOSE = 1e-5
 
 
-def test_ddp_and_fsdp_train_by_flag_and_agree(tmp_path: Path):
+def torchrun(what: str, root: Path, *options: str) -> None:
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *options]
+    command = [sys.executable, *launch, str(Path(__file__).with_name("many.py")), what, str(root)]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All trainings on two ranks, and the same ones in this process."""
+    torch.set_num_threads(1)
+    root = tmp_path_factory.mktemp("many")
+    toy.folder(root / "data")
+    many.write_text(root)
+    torchrun("match", root)
+    runner.train(many.series(root), root / "one")
+    ClassificationModule.ksvd_reduction = "batch"
+    try:
+        runner.train(many.series(root), root / "one-batch")
+    finally:
+        ClassificationModule.ksvd_reduction = "sample"
+    runner.train(many.text(root), root / "text-one")
+    return root
+
+
+def curves(place: Path) -> dict[str, list[float]]:
+    with (place / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    return {key: [float(row[key]) for row in rows] for key in ("loss", "task_loss", "ksvd_loss", "J")}
+
+
+@pytest.mark.parametrize(
+    ("shared", "alone"),
+    [
+        *((way, "one") for way in many.WAYS),
+        ("ddp-batch", "one-batch"),
+        ("fsdp-batch", "one-batch"),
+        ("text-ddp", "text-one"),
+        ("text-context", "text-one"),
+    ],
+)
+def test_two_ranks_train_as_one(runs: Path, shared: str, alone: str):
+    expected = curves(runs / alone)
+    for key, values in curves(runs / shared).items():
+        assert values == pytest.approx(expected[key], rel=CLOSE, abs=CLOSE), key
+    one = read_weights(runs / alone / "model.safetensors")
+    for name, weight in read_weights(runs / shared / "model.safetensors").items():
+        torch.testing.assert_close(weight.double(), one[name].double(), rtol=1e-3, atol=1e-4)  # Adam divides by √v
+
+
+def test_the_reductions_differ(runs: Path):
+    assert curves(runs / "one")["ksvd_loss"][0] != pytest.approx(curves(runs / "one-batch")["ksvd_loss"][0], rel=1e-3)
+
+
+def test_a_run_that_one_rank_was_asked_to_stop_goes_on_to_the_same_weights(runs: Path):
+    for file in ("model.safetensors", "metrics.csv"):
+        assert (runs / "ddp-stopped" / file).read_bytes() == (runs / "ddp" / file).read_bytes()
+
+
+def test_a_sharded_checkpoint_goes_on_with_another_number_of_ranks_and_exports(runs: Path):
+    place = runs / "fsdp-stopped"
+    saved = latest(place / "checkpoints")
+    assert saved is not None
+    assert saved.is_dir()
+    export(saved, runs / "exported.safetensors")
+    averaged = {n.removeprefix("averaged."): t for n, t in read_whole(saved)["state_dict"].items() if "averaged." in n}
+    exported = read_weights(runs / "exported.safetensors")
+    assert exported.keys() == averaged.keys()
+    assert all(torch.equal(exported[n], averaged[n]) for n in averaged)
+
+    script = "import sys, many, pathlib; from primal_attention.engine import runner; root = pathlib.Path(sys.argv[1]);"
+    script += "runner.train(many.series(root, **many.WAYS['fsdp']), root / 'fsdp-stopped', resume=True)"
+    command = [sys.executable, "-c", script, str(runs)]
+    done = subprocess.run(
+        command, env=ENVIRONMENT, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    for key, values in curves(place).items():
+        assert values == pytest.approx(curves(runs / "one")[key], rel=CLOSE, abs=CLOSE), key
+
+
+def test_a_killed_rank_restarts_the_run_from_its_last_checkpoint(runs: Path):
+    torchrun("kill", runs, "--max-restarts", "2")
+    for file in ("model.safetensors", "metrics.csv"):
+        assert (runs / "fsdp-killed" / file).read_bytes() == (runs / "fsdp" / file).read_bytes()
+    assert not list((runs / "fsdp-killed").rglob("*.partial"))
+
+
+def test_a_half_written_checkpoint_is_never_taken(tmp_path: Path):
+    (tmp_path / ".000003.partial").mkdir()
+    (tmp_path / ".000003.partial" / "rest.pt").write_bytes(b"")
+    (tmp_path / ".last.ckpt.partial").write_bytes(b"half")
+    assert latest(tmp_path) is None
+    (tmp_path / "000002.sharded").mkdir()
+    assert latest(tmp_path) == tmp_path / "000002.sharded"
+
+
+def test_an_index_that_names_code_is_refused(runs: Path, tmp_path: Path):
+    class Evil:
+        def __reduce__(self):
+            return os.system, (f"touch {tmp_path}/ran",)
+
+    import pickle
+
+    place = tmp_path / "000001.sharded"
+    place.mkdir()
+    (place / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(RunError, match="no place in a checkpoint's index"):
+        read_whole(place)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_run_stopped_by_sigterm_at_any_moment_ends_with_the_same_weights(tmp_path: Path):
+    script = Path(__file__).with_name("stopped.py")
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path)], env=ENVIRONMENT, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 7
+    assert all(line.endswith(": same") for line in lines), done.stdout + done.stderr
+
+
+def test_sigterm_ends_the_command_with_143_within_ten_seconds(tmp_path: Path):
     toy.folder(tmp_path / "data" / "uea")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    for strategy in ("ddp", "fsdp"):
-        words = ["train", "uea/Toy", *FLAGS.split(), "--trainer.strategy", strategy, "--out", strategy]
-        command = [sys.executable, "-m", "primal_attention.cli", *words]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.count("run folder:") == 1, "only one process speaks"
-    assert (tmp_path / "ddp" / "metrics.csv").read_bytes() == (tmp_path / "fsdp" / "metrics.csv").read_bytes()
+    words = "--model.embed-dim 8 --model.num-heads 2 --model.rank 3 --model.landmarks 4 --trainer.epochs 100000"
+    words += " --trainer.accelerator cpu --trainer.no-progress --trainer.no-tensorboard --out run"
+    command = [sys.executable, "-m", "primal_attention.cli", "train", "uea/Toy", *words.split()]
+    process = subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+    saved = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    deadline = time.monotonic() + 90
+    while not saved.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    asked = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    _, words = process.communicate(timeout=30)
+    assert process.returncode == 143
+    assert time.monotonic() - asked < 10
+    assert "asked to stop: saved" in words
+    assert "--resume" in words
+
+
+@pytest.mark.parametrize(
+    ("environment", "complaint"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}, "add --trainer.devices 4"),
+        ({"SLURM_NTASKS": "8", "SLURM_NNODES": "2"}, "add --trainer.devices 8"),
+    ],
+)
+def test_a_launcher_with_another_number_of_processes_is_told_so(monkeypatch, environment, complaint):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RunError, match=complaint):
+        distributed.machines(TrainerConfig(devices=2))
+    with pytest.raises(RunError, match="name it with --out"):
+        distributed.agree_on_folder(Path("x"), named=False)
+
+
+def test_machines_are_counted_from_the_launcher(monkeypatch):
+    assert distributed.machines(TrainerConfig(devices=2)) == (2, 1)
+    monkeypatch.setenv("SLURM_NTASKS", "8")
+    monkeypatch.setenv("SLURM_NNODES", "2")
+    assert distributed.machines(TrainerConfig(devices=8)) == (4, 2)
+
+
+def test_context_must_divide_the_devices():
+    with pytest.raises(RunError, match=r"trainer.context must divide trainer.devices \(got 2 and 3\)"):
+        TrainerConfig(devices=3, context=2)

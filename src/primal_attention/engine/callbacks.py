@@ -87,8 +87,7 @@ class RunState(Checkpoint):
         if self.middle is None:
             return
         middle, self.middle = self.middle, None
-        known = middle["processes"] if len(middle["processes"]) == trainer.world_size else None
-        module.go_on_from(known[trainer.global_rank] if known else None, middle["steps"])
+        module.go_on_from(middle["processes"], middle["steps"])
         self.experiment.train.skip = middle["batches"]
         self._started = time.perf_counter() - middle["seconds"]
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from primal_attention.engine.errors import RunError
@@ -48,6 +50,23 @@ def restarted() -> bool:
     """Whether this run was started before, by the same launcher or job, and has to go on by itself."""
     counts = (os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
     return any(count.isdigit() and int(count) > 0 for count in counts)
+
+
+def rejoin(device: torch.device) -> None:
+    """After a restart by torchrun, meet the other processes under this attempt's own keys.
+
+    torchrun's store outlives the processes: what the dead ones wrote into it would send the new ones to addresses where
+    nobody is left. A first start needs nothing; who calls init_process_group finds that it is done.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or dist.is_initialized():
+        return
+    world = int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, is_master=False)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.PrefixStore(f"attempt-{attempt}", store), rank=rank(), world_size=world)
 
 
 def agree_on_folder(folder: Path, *, named: bool = True) -> Path:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
@@ -198,17 +198,20 @@ class TrainingModule(pl.LightningModule):
             "random_on_device": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
         }
 
-    def go_on_from(self, position: Mapping[str, Any] | None, steps: int) -> None:
-        """Undo nothing, repeat nothing. `position` None: the number of processes has changed, so draw anew."""
+    def go_on_from(self, processes: Sequence[Mapping[str, Any]], steps: int) -> None:
+        """Stand where `position` of every process was taken. With another number of them, random numbers start anew."""
         device = next(self.model.parameters()).device
+        same = len(processes) == self.trainer.world_size
+        own = [processes[self.global_rank]] if same else processes
         self._steps = steps
-        if position is None:
+        for key in own[0]["sums"]:  # the mean over the processes is what counts, so each may hold it
+            self._sums[key] = torch.tensor(sum(p["sums"][key] for p in own) / len(own), device=device)
+        if not same:
             self._seed("resumed", steps, self.share[0])
             return
-        self._sums = {key: torch.tensor(value, device=device) for key, value in position["sums"].items()}
-        torch.set_rng_state(position["random"])
-        if position["random_on_device"] is not None and device.type == "cuda":
-            torch.cuda.set_rng_state(position["random_on_device"], device)
+        torch.set_rng_state(own[0]["random"])
+        if own[0]["random_on_device"] is not None and device.type == "cuda":
+            torch.cuda.set_rng_state(own[0]["random_on_device"], device)
 
     def epoch_means(self) -> dict[str, float]:
         """Mean over the epoch's steps of the losses and J, over all ranks."""

@@ -79,6 +79,7 @@ def run_phase(recipe: Recipe, experiment: Experiment, folder: Path, title: str) 
             with contextlib.suppress(ImportError):  # no rich on this machine: train without a bar
                 callbacks.insert(0, Bar(title, state))
         trainer = trainer_for(recipe, experiment, callbacks, folder)
+        distributed.rejoin(trainer.strategy.root_device)
         try:
             trainer.fit(module, train_dataloaders=experiment.train, ckpt_path=latest(state.checkpoint.parent))
             state.finish_measuring(module)  # where a run was stopped while it measured its last epoch
