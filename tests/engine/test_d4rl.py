@@ -165,13 +165,37 @@ def model_of(folder, attention="primal+"):
     return recipe(folder, **{"model.attention": (attention,)}).build().module.model.eval()
 
 
-@pytest.mark.parametrize("attention", ["softmax", "primal+", "linear"])
+@pytest.mark.parametrize("attention", ["softmax", "primal+", "linear", "cosformer"])
 def test_streaming_takes_the_windows_actions_within_k(folder, attention):
     model = model_of(folder, attention)
-    window, stream = (rollout.play(model, "Hopper-v4", 3600.0, [1, 2], streaming=s) for s in (False, True))
+    window, stream = (rollout.play(model, "Hopper-v4", 3600.0, [1, 2], streaming=s) for s in ("off", "rolling"))
     assert len(window.actions) > K, "the episodes outlast the context"
     for step in range(K):
         assert_close(torch.tensor(stream.actions[step]), torch.tensor(window.actions[step]), 1e-5, f"step {step}")
+
+
+def stream_through(reader, steps: int):
+    """What a reader does on given states, after seven of which one of three episodes ends, and what the others saw."""
+    generator = torch.Generator().manual_seed(0)
+    states, togo = torch.randn(steps, 3, 11, generator=generator), torch.linspace(3600, 3000, steps)
+    taken = []
+    for step in range(steps):
+        here = states[step] if step < 7 else states[step, [0, 2]]
+        taken.append(reader.act(here, togo[step].expand(len(here)), step))
+        if step == 6:
+            reader.keep(torch.tensor([0, 2]))
+    actions = torch.stack([a if len(a) == 2 else a[[0, 2]] for a in taken], 1)
+    return states[:, [0, 2]].transpose(0, 1), actions, togo.expand(2, -1), torch.arange(steps).expand(2, -1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("kind", "starts"), [("rolling", [0] * 5 + [3] * 3 + [6] * 3 + [9] * 2), ("whole", [0] * 13)])
+def test_a_stream_is_the_window_from_its_start_on(folder, kind, starts):
+    model = model_of(folder, "primal+")
+    columns = stream_through(rollout.reader_of(model, 3, kind), len(starts))
+    for step, start in enumerate(starts):
+        expected = model.predict(*(column[:, start : step + 1] for column in columns))[:, -1]
+        assert_close(columns[1][:, step], expected, 1e-5, f"step {step}")
 
 
 def test_episodes_side_by_side_are_the_episodes_alone(folder):
@@ -212,10 +236,16 @@ def test_a_film_of_the_first_episode(folder, tmp_path):
     assert file.read_bytes().startswith(b"GIF8")
 
 
-@pytest.mark.parametrize(("attention", "why"), [("flow", "keeps no state"), ("cosformer", "is built for 15 tokens")])
-def test_what_cannot_stream_says_so(folder, attention, why):
-    with pytest.raises(RunError, match=f"layer 1's attention '{attention}' {why}.*: play without streaming"):
-        rollout.play(model_of(folder, attention), "Hopper-v4", 3600.0, [0], streaming=True)
+@pytest.mark.parametrize(
+    ("attention", "kind", "why"),
+    [
+        ("flow", "rolling", "keeps no state to go on from: play with streaming off"),
+        ("cosformer", "whole", "is built for 15 tokens, and an episode has up to 3000: play with streaming rolling"),
+    ],
+)
+def test_what_cannot_stream_says_so(folder, attention, kind, why):
+    with pytest.raises(RunError, match=f"layer 1's attention '{attention}' {why}"):
+        rollout.play(model_of(folder, attention), "Hopper-v4", 3600.0, [0], streaming=kind)
 
 
 def test_an_environment_that_is_not_there_is_one_line(folder, monkeypatch):

@@ -3,7 +3,7 @@
 primal train d4rl/hopper-medium                                    Primal.+DT, the paper's settings
 primal train d4rl/walker2d-medium-expert --model.attention softmax Decision Transformer
 primal train d4rl/hopper-medium --data.minari mujoco/hopper/medium-v0
-primal evaluate RUN --episodes 20 --streaming --video hopper.gif   play again, in another way, and film it
+primal evaluate RUN --streaming rolling --video hopper.gif         play again, in another way, and film it
 
 An epoch is 10,000 steps, as the benchmark counts. The model is measured by the return of episodes that it plays.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from primal_attention.data import d4rl
 from primal_attention.engine.config import OptimConfig, Recipe, TrainerConfig, require
@@ -82,8 +82,9 @@ class EvaluationConfig:
     """Episodes, all at once; 0 plays none, for machines without the environments ('primal evaluate' does it later)."""
     target: float | None = None
     """Return to ask for; None is the paper's: 3600 (hopper), 5000 (walker2d), 12000 (halfcheetah)."""
-    streaming: bool = False
-    """Keep the layers' state over the whole episode instead of reading the last K steps again at each step."""
+    streaming: Literal["off", "rolling", "whole"] = "off"
+    """Keep the layers' state instead of reading the last K steps again at each step: of the last K/2 to K steps
+    (rolling), or of the whole episode, which is more than the model was trained for."""
     while_training: bool = False
     """Play after every trainer.evaluate-every epochs too; the best of them is labelled as chosen on test."""
     env: str | None = None

@@ -26,7 +26,7 @@ class Game:
     target: float
     episodes: int
     seed: int
-    streaming: bool = False
+    streaming: rollout.Streaming = "off"
     video: Path | None = None
     progress: bool = True
 

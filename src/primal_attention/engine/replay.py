@@ -22,7 +22,7 @@ from primal_attention.engine.headline import in_full
 
 ABOUT = """Play episodes with a finished run's weights.
 
-Example: primal evaluate runs/d4rl/hopper-medium/primal+-seed0 --episodes 20 --streaming --video hopper.gif"""
+Example: primal evaluate runs/d4rl/hopper-medium/primal+-seed0 --episodes 20 --streaming rolling --video hopper.gif"""
 
 
 def main(folder: Path, args: Sequence[str]) -> int:

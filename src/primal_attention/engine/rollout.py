@@ -1,8 +1,8 @@
 """Episodes of gymnasium's MuJoCo environments, played by a Decision Transformer: all at once, one forward per step.
 
-Two ways to read what happened so far. `Window` reads the last K steps again at every step, as the model was trained and
-as the paper plays. `Stream` reads each token once and keeps the layers' state: the same actions during the first K
-steps, after which it remembers the whole episode where the window forgets.
+Three ways to read what happened so far. `Window` reads the last K steps again at every step, as the paper plays. The
+others read each token once and keep the layers' state, and take the window's actions during the first K steps. After
+them `Rolling` knows the last K/2 to K steps, and `Stream` the whole episode, which the model was not trained for.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from primal_attention.models.decision import DecisionTransformer, Memory, select
 ENVIRONMENTS = {"halfcheetah": "HalfCheetah-v4", "hopper": "Hopper-v4", "walker2d": "Walker2d-v4"}
 # Returns to ask for: the paper's two per environment, the first of them is what D4RL tables report.
 TARGETS = {"halfcheetah": (12000.0, 6000.0), "hopper": (3600.0, 1800.0), "walker2d": (5000.0, 2500.0)}
+Streaming = Literal["off", "rolling", "whole"]
 NEEDS = "pip install 'primal-attention[rl]'"
 
 
@@ -62,14 +63,14 @@ class Window:
         self.past = [column[rows] for column in self.past]
 
 
+@dataclass
 class Stream:
-    """Each token read once; the layers' state holds what came before."""
+    """Each token read once, from the step `start` on; the layers' state holds what came between."""
 
-    def __init__(self, model: DecisionTransformer, episodes: int) -> None:
-        self.model = model
-        self.previous: Tensor | None = None
-        check_streams(model)
-        self.memory: Memory = model.initial_state(episodes)
+    model: DecisionTransformer
+    start: int
+    memory: Memory
+    previous: Tensor | None = None
 
     def act(self, states: Tensor, togo: Tensor, step: int) -> Tensor:
         stamps = torch.full((len(states),), step, device=states.device)
@@ -82,18 +83,55 @@ class Stream:
         self.previous = None if self.previous is None else self.previous[rows]
 
 
-def check_streams(model: DecisionTransformer) -> None:
-    """Whether every layer can remember a whole episode."""
-    tokens = 3 * HORIZON
+class Rolling:
+    """Two streams that overlap: when the elder has read K steps, the younger, which has read half as many, follows it.
+
+    So the context has between K/2 and K steps, lengths that the model was trained with, and no step is read again.
+    """
+
+    def __init__(self, model: DecisionTransformer) -> None:
+        self.model = model
+        self.elder: Stream | None = None
+        self.younger: Stream | None = None
+
+    def act(self, states: Tensor, togo: Tensor, step: int) -> Tensor:
+        context = self.model.context
+        if self.elder is not None and step - self.elder.start == context:
+            self.elder, self.younger = self.younger, None
+        if self.elder is None:
+            self.elder = self._fresh(len(states), step)
+        if self.younger is None and step - self.elder.start == (context + 1) // 2:
+            self.younger = self._fresh(len(states), step)
+        action = self.elder.act(states, togo, step)
+        if self.younger is not None:
+            self.younger.act(states, togo, step)
+            self.younger.previous = action  # what was done, not what it would have done
+        return action
+
+    def _fresh(self, episodes: int, step: int) -> Stream:
+        return Stream(self.model, step, self.model.initial_state(episodes))
+
+    def keep(self, rows: Tensor) -> None:
+        for stream in (self.elder, self.younger):
+            if stream is not None:
+                stream.keep(rows)
+
+
+def reader_of(model: DecisionTransformer, episodes: int, streaming: Streaming) -> Reader:
+    """The way of reading that was asked for, if every layer can do it."""
+    if streaming == "off":
+        return Window(model)
+    tokens = 3 * (model.context if streaming == "rolling" else HORIZON)
     for i, (name, block) in enumerate(zip(model.attention_names, model.blocks, strict=True)):
         built_for = getattr(block.attention, "max_length", None)
         if not block.streams:
-            why = "keeps no state to go on from"
+            why = "keeps no state to go on from: play with streaming off"
         elif built_for is not None and built_for < tokens:
-            why = f"is built for {built_for} tokens, and an episode has up to {tokens}"
+            why = f"is built for {built_for} tokens, and an episode has up to {tokens}: play with streaming rolling"
         else:
             continue
-        raise RunError(f"layer {i + 1}'s attention {name!r} {why}: play without streaming")
+        raise RunError(f"layer {i + 1}'s attention {name!r} {why}")
+    return Rolling(model) if streaming == "rolling" else Stream(model, 0, model.initial_state(episodes))
 
 
 @dataclass
@@ -117,7 +155,7 @@ def play(
     target: float,
     seeds: Sequence[int],
     *,
-    streaming: bool = False,
+    streaming: Streaming = "off",
     video: Path | None = None,
     tell: Tell = lambda *_: None,
 ) -> Played:
@@ -136,12 +174,12 @@ def _play(
     envs: list[Any],
     target: float,
     seeds: Sequence[int],
-    streaming: bool,
+    streaming: Streaming,
     video: Path | None,
     tell: Tell,
 ) -> Played:
     device = model.state_mean.device
-    reader: Reader = Stream(model, len(envs)) if streaming else Window(model)
+    reader = reader_of(model, len(envs), streaming)
     states = np.stack([env.reset(seed=seed)[0] for env, seed in zip(envs, seeds, strict=True)])
     returns, lengths = np.zeros(len(envs)), np.zeros(len(envs), int)
     running, taken, frames = np.arange(len(envs)), [], []

@@ -16,6 +16,8 @@ from primal_attention.report.efficiency import GB, against, largest_peak, times
 from primal_attention.report.results import Mean, Result
 from primal_attention.report.table import NOTHING, Section, Table
 
+READING = {"off": "windows of K steps", "rolling": "rolling streams", "whole": "one stream per episode"}
+
 
 def title_of(model: str) -> str:
     return f"{paper.MODELS[model]} ({model})" if model in paper.MODELS else model
@@ -87,7 +89,7 @@ def reading(cells: Sequence[Cell], watched: bool) -> list[str]:
     sources = sorted({str(r.data.get("source", "unknown data")) for r in found})
     transitions = sorted({int(r.data["transitions"]) for r in found if "transitions" in r.data})
     episodes = sorted({int(r.scores["last"]["episodes"]) for r in found if "episodes" in r.scores["last"]})
-    how = sorted({"streaming" if r.config["evaluation"]["streaming"] else "windows of K steps" for r in found})
+    how = sorted({READING[r.config["evaluation"]["streaming"]] for r in found})
     steps = sorted({steps_of(r) for r in found})
 
     def listed(numbers: Sequence[int]) -> str:
