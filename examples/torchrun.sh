@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# One training on several devices of one machine, by torchrun.
+#
+#   examples/torchrun.sh uea/JapaneseVowels                            # 2 devices, each takes half of every batch
+#   DEVICES=4 CONTEXT=4 examples/torchrun.sh lm/wikipedia              # 4 devices share every sequence
+#   DEVICES=8 STRATEGY=fsdp OUT=runs/big examples/torchrun.sh lm/wikipedia --trainer.epochs 8
+#
+# A process that dies is started again up to RESTARTS times, and the run goes on from its last whole checkpoint. The same
+# command goes on with a run that was stopped (SIGTERM saves and ends the training's processes with code 143).
+set -euo pipefail
+
+if [[ $# -eq 0 ]]; then
+    echo "usage: examples/torchrun.sh RECIPE [FLAGS of primal train …]" >&2
+    exit 2
+fi
+recipe=$1
+shift
+devices=${DEVICES:-2}
+
+exec "${PYTHON:-python}" -m torch.distributed.run \
+    --standalone --nproc-per-node "$devices" --max-restarts "${RESTARTS:-3}" \
+    -m primal_attention.cli train "$recipe" \
+    --trainer.devices "$devices" \
+    --trainer.strategy "${STRATEGY:-ddp}" \
+    --trainer.context "${CONTEXT:-1}" \
+    --out "${OUT:-runs/$recipe-torchrun}" --resume \
+    "$@"

