@@ -99,6 +99,8 @@ class LanguageModel(nn.Module):
     """Tokens (B, N) to the logits of the next token (B, N, vocabulary); the embeddings serve at both ends."""
 
     context: Context | None = None
+    gradient_checkpointing = False
+    """Training: make each block's inside again on the way back instead of keeping it. (transformers' name for it.)"""
 
     def __init__(self, config: LanguageConfig) -> None:
         super().__init__()
@@ -154,26 +156,23 @@ class LanguageModel(nn.Module):
             targets: (B, N), each token's successor, negative where there is none: instead of logits the mean loss over
                 them in nats. Takes far less room than the logits of a large vocabulary.
         """
-        self._check(tokens, state, key_padding_mask is not None)
-        padding = None if key_padding_mask is None else Padding(_checked(key_padding_mask, tokens), compact=True)
-        if padding is None:
-            behind = None
-        else:  # the tokens in front, in their order: then nothing below can see padding but the states
-            assert padding.order is not None
-            assert padding.tokens.present is not None
-            tokens, behind = tokens.gather(1, padding.order), ~padding.tokens.present
-        x = self._embed(tokens, state)
-        after = None
-        if state is None and not return_state:
-            for block in self.blocks:
-                x = block(x, behind)
-        else:
-            self._check_streams()
-            x, after = self._resume(x, behind, state)
+        x, padding, after = self._read(tokens, key_padding_mask, state, return_state)
         if targets is not None:
             return self._loss(x if padding is None else padding.leave(x), targets)
         logits = self._logits(x, padding, only_last)
         return (logits, after) if return_state else logits
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        key_padding_mask: Tensor | None = None,
+        *,
+        state: LanguageState | None = None,
+        return_state: bool = False,
+    ) -> tuple[Tensor, LanguageState | None]:
+        """What the logits are made of, (B, N, embed_dim), and the state after the last token if asked for."""
+        x, padding, after = self._read(tokens, key_padding_mask, state, return_state)
+        return self.norm(x if padding is None else padding.leave(x)), after
 
     def step(
         self, tokens: Tensor, state: LanguageState, key_padding_mask: Tensor | None = None
@@ -212,6 +211,30 @@ class LanguageModel(nn.Module):
         if not self.streams:
             names = sorted({n for n, b in zip(self.attention_names, self.blocks, strict=True) if not b.streams})
             raise ValueError(f"attention {', '.join(names)} has no streaming state: run the whole window again instead")
+
+    def _read(
+        self, tokens: Tensor, mask: Tensor | None, state: LanguageState | None, return_state: bool
+    ) -> tuple[Tensor, Padding | None, LanguageState | None]:
+        """The last block's outputs, tokens in front of padding; how the padding stood; the state after the tokens."""
+        self._check(tokens, state, mask is not None)
+        padding = None if mask is None else Padding(_checked(mask, tokens), compact=True)
+        if padding is None:
+            behind = None
+        else:  # the tokens in front, in their order: then nothing below can see padding but the states
+            assert padding.order is not None
+            assert padding.tokens.present is not None
+            tokens, behind = tokens.gather(1, padding.order), ~padding.tokens.present
+        x = self._embed(tokens, state)
+        if state is not None or return_state:
+            self._check_streams()
+            x, after = self._resume(x, behind, state)
+            return x, padding, after
+        for block in self.blocks:
+            if self.gradient_checkpointing and self.training:
+                x = checkpoint(block, x, behind, use_reentrant=False)
+            else:
+                x = block(x, behind)
+        return x, padding, None
 
     def _embed(self, tokens: Tensor, state: LanguageState | None) -> Tensor:
         x = self.embedding(tokens) * self.config.embed_dim**0.5  # unit variance, as the positions have
