@@ -15,6 +15,7 @@ import pytest
 import torch
 import toy
 
+from once import once
 from primal_attention.engine import distributed, runner
 from primal_attention.engine.checkpoint import latest
 from primal_attention.engine.classify import ClassificationModule
@@ -38,8 +39,11 @@ def torchrun(what: str, root: Path, *options: str) -> None:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All trainings on two ranks, and the same ones in this process."""
+    return once(tmp_path_factory, "many", _train_all)
+
+
+def _train_all(root: Path) -> None:
     torch.set_num_threads(1)
-    root = tmp_path_factory.mktemp("many")
     toy.folder(root / "data")
     many.write_text(root)
     torchrun("match", root)
@@ -50,7 +54,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     finally:
         ClassificationModule.ksvd_reduction = "sample"
     runner.train(many.text(root), root / "text-one")
-    return root
 
 
 def curves(place: Path) -> dict[str, list[float]]:
@@ -174,7 +177,7 @@ def test_sigterm_ends_the_command_with_143_within_ten_seconds(tmp_path: Path):
     ("environment", "complaint"),
     [
         ({"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}, "add --trainer.devices 4"),
-        ({"SLURM_NTASKS": "8", "SLURM_NNODES": "2"}, "add --trainer.devices 8"),
+        ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2"}, "add --trainer.devices 8"),
     ],
 )
 def test_a_launcher_with_another_number_of_processes_is_told_so(monkeypatch, environment, complaint):
@@ -188,8 +191,8 @@ def test_a_launcher_with_another_number_of_processes_is_told_so(monkeypatch, env
 
 def test_machines_are_counted_from_the_launcher(monkeypatch):
     assert distributed.machines(TrainerConfig(devices=2)) == (2, 1)
-    monkeypatch.setenv("SLURM_NTASKS", "8")
-    monkeypatch.setenv("SLURM_NNODES", "2")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
+    monkeypatch.setenv("SLURM_STEP_NUM_NODES", "2")
     assert distributed.machines(TrainerConfig(devices=8)) == (4, 2)
 
 

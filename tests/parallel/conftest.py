@@ -11,19 +11,24 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from once import once
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session")
 def differences(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
     """Of every case: its numbers' largest differences from one process. Four real processes, gloo, torchrun."""
-    out = tmp_path_factory.mktemp("ranks") / "differences.json"
+    return json.loads((once(tmp_path_factory, "ranks", _run_the_ranks) / "differences.json").read_text())
+
+
+def _run_the_ranks(place: Path) -> None:
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, *launch, str(Path(__file__).with_name("worker.py")), str(out)]
+    script, out = Path(__file__).with_name("worker.py"), place / "differences.json"
+    command = [sys.executable, *launch, str(script), str(out)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(out.read_text())
 
 
 @pytest.fixture

@@ -52,6 +52,8 @@ class ClassificationModule(TrainingModule):
     attention would miss the faster kernels and be timed as slower than it is.
     """
 
+    splits_sequences: ClassVar[bool] = True
+
     def __init__(self, model: nn.Module, recipe: Recipe, augment: AugmentConfig, *, padded: bool = True) -> None:
         super().__init__(model, recipe)
         plain = padded and not augment.unequal

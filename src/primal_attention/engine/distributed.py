@@ -43,7 +43,7 @@ def is_main() -> bool:
 
 def launched() -> bool:
     """Whether a launcher started all processes at once, torchrun or a scheduler's."""
-    return "TORCHELASTIC_RUN_ID" in os.environ or int(os.environ.get("SLURM_NTASKS", "1")) > 1
+    return "TORCHELASTIC_RUN_ID" in os.environ or int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1
 
 
 def restarted() -> bool:
@@ -89,8 +89,8 @@ def machines(config: TrainerConfig) -> tuple[int, int]:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         total, here = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
     else:
-        total = int(os.environ["SLURM_NTASKS"])
-        here = total // int(os.environ.get("SLURM_NNODES", "1"))
+        total = int(os.environ["SLURM_STEP_NUM_TASKS"])
+        here = total // int(os.environ.get("SLURM_STEP_NUM_NODES", "1"))
     if total != config.devices:
         raise RunError(
             f"the launcher started {total} processes and trainer.devices is {config.devices}: "

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from primal_attention.engine import distributed
 from primal_attention.engine.batches import Batches, derive_seed
 from primal_attention.engine.config import OptimConfig, Recipe
-from primal_attention.engine.errors import DivergedError
+from primal_attention.engine.errors import DivergedError, RunError
 from primal_attention.engine.recordable import RecordableRAdam
 from primal_attention.nn.objective import ksvd_loss, primal_layers
 
@@ -49,6 +49,8 @@ class TrainingModule(pl.LightningModule):
     """Whether J is squared per case or after the mean over the batch; the paper's benchmarks differ in it."""
     headline: ClassVar[str] = "accuracy"
     """The score that a run is known by; higher is better."""
+    splits_sequences: ClassVar[bool] = False
+    """Whether `task_loss` and `scores` hand the model its `tokens`, so that processes can share a sequence."""
 
     def __init__(self, model: nn.Module, recipe: Recipe) -> None:
         super().__init__()
@@ -92,6 +94,8 @@ class TrainingModule(pl.LightningModule):
 
     def adopt(self, layout: Layout | None) -> None:
         """Work with other processes on the same batches, and on the same sequences where they are split."""
+        if layout is not None and layout.splits and not self.splits_sequences:
+            raise RunError(f"trainer.context must be 1: {self.recipe.benchmark} trains on whole sequences only")
         self.layout = layout
         for model in (self.model, self.averaged):
             if layout is not None and model is not None:

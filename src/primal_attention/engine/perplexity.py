@@ -26,6 +26,7 @@ VOCABULARY = "vocabulary.json"
 class LanguageModule(TrainingModule):
     """A language model in training. The run folder gets the vocabulary, without which the weights mean nothing."""
 
+    splits_sequences: ClassVar[bool] = True
     headline: ClassVar[str] = "bits_per_byte"
 
     def __init__(self, model: nn.Module, recipe: Recipe, vocabulary: Vocabulary) -> None:

@@ -19,6 +19,7 @@ from primal_attention.engine.module import Batch, TrainingModule
 class SequenceModule(TrainingModule):
     """A classifier of token sequences in training. padded: token 0 is padding; else the model gets no mask."""
 
+    splits_sequences: ClassVar[bool] = True
     ksvd_reduction: ClassVar[Literal["sample", "batch"]] = "batch"
 
     def __init__(self, model: nn.Module, recipe: Recipe, *, padded: bool) -> None:
