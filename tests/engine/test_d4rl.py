@@ -17,6 +17,7 @@ from primal_attention.engine import d4rl, registry, replay, rollout, runner
 from primal_attention.engine.config import override
 from primal_attention.engine.contexts import ContextBatches
 from primal_attention.engine.errors import RunError
+from primal_attention.report import paper_d4rl as paper
 
 pytest.importorskip("mujoco")
 K = 5
@@ -66,6 +67,13 @@ def test_the_recipes_are_the_papers():
     game = found.game()
     assert (game.environment, game.target, game.episodes) == ("Walker2d-v4", 5000.0, 100)
     assert registry.get("d4rl/halfcheetah-medium-replay").resolved().model.rank == 32
+
+
+@pytest.mark.parametrize("model", paper.MODELS)
+def test_the_papers_averages_are_those_of_its_cells(model):
+    assert paper.SETS == data.SETS
+    mean = sum(row[model][0] for row in paper.SCORES.values()) / len(paper.SETS)
+    assert mean == pytest.approx(paper.AVERAGE_SCORE[model], abs=0.051)
 
 
 def test_a_window_holds_what_follows_its_row_in_its_episode(folder):
