@@ -33,8 +33,8 @@ from primal_attention.data.series import SeriesData, Split
 ROOT = Path(__file__).resolve().parents[1]
 FLAGS = """
 --model.kind modern --model.embed-dim 16 --model.num-heads 2 --model.layers 2 --model.ffn-dim 32 --model.rank 4
---model.landmarks 8 --model.dropout 0.1 --trainer.epochs 6 --trainer.batch-size 8 --trainer.ema 0.9
---trainer.checkpoint-steps 3 --trainer.accelerator cpu --trainer.devices 2 --trainer.no-progress
+--model.landmarks 8 --model.dropout 0.1 --trainer.epochs 3 --trainer.batch-size 8 --trainer.ema 0.9
+--trainer.checkpoint-steps 6 --trainer.accelerator cpu --trainer.devices 2 --trainer.no-progress
 --trainer.no-tensorboard"""
 FILES = ("model.safetensors", "metrics.csv")
 
@@ -125,10 +125,13 @@ def main() -> int:
                 print(words, file=sys.stderr)
                 return 1
             length[strategy] = time.monotonic() - begun
-        for point in range(args.points):
-            strategy = ("ddp", "fsdp")[point % 2]
-            out = work / f"point-{point}"
+        tries = 0
+        while len(rows) < args.points:
+            strategy, tries = ("ddp", "fsdp")[len(rows) % 2], tries + 1
+            out = work / f"try-{tries}"
             row = disturbed(work, out, strategy, rng.uniform(0, length[strategy]), rng.randrange(2))
+            if not row["killed"]:  # the run was faster than the moment: it proves nothing
+                continue
             row["same"] = row["exit"] == 0 and all(
                 (out / file).read_bytes() == (work / strategy / file).read_bytes() for file in FILES
             )
@@ -139,7 +142,7 @@ def main() -> int:
     result = {**about, "seconds_undisturbed": length, "points": rows}
     args.out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
     fine = sum(row["same"] for row in rows)
-    print(f"{fine} of {len(rows)} ended with the same weights; {sum(row['killed'] for row in rows)} were really killed")
+    print(f"{fine} of {len(rows)} ended with the same weights")
     return 0 if fine == len(rows) else 1
 
 

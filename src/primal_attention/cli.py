@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import signal
 import sys
 import warnings
@@ -32,6 +33,7 @@ COMMANDS = {
     "demo": Command("primal_attention.engine.demo:main", "train on real data and look at it, two minutes", "all"),
     "train": Command("primal_attention.engine.commands:train", "train a recipe"),
     "evaluate": Command("primal_attention.engine.commands:evaluate", "measure a finished run again"),
+    "generate": Command("primal_attention.engine.generate:main", "text from a language run", "language"),
     "recipes": Command("primal_attention.engine.commands:recipes", "list the recipes"),
     "table": Command("primal_attention.engine.table:main", "run a table of the paper, and show it beside ours"),
     "data": Command("primal_attention.engine.make_data:main", "make the sets of Long-Range Arena that can be made"),
@@ -80,8 +82,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as missing:
         return fail(f"primal {name} needs {missing.name}: pip install 'primal-attention[{command.extra}]'")
     except Preempted as stop:
-        print(f"primal: {stop}; go on with --resume", file=sys.stderr)
-        return 128 + signal.SIGTERM
+        print(f"primal: {stop}; go on with --resume", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(128 + signal.SIGTERM)  # whoever asked is counting the seconds, and all is saved
     except KeyboardInterrupt:
         print("interrupted; a training goes on from its last checkpoint with --resume", file=sys.stderr)
         return 130
