@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from transformers.cache_utils import DynamicLayer
-
-from ..ops.modes import State
 
 
 class PrimalSlot(DynamicLayer):
-    """The state after `length` tokens. Beam search may reorder it; tokens cannot be taken back."""
+    """The state after `length` tokens: tensors of B rows, nested in any way. Beam search may reorder it; tokens cannot be
+    taken back."""
 
     is_croppable = False
 
     def __init__(self) -> None:
         super().__init__()
-        self.state: State | None = None
+        self.state: Any = None
         self.length = 0
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
@@ -44,7 +44,7 @@ class PrimalSlot(DynamicLayer):
 
     def _each(self, change: Any) -> None:
         if self.state is not None:
-            self.state = type(self.state)(*(change(f) if isinstance(f, Tensor) else f for f in self.state))  # type: ignore[arg-type]
+            self.state = tree_map_only(Tensor, change, self.state)
 
 
 def slot(cache: Any, layer_idx: int | None) -> PrimalSlot:

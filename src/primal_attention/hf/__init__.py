@@ -1,0 +1,29 @@
+"""The language model for people of transformers: importing this room registers it with the Auto classes.
+
+    import primal_attention.hf
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model, tokenizer = primal_attention.hf.from_run("runs/lm/wikipedia/primal-dual-seed0")
+
+Needs the extra [hf].
+"""
+
+from __future__ import annotations
+
+try:
+    from transformers import AutoConfig, AutoModelForCausalLM
+except ImportError as missing:
+    raise ImportError(
+        f"primal_attention.hf needs transformers ({missing}): pip install 'primal-attention[hf]'"
+    ) from None
+
+from .cache import PrimalCache
+from .configuration import PrimalConfig
+from .model import PrimalForCausalLM
+from .run import from_run, tokenizer_of
+
+AutoConfig.register(PrimalConfig.model_type, PrimalConfig)
+AutoModelForCausalLM.register(PrimalConfig, PrimalForCausalLM)
+
+__all__ = ["PrimalCache", "PrimalConfig", "PrimalForCausalLM", "from_run", "tokenizer_of"]

@@ -1,0 +1,103 @@
+"""The language model's configuration under transformers' names: config.json holds it, AutoConfig reads it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from primal_attention.models.language import LanguageConfig
+from primal_attention.nn.checks import one_of
+from primal_attention.nn.encoder import attention_names
+
+# transformers' names of what LanguageConfig calls otherwise; the other fields have one name for both.
+NAMES = {
+    "vocabulary": "vocab_size",
+    "embed_dim": "hidden_size",
+    "num_heads": "num_attention_heads",
+    "layers": "num_hidden_layers",
+    "ffn_dim": "intermediate_size",
+    "activation": "hidden_act",
+    "max_length": "max_context",  # a word of generation there
+}
+
+
+class PrimalConfig(PreTrainedConfig):
+    """See `LanguageConfig` for what the fields mean.
+
+    attention: one name for all layers, a name with a plus for the last layer only, or one name per layer.
+    max_context: the longest text in primal_mode "landmarks"; the other modes have no limit.
+    eta: weight of the KSVD loss, added to the loss in training.
+    """
+
+    model_type = "primal"
+
+    def __init__(
+        self,
+        vocab_size: int = 8192,
+        attention: str | Sequence[str] = ("primal",),
+        hidden_size: int = 512,
+        num_attention_heads: int = 8,
+        num_hidden_layers: int = 6,
+        intermediate_size: int = 2048,
+        hidden_act: str = "gelu",
+        dropout: float = 0.0,
+        primal_mode: str = "mean",
+        primal_heads: int | None = None,
+        rank: int = 30,
+        landmarks: int = 300,
+        max_context: int = 512,
+        conv: int = 0,
+        conv_place: str = "beside",
+        gate: bool = False,
+        positions: str = "rotary",
+        eta: float = 5e-5,
+        use_cache: bool = True,
+        bos_token_id: int | None = None,
+        eos_token_id: int | None = None,
+        pad_token_id: int | None = None,
+        tie_word_embeddings: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        if not tie_word_embeddings:
+            raise ValueError("tie_word_embeddings must be True: the embeddings serve at both ends of this model")
+        one_of("primal_mode", primal_mode, ("mean", "landmarks", "decay", "selective", "dual"))
+        one_of("positions", positions, ("rotary", "sinusoidal", "none"))
+        self.vocab_size = vocab_size
+        self.attention = [attention] if isinstance(attention, str) else list(attention)
+        self.hidden_size = hidden_size
+        self.num_attention_heads = num_attention_heads
+        self.num_hidden_layers = num_hidden_layers
+        self.intermediate_size = intermediate_size
+        self.hidden_act = hidden_act
+        self.dropout = dropout
+        self.primal_mode = primal_mode
+        self.primal_heads = primal_heads
+        self.rank = rank
+        self.landmarks = landmarks
+        self.max_context = max_context
+        self.conv = conv
+        self.conv_place = conv_place
+        self.gate = gate
+        self.positions = positions
+        self.eta = eta
+        self.use_cache = use_cache
+        self.bos_token_id = bos_token_id
+        self.eos_token_id = eos_token_id
+        self.pad_token_id = pad_token_id
+        self.tie_word_embeddings = tie_word_embeddings
+        attention_names(tuple(self.attention), num_hidden_layers)  # says what is wrong with them
+        super().__init__(**kwargs)
+
+    def language(self) -> LanguageConfig:
+        """The model's own configuration."""
+        fields = {f.name: getattr(self, NAMES.get(f.name, f.name)) for f in dataclasses.fields(LanguageConfig)}
+        return LanguageConfig(**{**fields, "attention": tuple(self.attention)})
+
+    @classmethod
+    def of(cls, config: LanguageConfig, **settings: Any) -> PrimalConfig:
+        """The configuration of a model that was made without transformers."""
+        fields = {NAMES.get(f.name, f.name): getattr(config, f.name) for f in dataclasses.fields(config)}
+        return cls(**fields, **settings)

@@ -1,0 +1,65 @@
+"""A finished language run in transformers' form: `save_pretrained` of both is a folder that the Auto classes read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from primal_attention.data.vocabulary import END_OF_DOCUMENT, END_OF_LINE, UNKNOWN, Vocabulary, WordVocabulary
+from primal_attention.models.language import LanguageModel
+
+from .configuration import PrimalConfig
+from .model import PrimalForCausalLM
+
+
+def from_run(folder: str | Path) -> tuple[PrimalForCausalLM, PreTrainedTokenizerFast]:
+    """The model of a run folder in evaluation mode, and its tokenizer. Needs the extra [language]."""
+    from primal_attention.engine.language_run import load_language
+
+    model, vocabulary = load_language(Path(folder))
+    tokenizer = tokenizer_of(vocabulary)
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return from_model(model, **{name: getattr(tokenizer, name) for name in names}), tokenizer
+
+
+def from_model(model: LanguageModel, **settings: Any) -> PrimalForCausalLM:
+    """A `LanguageModel` in transformers' form, with the same weights; settings: further fields of the configuration."""
+    found = PrimalForCausalLM(PrimalConfig.of(model.config, **settings))
+    found.model.load_state_dict(model.state_dict())
+    weight = model.embedding.weight
+    return found.to(device=weight.device, dtype=weight.dtype).eval()  # type: ignore[call-arg]
+
+
+def tokenizer_of(vocabulary: Vocabulary) -> PreTrainedTokenizerFast:
+    """The vocabulary as a tokenizer that pads on the left and puts the end token before a text, as training did."""
+    from tokenizers import Tokenizer, processors
+
+    words = isinstance(vocabulary, WordVocabulary)
+    end = END_OF_LINE if words else END_OF_DOCUMENT
+    fast = _words(vocabulary) if isinstance(vocabulary, WordVocabulary) else Tokenizer.from_str(vocabulary.text())
+    fast.post_processor = processors.TemplateProcessing(single=f"{end} $A", special_tokens=[(end, vocabulary.end)])
+    # The end of a line is no end of a text: with words nothing stops a generation.
+    ends = {} if words else {"eos_token": end}
+    known = {"unk_token": UNKNOWN} if words and UNKNOWN in json.loads(vocabulary.text())["words"] else {}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=fast,
+        bos_token=end,
+        pad_token=end,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        **ends,
+        **known,
+    )
+
+
+def _words(vocabulary: WordVocabulary) -> Any:
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+
+    numbers = {word: i for i, word in enumerate(vocabulary.words)}
+    fast = Tokenizer(models.WordLevel(numbers, unk_token=UNKNOWN))
+    fast.normalizer = normalizers.Replace("\n", f" {END_OF_LINE} ")
+    fast.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return fast
