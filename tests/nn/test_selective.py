@@ -100,3 +100,11 @@ def test_the_dual_layer_reads_through_its_kernel() -> None:
 def test_a_selective_decay_is_learned() -> None:
     with pytest.raises(ValueError, match="a selective decay is learned"):
         SelectivePrimalAttention(12, 3, rank=4, decay=0.5)
+
+
+def test_starting_again_gives_a_fresh_layer() -> None:
+    layer = DualPrimalAttention(12, 3, rank=4)
+    torch.nn.init.ones_(layer.decay_proj.weight)
+    layer.reset_parameters()
+    assert layer.decay_proj.weight.abs().max() == 0
+    torch.testing.assert_close(layer.qk_proj.weight[:12], layer.qk_proj.weight[12:])  # the kernel starts symmetric

@@ -107,6 +107,8 @@ class PrimalAttention(nn.Module):
         for linear in (self.qk_proj, self.score_proj, self.out_proj):
             linear.reset_parameters()
         for w in (self.w_e, self.w_r):
+            if w is None:  # a layer whose tokens write them
+                continue
             # The QR decomposition behind it does not exist in half precision.
             start = nn.init.orthogonal_(torch.empty_like(w, dtype=eq.wide(w.dtype)))
             with torch.no_grad():

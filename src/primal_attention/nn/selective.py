@@ -55,7 +55,13 @@ class SelectivePrimalAttention(PrimalAttention):
             raise ValueError("a selective decay is learned, with data_dependent=False and feature_map='cosine'")
         weight = self.qk_proj.weight
         self.decay_proj = nn.Linear(embed_dim, num_heads, bias=False, device=weight.device, dtype=weight.dtype)
-        nn.init.zeros_(self.decay_proj.weight)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As the learned decay starts; the tokens' say in it comes with training."""
+        super().reset_parameters()
+        if hasattr(self, "decay_proj"):  # not yet when the base class calls
+            nn.init.zeros_(self.decay_proj.weight)
 
     def forward(  # type: ignore[override]
         self,
@@ -133,6 +139,17 @@ class DualPrimalAttention(SelectivePrimalAttention):
         del self.w_e, self.w_r  # the tokens write them
         self.w_e = self.w_r = None  # type: ignore[assignment]
         self.dual_proj = nn.Linear(embed_dim, 2 * num_heads * rank, bias=False, **where)  # rows [h_r; h_e]
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """W_k = W_q at the start: from the first step on, tokens read what tokens like them wrote."""
+        super().reset_parameters()
+        if hasattr(self, "dual_proj"):  # not yet when the base class calls
+            self.dual_proj.reset_parameters()
+            with torch.no_grad():
+                for whole in (self.qk_proj.weight, self.qk_proj.bias):
+                    if whole is not None:
+                        whole[self.embed_dim :] = whole[: self.embed_dim]
 
     def read(self, x: Tensor, fading: Fading, state: Any) -> tuple[Scores, tuple[Tensor, Tensor], Any]:
         phi_q, phi_k = (feature_maps.cosine(z) for z in self.queries_and_keys(x))
