@@ -25,8 +25,8 @@ def load_official(state_dict: State, kind: str, *, num_heads: int | None = None)
     """The model of this library that computes what the published checkpoint computes.
 
     kind: which of the published code bases wrote it: "uea", "lra", "cv" (DeiT, also timm's own with one class token),
-        "nlp" (a decoder-only language model) or "rl" (a Decision Transformer, also in the form of transformers' DecisionTransformerModel; it does not hold the
-        states' moments, see `set_state_moments`).
+        "nlp" (a decoder-only language model) or "rl" (a Decision Transformer, also in the form of transformers'
+        DecisionTransformerModel; it does not hold the states' moments, see `set_state_moments`).
     num_heads: needed only where no layer is Primal, as softmax weights do not tell it.
     """
     if kind not in KINDS:
