@@ -128,7 +128,7 @@ def test_a_half_written_checkpoint_is_never_taken(tmp_path: Path):
     assert latest(tmp_path) == tmp_path / "000002.sharded"
 
 
-def test_an_index_that_names_code_is_refused(runs: Path, tmp_path: Path):
+def test_an_index_that_names_code_is_refused(tmp_path: Path):
     class Evil:
         def __reduce__(self):
             return os.system, (f"touch {tmp_path}/ran",)
