@@ -97,9 +97,7 @@ def test_bad_input_is_one_line(run: Path, capsys: pytest.CaptureFixture[str], tm
     assert "did you mean --temperature?" in line("--prompt", "a", "--temperatur", "1")
 
 
-def test_a_vocabulary_that_is_not_the_checkpoints(
-    run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_foreign_vocabulary_is_one_line(run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     other = tmp_path / "run"
     other.mkdir()
     for file in ("config.yaml", "summary.json", "model.safetensors"):

@@ -110,9 +110,7 @@ def test_a_thousand_draws_follow_the_probabilities() -> None:
 
 def test_bad_input_is_told_before_the_first_token() -> None:
     model = make("landmarks")
-    with pytest.raises(
-        ValueError, match="9 tokens and 33 new ones are more than max_length=40 of this model: at most 32"
-    ):
+    with pytest.raises(ValueError, match=r"9 tokens and 33 new ones are more than max_length=40 .*: at most 32"):
         generate(model, PROMPTS, 33)
     assert len(texts(model, PROMPTS, 32)[0]) == 32
     with pytest.raises(ValueError, match="max_length=40 of this model: a shorter prompt"):

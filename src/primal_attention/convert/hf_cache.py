@@ -10,8 +10,8 @@ from transformers.cache_utils import DynamicLayer
 
 
 class PrimalSlot(DynamicLayer):
-    """The state after `length` tokens: tensors of B rows, nested in any way. Beam search may reorder it; tokens cannot be
-    taken back."""
+    """The state after `length` tokens: tensors of B rows, nested in any way. Beam search may reorder it; tokens
+    cannot be taken back."""
 
     is_croppable = False
 

@@ -22,7 +22,7 @@ class RandomBuffers(nn.Module):
     def start_draws(self, seed: int | None, redraw_every: int | None) -> None:
         if redraw_every is not None:
             checks.positive("redraw_every", redraw_every)
-        self.seed = int(torch.randint(2**31, ())) if seed is None else seed
+        self.seed = int(torch.randint(2**31, (), device="cpu")) if seed is None else seed
         self.redraw_every = redraw_every
         self.draws = 0
         self._forwards_since_draw = 0

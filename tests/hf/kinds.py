@@ -1,0 +1,37 @@
+"""Small models of every kind, and a batch that is padded on the left."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from primal_attention.hf import PrimalConfig, PrimalForCausalLM
+
+KINDS: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "decay": {"primal_mode": "decay"},
+    "decay-conv-gate": {"primal_mode": "decay", "conv": 4, "gate": True},
+    "dual-conv-gate": {"primal_mode": "dual", "conv": 4, "gate": True},
+    "landmarks": {"primal_mode": "landmarks"},
+    "hybrid": {"primal_mode": "decay", "attention": ("primal", "softmax"), "positions": "rotary"},
+    "linear": {"attention": "linear"},
+    "performer": {"attention": "performer"},
+    "flow": {"attention": "flow", "positions": "sinusoidal"},
+}
+
+
+def make(kind: str, **settings: Any) -> PrimalForCausalLM:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    sizes = {"vocab_size": 30, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2}
+    small = {"intermediate_size": 16, "rank": 4, "landmarks": 6, "max_context": 40, "positions": "none"}
+    return PrimalForCausalLM(PrimalConfig(**{**sizes, **small, **KINDS[kind], **settings})).eval()
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens (3, 9) and their attention mask: the first has five tokens, the second eight."""
+    tokens = torch.randint(0, 30, (3, 9), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(tokens)
+    mask[0, :4] = mask[1, :1] = 0
+    return tokens, mask
