@@ -54,7 +54,7 @@ def test_it_runs_with_torch_alone(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "required: attention | decode | plot"),
+        ([], "required: attention | decode | generate | plot"),
         (["atention"], "invalid choice: 'atention'"),
         (["attention", "--lengths", "-1"], "4096, 4K or 1M (got '-1')"),
         (["attention", "--lengths", "4Q"], "4096, 4K or 1M (got '4Q')"),

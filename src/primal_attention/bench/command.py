@@ -18,6 +18,8 @@ ATTENTION = """Time one attention layer, forward + backward: Primal with every b
 whose results are wrong is not timed. Prints tables, writes NAME.json, NAME.png and NAME.svg."""
 DECODE = """Time one more token after N tokens were read, and weigh the state: Primal's running sums against softmax
 attention's cache of keys and values."""
+GENERATE = """Time one more token of a whole language model after N tokens were read, and weigh its state: all-Primal
+models in several modes against softmax with its cache of keys and values."""
 PLOT = """Draw the picture of an earlier run again, for instance of one from a machine without matplotlib."""
 
 
@@ -28,7 +30,9 @@ class Parser(argparse.ArgumentParser):
 
 def parser(prog: str) -> Parser:
     top = Parser(prog=prog, description=ABOUT, epilog=f"Example: {prog} attention --lengths 256 1024 4096")
-    commands = top.add_subparsers(dest="what", metavar="attention | decode | plot", required=True, parser_class=Parser)
+    commands = top.add_subparsers(
+        dest="what", metavar="attention | decode | generate | plot", required=True, parser_class=Parser
+    )
 
     def command(name: str, about: str, example: str) -> Parser:
         return commands.add_parser(
@@ -48,22 +52,29 @@ def parser(prog: str) -> Parser:
     decode = command("decode", DECODE, "--lengths 1K 16K 1M")
     common(decode, repeats=100, seconds=0.3)
     decode.add_argument("--batch", type=int, default=1, help="sequences that decode at once (default 1)")
+    generate = command("generate", GENERATE, "--lengths 1K 16K 1M --widths 128:4 --layers 2")
+    common(generate, repeats=100, seconds=0.3, layer=False)
+    generate.add_argument("--batch", type=int, default=1, help="sequences that decode at once (default 1)")
+    generate.add_argument("--layers", type=int, default=6, help="blocks of the models (default 6)")
     plot = command("plot", PLOT, "results/bench/attention.json")
     plot.add_argument("file", type=Path, help="NAME.json of a run")
     return top
 
 
-def common(command: Parser, repeats: int = 20, seconds: float = 0.5) -> None:
+def common(command: Parser, repeats: int = 20, seconds: float = 0.5, layer: bool = True) -> None:
     add: Callable[..., Any] = command.add_argument
     add("--lengths", nargs="+", type=word(read_length), metavar="N", help="tokens: 4096, 4K, 1M")
     add("--widths", nargs="+", type=word(read_width), metavar="D:H", help="embed_dim:num_heads (default 512:8)")
     add("--dtype", choices=DTYPES, help="default bfloat16 on a GPU, float32 on a CPU")
     add("--device", help="cpu, cuda or cuda:N (default: the GPU if there is one)")
     add("--rank", type=int, default=30, help="Primal's s (default 30)")
-    add("--decay", type=word(read_decay), help="Primal's, causal: 'learned' or a number in (0, 1]")
-    add("--rivals", action="store_true", help="all attentions of the paper's tables too")
-    add("--only", nargs="+", default=[], metavar="NAME",
-        help="sdpa, published, primal (all backends), primal-fused, …, rival, linear, performer, …, fla")  # fmt: skip
+    if layer:
+        add("--decay", type=word(read_decay), help="Primal's, causal: 'learned' or a number in (0, 1]")
+        add("--rivals", action="store_true", help="all attentions of the paper's tables too")
+    else:
+        command.set_defaults(decay=None, rivals=False)
+    known = "sdpa, published, primal (all backends), primal-fused, …, rival, linear, performer, …, fla"
+    add("--only", nargs="+", default=[], metavar="NAME", help=known if layer else "softmax, primal, primal-mean, …")
     add("--eager", action="store_true", help="on a GPU: no CUDA graph, the host's launches included")
     add("--repeats", type=int, default=repeats, help=f"on a GPU (default {repeats})")
     add("--seconds", type=float, default=seconds, help=f"to measure each for, on a CPU (default {seconds})")
@@ -90,7 +101,7 @@ def main(args: Sequence[str], prog: str = "primal bench") -> int:
     try:
         found = parser(prog).parse_args(list(args))
         found.command = shlex.join([*prog.split(), *args])
-        {"attention": attention, "decode": decode, "plot": plot}[found.what](found)
+        {"attention": attention, "decode": decode, "generate": generate, "plot": plot}[found.what](found)
     except BenchError as error:
         print(f"primal: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -135,6 +146,15 @@ def decode(found: argparse.Namespace) -> None:
     finish(report, settings.out / settings.file_name, settings.plot)
 
 
+def generate(found: argparse.Namespace) -> None:
+    from primal_attention.bench import generate, tables
+
+    settings = generate.GenerateSettings(**shared(found), layers=found.layers)
+    report = generate.run(settings)
+    print(tables.decode(report))
+    finish(report, settings.out / settings.file_name, settings.plot)
+
+
 def plot(found: argparse.Namespace) -> None:
     try:
         report = json.loads(found.file.read_text(encoding="utf-8"))
@@ -143,7 +163,7 @@ def plot(found: argparse.Namespace) -> None:
         raise BenchError(f"{found.file} is not the JSON of a primal bench run") from None
     from primal_attention.bench import tables
 
-    print(tables.decode(report) if kind == "decode" else tables.attention(report))
+    print(tables.attention(report) if kind == "attention" else tables.decode(report))
     finish(report, found.file.with_suffix(""), plot=True, rows=False)
 
 

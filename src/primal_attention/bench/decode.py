@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from primal_attention.bench import memory, timing
 from primal_attention.bench.contenders import PRIMAL_BACKENDS, build_primal
@@ -143,13 +144,18 @@ def streams(settings: DecodeSettings) -> list[Stream]:
             found.append(
                 Stream(name, name, "rival", lambda cases, name=name: read_stream(rival_of(name, cases[-1]), cases))  # type: ignore[misc]
             )
-    names = {s.name for s in found} | {"primal", "rival"}
-    for wanted in settings.only:
+    if settings.only:
+        return chosen(found, settings.only)
+    return [s for s in found if settings.rivals or s.kind != "rival"]
+
+
+def chosen(found: list[Stream], only: tuple[str, ...]) -> list[Stream]:
+    """Those of a name or a kind."""
+    names = {s.name for s in found} | {s.kind for s in found}
+    for wanted in only:
         if wanted not in names:
             raise BenchError(f"--only {wanted}: nobody has this name; known are {', '.join(sorted(names))}")
-    if settings.only:
-        return [s for s in found if s.name in settings.only or s.kind in settings.only]
-    return [s for s in found if settings.rivals or s.kind != "rival"]
+    return [s for s in found if s.name in only or s.kind in only]
 
 
 def rival_of(name: str, longest: Case) -> Callable[[Case], nn.Module]:
@@ -180,7 +186,7 @@ def read_stream(build: Callable[[Case], nn.Module], cases: list[Case]) -> Reader
 
 def state_bytes(state: Any) -> int:
     """Whole storages, each once: a view of one row would keep all rows alive."""
-    tensors = [t for t in state if isinstance(t, Tensor)]
+    tensors = [t for t in tree_leaves(state) if isinstance(t, Tensor)]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
@@ -219,10 +225,15 @@ def tokens_of(case: Case, n: int) -> Tensor:
 @torch.no_grad()
 def run(settings: DecodeSettings) -> dict[str, Any]:
     settings.check()
-    field, grid = streams(settings), settings.cases()
+    return run_streams(settings, streams(settings), "decode")
+
+
+@torch.no_grad()
+def run_streams(settings: DecodeSettings, field: list[Stream], kind: str) -> dict[str, Any]:
+    grid = settings.cases()
     report: dict[str, Any] = {
         "format": 1,
-        "kind": "decode",
+        "kind": kind,
         **origin(settings.on, settings.command, settings.commit),
         "settings": plain(settings),
         "rows": [],

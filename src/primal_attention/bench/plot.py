@@ -35,7 +35,7 @@ def draw(report: dict[str, Any], file: Path) -> list[Path]:
     if not rows:
         return []
     widths = list(dict.fromkeys((row["embed_dim"], row["num_heads"]) for row in rows))
-    quantities = decode_quantities(rows) if report["kind"] == "decode" else attention_quantities(rows)
+    quantities = attention_quantities(rows) if report["kind"] == "attention" else decode_quantities(rows)
     styles = styles_of(list(dict.fromkeys(row["name"] for row in report["rows"])))
     with plt.rc_context({"svg.hashsalt": "primal", "font.size": 10, "svg.fonttype": "none"}):
         figure, grid = plt.subplots(
@@ -63,8 +63,9 @@ def draw(report: dict[str, Any], file: Path) -> list[Path]:
 
 def title(report: dict[str, Any]) -> str:
     settings = report["settings"]
-    if report["kind"] == "decode":
-        what = "One more token after N tokens were read"
+    if report["kind"] != "attention":
+        model = f" by a model of {settings['layers']} layers" if report["kind"] == "generate" else ""
+        what = f"One more token{model} after N tokens were read"
     else:
         what = f"One {'causal ' if settings['causal'] else ''}attention layer, forward + backward"
         tokens = {row["batch"] * row["length"] for row in report["rows"]}
@@ -122,7 +123,7 @@ def panel(axis: Any, rows: Sequence[Row], quantity: Quantity, kind: str, styles:
     axis.minorticks_off()
     axis.grid(alpha=0.25)
     axis.spines[["top", "right"]].set_visible(False)
-    axis.set_xlabel("tokens read before" if kind == "decode" else "sequence length (tokens)")
+    axis.set_xlabel("tokens read before" if kind != "attention" else "sequence length (tokens)")
     axis.set_ylabel(f"{what} ({unit})")
     plain_ticks(axis)
 

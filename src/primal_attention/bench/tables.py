@@ -44,7 +44,7 @@ def decode(report: dict[str, Any]) -> str:
 
 def headline(report: dict[str, Any]) -> str:
     settings, versions = report["settings"], report["versions"]
-    kind = "causal" if settings.get("causal") or report["kind"] == "decode" else "not causal"
+    kind = "causal" if settings.get("causal") or report["kind"] != "attention" else "not causal"
     methods = " and ".join(sorted({row["method"] for row in report["rows"] if row.get("method")}))
     tokens = {row["batch"] * row["length"] for row in report["rows"]}
     per_step = f", {tokens.pop():,} tokens per step" if len(tokens) == 1 and report["kind"] == "attention" else ""
