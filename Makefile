@@ -35,6 +35,6 @@ $(STAMP): pyproject.toml constraints.txt $(wildcard requirements-oracles.txt)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) torch
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) triton==3.6.0
-	$(PIP) -e '.[dev,ksvd,train,timeseries,report,language,rl]'
+	$(PIP) -e '.[dev,ksvd,train,timeseries,report,language,hf,rl]'
 	if test -f requirements-oracles.txt; then $(PIP) -r requirements-oracles.txt; fi
 	touch $@
