@@ -30,10 +30,12 @@ class Sequences(NamedTuple):
 
 
 def _tables(starts: Tensor, lengths: Tensor, chunks: int) -> Sequences:
-    per_sequence = (lengths + CHUNK - 1) // CHUNK
-    first_chunk = torch.nn.functional.pad(per_sequence.cumsum(0), (1, 0))
+    last_chunk = ((lengths + CHUNK - 1) // CHUNK).cumsum(0)  # one past it
+    first_chunk = torch.nn.functional.pad(last_chunk, (1, 0))
     chunk = torch.arange(chunks, device=starts.device)
-    sequence = torch.searchsorted(first_chunk[1:].contiguous(), chunk, right=True).clamp(max=starts.shape[0] - 1)
+    # Not in a slice of `first_chunk`: compiled for a GPU, the search would forget where the slice begins
+    # (pytorch/pytorch#182343).
+    sequence = torch.searchsorted(last_chunk, chunk, right=True).clamp(max=starts.shape[0] - 1)
     start = starts[sequence] + (chunk - first_chunk[sequence]) * CHUNK
     end = torch.minimum(start + CHUNK, starts[sequence] + lengths[sequence])
     return Sequences(starts, lengths, first_chunk, sequence, start, torch.maximum(end, start))
