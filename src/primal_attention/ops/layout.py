@@ -53,5 +53,5 @@ def padded_positions(cu_seqlens: Tensor, width: int) -> tuple[Tensor, Tensor]:
 def packed_positions(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
     """For each packed row: its sequence, and its place in that sequence."""
     row = torch.arange(total, device=cu_seqlens.device)
-    sequence = torch.searchsorted(cu_seqlens[1:].long().contiguous(), row, right=True)
+    sequence = torch.searchsorted(cu_seqlens.long(), row, right=True) - 1
     return sequence, row - cu_seqlens.long()[sequence]
