@@ -107,10 +107,10 @@ def match(root: Path) -> None:
 
 
 def kill(root: Path) -> None:
-    """A rank dies without a word in its seventh step; torchrun starts both again."""
+    """A rank dies without a word in the middle of an epoch, behind a checkpoint in it; torchrun starts both again."""
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
-        die_at(module.TrainingModule, "losses", 7)()
-    changes = {"trainer.devices": 2, "trainer.checkpoint_steps": 1, **WAYS["fsdp"]}
+        die_at(module.TrainingModule, "losses", 9)()
+    changes = {"trainer.devices": 2, "trainer.checkpoint_steps": 2, **WAYS["fsdp"]}
     runner.train(series(root, **changes), root / "fsdp-killed")
 
 
