@@ -10,7 +10,7 @@ Nothing of size N is stored twice, and no normalised row is stored at all.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,6 +64,21 @@ class Node(torch.autograd.Function):
 def through(node: type[Node], name: str, *args: Any) -> Any:
     """Apply a node: itself in eager mode, by its registered name where the compiler looks on."""
     return getattr(torch.ops.primal, name)(*args) if torch.compiler.is_compiling() else node.apply(*args)
+
+
+class Move(Node):
+    """x (B, N, d) → its valid rows at the front, or at their places again: each is the other's way back."""
+
+    operator = ops.MOVE
+
+    @staticmethod
+    def remember(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
+        to, back = ctx.saved_tensors
+        return ops.MOVE(grad, back, to), None, None
 
 
 class Project(Node):
@@ -341,7 +356,7 @@ def fused_attention(
             scores, energy = through(Score, "score", qk, wx, weights.qk_bias, [], *where)
     y = combine(_drop(scores, dropout, rank) if dropout else scores, weights, rank).view(x.shape)
     if order is not None:
-        y = _scatter_back(y, order, valid)
+        y = order.back(y)
     return Attended(
         y,
         _measure(energy, trace, wx, tokens, rank, objective),
@@ -441,9 +456,22 @@ def _measure(
     return objective.of(energies, (wx[:, :, 0, :, :rank], wx[:, :, 1, :, :rank]))
 
 
+class Order(NamedTuple):
+    """How valid tokens were moved to the front of their rows."""
+
+    source: Tensor  # (B, N) the token that came to each row
+    place: Tensor  # (B, N) the row of each token
+
+    def front(self, x: Tensor) -> Tensor:
+        return through(Move, "move", x, self.source, self.place)  # type: ignore[no-any-return]
+
+    def back(self, x: Tensor) -> Tensor:
+        return through(Move, "move", x, self.place, self.source)  # type: ignore[no-any-return]
+
+
 def _lay_out(
     x: Tensor, mode: Mode, valid: Tensor | None, cu_seqlens: Tensor | None
-) -> tuple[Tensor, Sequences, Tensor, Tensor | None]:
+) -> tuple[Tensor, Sequences, Tensor, Order | None]:
     """Rows (tokens, d), where the sequences lie in them, the landmarks' rows, and how valid tokens were moved up."""
     order = None
     if cu_seqlens is not None:
@@ -452,9 +480,10 @@ def _lay_out(
         seqs = sequences.uniform(x.shape[0], x.shape[1], x.device)
     else:
         # The valid tokens move to the front of their row, in their order: padding becomes a tail that nobody computes.
-        order = valid.logical_not().to(torch.uint8).argsort(dim=1, stable=True)
-        x = x.masked_fill(~valid[..., None], 0.0).gather(1, order[..., None].expand_as(x))
-        seqs = sequences.padded(valid.sum(dim=1), x.shape[1])
+        source, place, lengths, ends = ops.COMPACT(valid)
+        order = Order(source, place)
+        x = order.front(x)
+        seqs = sequences.padded(lengths, ends, x.shape[1])
     if not mode.data_dependent:
         rows = seqs.starts
     elif mode.causal:
@@ -467,17 +496,10 @@ def _lay_out(
     return x.reshape(-1, x.shape[-1]), seqs, rows, order
 
 
-def _scatter_back(y: Tensor, order: Tensor, valid: Tensor | None) -> Tensor:
-    assert valid is not None
-    placed = torch.zeros_like(y).scatter(1, order[..., None].expand_as(y), y)
-    return placed.masked_fill(~valid[..., None], 0.0)
-
-
-def _by_head(scores: Tensor, x: Tensor, order: Tensor | None, rank: int) -> Scores:
+def _by_head(scores: Tensor, x: Tensor, order: Order | None, rank: int) -> Scores:
     """(rows, H, 2, S) → e, r of (B, H, N, s), or (H, total, s) when packed."""
     if order is not None:
-        spread = scores.view(*x.shape[:2], -1)
-        scores = torch.zeros_like(spread).scatter(1, order[..., None].expand_as(spread), spread).view_as(scores)
+        scores = order.back(scores.view(*x.shape[:2], -1)).view_as(scores)
     each = scores.view(*x.shape[:-1], *scores.shape[1:])[..., :rank].movedim(-3, -4)  # (…, H, N, 2, s)
     return Scores(each[..., 0, :], each[..., 1, :])
 

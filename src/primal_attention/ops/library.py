@@ -15,10 +15,11 @@ from torch.nn import functional as F
 from .kernels import decode as decoding
 from .kernels import fold as folding
 from .kernels import growing, landmarks, objective, running
+from .kernels import rows as moving
 from .kernels import scores as scoring
 from .kernels.config import stored_rank
 from .kernels.segments import column_sum, segment_sum
-from .kernels.sequences import Sequences
+from .kernels.sequences import CHUNK, Sequences
 
 WIDE_PRODUCTS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)  # torch.mm with an output type
 
@@ -45,6 +46,23 @@ class Operator:
         """`eager`: what only the eager function may be told, because a registered operator changes no argument."""
         traced = torch.compiler.is_compiling() or type(args[0]) not in (Tensor, torch.nn.Parameter)
         return self.registered(*args) if traced else self.run(*args, **eager)
+
+
+def compact(valid: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """How the valid tokens move to the front; see `kernels.rows`."""
+    return moving.compact(valid)
+
+
+def _fake_compact(valid: Tensor) -> tuple[Tensor, ...]:
+    batch, width = valid.shape
+    index = [valid.new_empty((batch, width), dtype=torch.int32) for _ in range(2)]
+    chunks = batch * (-(-width // CHUNK))
+    return *index, valid.new_empty(batch, dtype=torch.int64), valid.new_empty(chunks, dtype=torch.int64)
+
+
+def move(x: Tensor, to: Tensor, back: Tensor) -> Tensor:
+    """x (B, N, d) by the index `to`; `back` serves the way back."""
+    return moving.move_rows(x, to)
 
 
 def project(
@@ -359,6 +377,8 @@ def _fake_measure_backward(grad: Tensor, energy: Tensor, sqrt_lambda: Tensor, *r
     return torch.empty_like(energy), torch.empty_like(sqrt_lambda), _wide(energy, energy.shape[1])
 
 
+COMPACT = Operator(compact, _fake_compact)
+MOVE = Operator(move, lambda x, to, back: x.new_empty(x.shape))
 PROJECT = Operator(project, _fake_project)
 PROJECT_BACKWARD = Operator(
     project_backward,

@@ -110,8 +110,19 @@ def measure_backward(i: Inputs) -> tuple[Any, ...]:
     return i.draw(2, grad=False), i.energy(False), i.draw(HEADS, RANK, grad=False), i.seqs.lengths, 0, False
 
 
+def mask(i: Inputs) -> Tensor:
+    return torch.tensor([[True, False, True, True], [False, True, False, False]], device=i.device)
+
+
+def move(i: Inputs) -> tuple[Any, ...]:
+    source, place, *_ = ops.compact(mask(i))
+    return i.draw(2, 4, WIDTH), source, place
+
+
 # The name of an operator → small arguments for it.
 ARGUMENTS: dict[str, Callable[[Inputs], tuple[Any, ...]]] = {
+    "COMPACT": lambda i: (mask(i),),
+    "MOVE": move,
     "PROJECT": project,
     "PROJECT_BACKWARD": project_backward,
     "PACK": lambda i: i.weights(P),

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from primal_attention.ops.kernels import sequences
+from primal_attention.ops.kernels import rows, sequences
 from primal_attention.ops.kernels.sequences import CHUNK, Sequences
 from primal_attention.ops.sampling import landmark_indices
 
@@ -26,6 +26,9 @@ def check(tables: Sequences, starts: list[int], lengths: list[int]) -> None:
         at = start
         for chunk in range(bounds[b], bounds[b + 1]):
             assert tables.chunk_sequence[chunk] == b
+            if tables.chunk_end[chunk] == tables.chunk_start[chunk]:
+                assert at == start + length, "an empty chunk stands before rows"
+                continue
             assert tables.chunk_start[chunk] == at
             assert 0 < tables.chunk_end[chunk] - at <= CHUNK
             at = int(tables.chunk_end[chunk])
@@ -44,8 +47,25 @@ def test_packed_sequences_follow_one_another(lengths: list[int]) -> None:
 @settings(max_examples=30, deadline=None)
 @given(lengths=LENGTHS, spare=st.sampled_from([0, 1, CHUNK]))
 def test_padded_sequences_start_at_their_row_of_the_batch(lengths: list[int], spare: int) -> None:
-    width = max(lengths) + spare
-    check(sequences.padded(torch.tensor(lengths), width), [b * width for b in range(len(lengths))], lengths)
+    width = max(1, max(lengths) + spare)
+    valid = torch.arange(width) < torch.tensor(lengths)[:, None]
+    *_, found, ends = rows.compact(valid)
+    check(sequences.padded(found, ends, width), [b * width for b in range(len(lengths))], lengths)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 99), shape=st.sampled_from([(1, 1), (3, 7), (2, 1030), (0, 4)]))
+def test_valid_tokens_move_to_the_front_in_their_order_and_back(seed: int, shape: tuple[int, int]) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    valid = torch.rand(shape, generator=draw) < 0.6
+    source, place, lengths, _ = rows.compact(valid)
+    assert torch.equal(lengths, valid.sum(dim=1))
+    x = torch.randn(*shape, 5, generator=draw).masked_fill(~valid[..., None], torch.nan)
+    front = rows.move_rows(x, source)
+    for b, length in enumerate(lengths.tolist()):
+        assert torch.equal(front[b, :length], x[b][valid[b]])
+    assert not front.isnan().any(), "the tail is zero, whatever stood in the padding"
+    assert torch.equal(rows.move_rows(front, place), x.nan_to_num(nan=0.0))
 
 
 @pytest.mark.parametrize("length", [1, CHUNK, CHUNK + 1, 2 * CHUNK])

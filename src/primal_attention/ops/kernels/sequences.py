@@ -1,7 +1,7 @@
 """Where the sequences lie, as the kernels read it: rows [start, start + length) of a (rows, width) tensor each.
 
 Work is cut into chunks of at most `CHUNK` rows that never cross a sequence. The chunks' table is made on the device
-without looking at it, from an upper bound of their number; chunks beyond the last one are empty.
+without looking at it, from an upper bound of their number; chunks beyond the last row are empty.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Sequences(NamedTuple):
     chunk_sequence: Tensor  # (chunks,)
     chunk_start: Tensor  # (chunks,) first row
     chunk_end: Tensor  # (chunks,) one past the last row
-    single: bool = False  # every sequence is exactly one chunk
+    single: bool = False  # every sequence has exactly one chunk
 
 
 def _tables(starts: Tensor, lengths: Tensor, chunks: int) -> Sequences:
@@ -57,10 +57,12 @@ def _uniform(batch: int, length: int, device: torch.device) -> Sequences:
 _cached_uniform = lru_cache(maxsize=64)(_uniform)
 
 
-def padded(lengths: Tensor, width: int) -> Sequences:
-    """Sequence b in the first lengths[b] of its `width` rows."""
-    starts = torch.arange(lengths.shape[0], device=lengths.device) * width
-    return _tables(starts, lengths.long(), lengths.shape[0] * (-(-width // CHUNK)))
+def padded(lengths: Tensor, chunk_end: Tensor, width: int) -> Sequences:
+    """Sequence b in the first lengths[b] of its `width` rows; as many chunks for each, the last ones perhaps empty.
+
+    lengths and chunk_end: as `rows.compact` finds them.
+    """
+    return uniform(lengths.shape[0], width, lengths.device)._replace(lengths=lengths, chunk_end=chunk_end)
 
 
 def packed(cu_seqlens: Tensor, total: int) -> Sequences:
