@@ -30,7 +30,9 @@ class Command:
 
 
 COMMANDS = {
-    "demo": Command("primal_attention.engine.demo:main", "train on real data and look at it, two minutes", "all"),
+    "demo": Command(
+        "primal_attention.engine.demo:main", "train on real data and look at it, two minutes", "timeseries,report"
+    ),
     "train": Command("primal_attention.engine.commands:train", "train a recipe"),
     "evaluate": Command("primal_attention.engine.commands:evaluate", "measure a finished run again"),
     "generate": Command("primal_attention.engine.generate:main", "text from a language run", "language"),
