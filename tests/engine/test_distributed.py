@@ -199,3 +199,12 @@ def test_machines_are_counted_from_the_launcher(monkeypatch):
 def test_context_must_divide_the_devices():
     with pytest.raises(RunError, match=r"trainer.context must divide trainer.devices \(got 2 and 3\)"):
         TrainerConfig(devices=3, context=2)
+
+
+def test_a_folder_that_is_named_is_every_process_s_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whatever an earlier run in the same shell or process left in the environment."""
+    monkeypatch.setenv(distributed.FOLDER, "runs/of/another")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        assert distributed.agree_on_folder(tmp_path, named=True) == tmp_path
+    assert distributed.agree_on_folder(tmp_path, named=False) == Path("runs/of/another")

@@ -74,7 +74,9 @@ def agree_on_folder(folder: Path, *, named: bool = True) -> Path:
 
     named: the user has said which folder. Processes that start at once would each look for a free one.
     """
-    if launched() and not named:
+    if named:  # by the same flag for all of them
+        return folder
+    if launched():
         raise RunError("several processes start at once and each would pick a folder: name it with --out FOLDER")
     if is_main():
         os.environ[FOLDER] = str(folder)
