@@ -2,7 +2,7 @@
 
 primal train lm/wikitext-103 --model.attention primal+            the paper's Primal.+
 primal train lm/wikipedia --model.attention softmax               rotary positions
-primal train lm/wikipedia --model.primal-mode dual --model.conv 4 --model.gate
+primal train lm/wikipedia --model.primal-mode delta --model.rank 32 --model.conv 4 --model.gate
 primal train lm/wikipedia --model.attention primal primal softmax primal primal softmax --model.primal-mode decay
 
 The last step is measured, on validation and on test; nothing is chosen by either.
@@ -62,9 +62,10 @@ class LanguageNetwork:
     activation: Literal["gelu", "relu"] = "gelu"
     """Of the feed-forward networks."""
     dropout: float = 0.0
-    primal_mode: Literal["mean", "landmarks", "decay", "selective", "dual"] = "mean"
+    primal_mode: Literal["mean", "landmarks", "decay", "selective", "dual", "delta"] = "mean"
     """mean: the paper's; landmarks: causal and data-dependent; decay: learned fading; selective: a fading that each
-    token sets; dual: the same, with projection weights that the tokens write."""
+    token sets; dual: the same, with projection weights that the tokens write; delta: the same, where a token replaces
+    what stood at its place."""
     primal_heads: int | None = None
     """Heads of the Primal layers, for more time scales of fading; None is num-heads."""
     rank: int = 30
@@ -90,7 +91,7 @@ class LanguageNetwork:
     def tells_order(self) -> bool:
         """Whether softmax layers (by rotation), fading or a convolution let the model know what came first."""
         kinds = {name for name in self.attention if name != "cosformer"}
-        fades = self.primal_mode in ("decay", "selective", "dual") or self.conv > 0
+        fades = self.primal_mode in ("decay", "selective", "dual", "delta") or self.conv > 0
         return "softmax" in kinds or any(name.endswith("+") for name in kinds) or ("primal" in kinds and fades)
 
 
@@ -124,7 +125,7 @@ def variant(model: LanguageNetwork) -> str:
     if any(name.startswith("primal") for name in model.attention):
         words.append(model.primal_mode)
         if model.conv:
-            words.append(f"conv{model.conv}" + ("-before" if model.conv_place == "before" else ""))
+            words.append(f"conv{model.conv}" + ("-before" if model.conv_place == "before" and model.primal_mode != "delta" else ""))
         words += ["gate"] if model.gate else []
     return "-".join(words)
 

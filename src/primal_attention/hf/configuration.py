@@ -63,7 +63,7 @@ class PrimalConfig(PreTrainedConfig):
     ) -> None:
         if not tie_word_embeddings:
             raise ValueError("tie_word_embeddings must be True: the embeddings serve at both ends of this model")
-        one_of("primal_mode", primal_mode, ("mean", "landmarks", "decay", "selective", "dual"))
+        one_of("primal_mode", primal_mode, ("mean", "landmarks", "decay", "selective", "dual", "delta"))
         one_of("positions", positions, ("rotary", "sinusoidal", "none"))
         self.vocab_size = vocab_size
         self.attention = [attention] if isinstance(attention, str) else list(attention)

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from primal_attention.nn.cached import CachedSoftmaxAttention
 from primal_attention.nn.decoder import BlockState, DecoderBlock
+from primal_attention.nn.delta import DeltaPrimalAttention
 from primal_attention.nn.encoder import attention_names
 from primal_attention.nn.rivals import make_attention
 from primal_attention.nn.rivals.base import Padding
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 LOGITS = 2**29  # numbers: more logits than these are never held at once
 NOTHING = -100
 
-PrimalMode = Literal["mean", "landmarks", "decay", "selective", "dual"]
+PrimalMode = Literal["mean", "landmarks", "decay", "selective", "dual", "delta"]
 Positions = Literal["rotary", "sinusoidal", "none"]
 
 
@@ -51,7 +52,8 @@ class LanguageConfig:
     dropout: float = 0.0
     primal_mode: PrimalMode = "mean"
     """mean: the paper's running mean; landmarks: causal and data-dependent; decay: a learned fading per head;
-    selective: a fading that each token sets; dual: the same, with projection weights that the tokens write."""
+    selective: a fading that each token sets; dual: the same, with projection weights that the tokens write; delta: the
+    same, where a token replaces what stood at its place."""
     primal_heads: int | None = None
     """Heads of the Primal layers, for more time scales of decay; None is num_heads."""
     rank: int = 30
@@ -59,11 +61,11 @@ class LanguageConfig:
     max_length: int = 512
     """The longest context of the landmarks mode, whose grid spans it; the other modes have no limit."""
     conv: int = 0
-    """Kernel of a short causal convolution at each Primal layer; 0 is none."""
+    """Kernel of a short causal convolution at each Primal layer; 0 is none. In delta layers it is on q, k and h."""
     conv_place: Literal["beside", "before"] = "beside"
     """beside: added to the layer's output; before: added to its input, through SiLU."""
     gate: bool = False
-    """A multiplicative gate on each Primal layer's output."""
+    """A multiplicative gate on each Primal layer's output, in delta layers on the scores."""
     positions: Positions = "rotary"
     """rotary: in the softmax layers; sinusoidal: added to the embeddings."""
 
@@ -84,6 +86,10 @@ def causal_attention(name: str, config: LanguageConfig) -> nn.Module:
     if name != "primal":
         return make_attention(name, config.embed_dim, config.num_heads, causal=True)
     heads = config.primal_heads or config.num_heads
+    if config.primal_mode == "delta":
+        return DeltaPrimalAttention(
+            config.embed_dim, heads, rank=config.rank, conv=config.conv, gate=config.gate, dropout=config.dropout
+        )
     if config.primal_mode in ("selective", "dual"):
         kind = DualPrimalAttention if config.primal_mode == "dual" else SelectivePrimalAttention
         return kind(config.embed_dim, heads, rank=config.rank)
@@ -113,16 +119,17 @@ class LanguageModel(nn.Module):
         self.norm = nn.LayerNorm(config.embed_dim)
 
     def _block(self, name: str) -> DecoderBlock:
-        config, primal = self.config, name == "primal"
+        config = self.config
+        beside = name == "primal" and config.primal_mode != "delta"  # which has its own convolution and gate
         return DecoderBlock(
             config.embed_dim,
             config.num_heads,
             causal_attention(name, config),
             ffn_dim=config.ffn_dim,
             dropout=config.dropout,
-            conv=config.conv if primal else 0,
+            conv=config.conv if beside else 0,
             conv_place=config.conv_place,
-            gate=config.gate and primal,
+            gate=config.gate and beside,
             activation=config.activation,
         )
 

@@ -29,7 +29,11 @@ class CausalConv(nn.Module):
         self.embed_dim, self.kernel_size = embed_dim, kernel_size
         self.weight = nn.Parameter(torch.empty(kernel_size, embed_dim))  # row j weighs the input j tokens ago
         self.bias = nn.Parameter(torch.zeros(embed_dim))
-        nn.init.uniform_(self.weight, -(kernel_size**-0.5), kernel_size**-0.5)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.uniform_(self.weight, -(self.kernel_size**-0.5), self.kernel_size**-0.5)
+        nn.init.zeros_(self.bias)
 
     def initial_state(self, batch_size: int) -> Tensor:
         """Nothing came before the first token: zeros, (B, kernel − 1, d)."""

@@ -1,0 +1,142 @@
+"""Projection weights that the tokens write with correction, in chunks: γ, β in [0, 1] are a number per token and head.
+
+    W_i = γ_i W_{i−1} + k_i u_iᵀ,   u_i = β_i (v_i − γ_i W_{i−1}ᵀ k_i),   y_i = W_iᵀ q_i
+
+Each write is a step of least squares towards Wᵀ k_i = v_i: with ‖k‖ = 1 and β = 1 the token replaces what stood at its
+place instead of adding to it. Inside a chunk the corrections solve a triangular system; from chunk to chunk W goes on by
+W ↦ M W + B, the only thing done one after the other. Every exponent is ≤ 0, so nothing overflows, and nothing waits for
+the device.
+
+Yang et al., "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", 2024, and with a fading
+"Gated Delta Networks: Improving Mamba2 with Delta Rule", 2025.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from .reference import wide
+
+CHUNK = 64
+SMALL = 8  # triangular matrices of this size are inverted by a product
+
+
+def corrected_weights(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    strength: Tensor,
+    start: Tensor | None = None,
+    chunk: int = CHUNK,
+) -> tuple[Tensor, Tensor]:
+    """y (…, N, s) of q, k (…, N, p), v (…, N, s), log γ and β (…, N), and the last W (…, p, s).
+
+    log γ and `start` may broadcast over the leading dimensions. Matrix products are in the dtype of q, W and the
+    fading in at least float32. Training keeps the arguments alone and makes the rest again on the way back.
+    """
+    length, full = q.shape[-2], wide(log_decay.dtype)
+    size = min(chunk, 1 << (length - 1).bit_length())
+    spare = -length % size
+    q, k, v = (F.pad(t, (0, 0, 0, spare)).unflatten(-2, (-1, size)) for t in (q, k, v))
+    # What fills the last chunk neither fades nor writes.
+    log_decay, strength = (F.pad(t.to(full), (0, spare)).unflatten(-1, (-1, size)) for t in (log_decay, strength))
+    if start is None:
+        start = torch.zeros(*k.shape[:-3], k.shape[-1], v.shape[-1], dtype=full, device=k.device)
+    given = (q, k, v, log_decay, strength, start.to(full))
+    if torch.is_grad_enabled() and any(t.requires_grad for t in given):
+        y, last = checkpoint(_read, *given, use_reentrant=False, preserve_rng_state=False)
+    else:
+        y, last = _read(*given)
+    return y.flatten(-3, -2)[..., :length, :], last
+
+
+def _read(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+    """The same on chunks, (…, M, C, ·)."""
+    full, narrow, size = log_decay.dtype, q.dtype, log_decay.shape[-1]
+    total = log_decay.cumsum(dim=-1)
+    past = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
+    left = (total[..., :, None] - total[..., None, :]).masked_fill(~past, -torch.inf).exp().to(narrow)  # of j at i
+    from_start, to_end = total.exp(), (total[..., -1:] - total).exp()
+    eye = torch.eye(k.shape[-1], dtype=full, device=k.device)
+    with torch.autocast(q.device.type, enabled=False):
+        clash = ((k @ k.mT) * left).to(full) * strength[..., None]  # how much the chunk's writes find of each other
+        solved = (UnitLowerInverse.apply(clash.tril(-1)) * strength[..., None, :]).to(narrow)
+        own, seen = solved @ v, solved @ (k * from_start[..., None].to(narrow))  # u = own − seen W
+        written = (k * to_end[..., None].to(narrow)).mT
+        kept = from_start[..., -1, None, None] * eye - (written @ seen).to(full)
+        states = Carry.apply(kept, (written @ own).to(full), start)
+        before = states[..., :-1, :, :].to(narrow)
+        y = ((q @ k.mT) * left) @ (own - seen @ before) + (q * from_start[..., None].to(narrow)) @ before
+    return y, states[..., -1, :, :]
+
+
+class UnitLowerInverse(torch.autograd.Function):
+    """(I + A)⁻¹ for A (…, C, C) strictly lower triangular, C a power of two, by matrix products alone.
+
+    Blocks of eight by their finite series, (I − A)(I + A²)(I + A⁴), whose terms stay small at that size; then two blocks
+    and what stands between them become one, which is as stable as substitution.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor) -> Tensor:
+        inverse = unit_lower_inverse(a)
+        ctx.save_for_backward(inverse)
+        return inverse
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (inverse,) = ctx.saved_tensors
+        return -(inverse.mT @ grad @ inverse.mT).tril(-1)
+
+
+def unit_lower_inverse(a: Tensor) -> Tensor:
+    """See `UnitLowerInverse`."""
+    size = min(a.shape[-1], SMALL)
+    power = _diagonal_blocks(a, size)
+    inverse, reach = torch.eye(size, dtype=a.dtype, device=a.device) - power, 2
+    while reach < size:
+        power = power @ power
+        inverse, reach = inverse + inverse @ power, 2 * reach
+    while size < a.shape[-1]:
+        first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
+        between = _diagonal_blocks(a, 2 * size)[..., size:, :size]
+        upper = torch.cat([first, torch.zeros_like(first)], dim=-1)
+        inverse = torch.cat([upper, torch.cat([-(second @ between @ first), second], dim=-1)], dim=-2)
+        size *= 2
+    return inverse.squeeze(-3)
+
+
+def _diagonal_blocks(a: Tensor, size: int) -> Tensor:
+    """(…, C / size, size, size)."""
+    blocks = a.unflatten(-1, (-1, size)).unflatten(-3, (-1, size))  # (…, row block, row, column block, column)
+    return blocks.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+
+
+class Carry(torch.autograd.Function):
+    """W_{m+1} = M_m W_m + B_m over the chunks: M (…, m, p, p), B (…, m, p, s) and W_0 → all W, (…, m + 1, p, s)."""
+
+    @staticmethod
+    def forward(ctx: Any, transition: Tensor, added: Tensor, start: Tensor) -> Tensor:
+        states = [start.expand_as(added[..., 0, :, :])]
+        for step, new in zip(transition.unbind(-3), added.unbind(-3), strict=True):
+            states.append(new + step @ states[-1])
+        every = torch.stack(states, dim=-3)
+        ctx.save_for_backward(transition, every)
+        ctx.start = start.shape
+        return every
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        transition, every = ctx.saved_tensors
+        *direct, total = grad.unbind(-3)
+        totals = [total]  # the gradient of each W with all that followed from it, the last W first
+        for step, here in zip(transition.unbind(-3)[::-1], direct[::-1], strict=True):
+            totals.append(here + step.mT @ totals[-1])
+        later = torch.stack(totals[-2::-1], dim=-3)
+        return later @ every[..., :-1, :, :].mT, later, totals[-1].sum_to_size(ctx.start)
