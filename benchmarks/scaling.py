@@ -166,8 +166,9 @@ def plot(rows: list[dict[str, float]], gpu: str, fits: int, file: Path) -> None:
     right.plot(x[1:], [row["primal_bytes"] for row in rows[1:]], "o-", color="#1f5f8b", label="Primal (counted)")
     right.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="bytes per GPU, layer and step")
     right.set_title("what a GPU gives to the network")
+    left.set_ylim(top=left.get_ylim()[1] * 1e3)  # room for the legend above the lines
     for axis in (left, right):
-        axis.legend(frameon=False, fontsize=8)
+        axis.legend(frameon=False, fontsize=8, ncols=2 if axis is left else 1)
         axis.grid(alpha=0.3)
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=130)

@@ -20,7 +20,7 @@ from .spectrum import batches, call
 
 @dataclass(frozen=True)
 class KernelMap:
-    """One head on one sequence; `share` is None for softmax attention and for layers without landmarks."""
+    """One head on one sequence, without its padding; `share` is None for softmax and for layers without landmarks."""
 
     name: str
     kind: str
@@ -52,12 +52,14 @@ def kernel_map(model: nn.Module, inputs: Any, layer: int = -1, head: int = 0, ca
         raise ValueError(f"head {head} is asked for, but {name} has {heads} heads, from 0")
     if not 0 <= case < cases:
         raise ValueError(f"case {case} is asked for, but the batch has {cases}, from 0")
+    shown = dense[case, head]
+    seen = shown.ne(0).any(dim=0)  # nobody looks at padding: its columns are zero
     share = None
     if isinstance(module, PrimalAttention) and module.data_dependent:
         assert matrix.left is not None
         assert matrix.right is not None
-        share = landmark_share(module, matrix.left[case, head], matrix.right[case, head], head).cpu()
-    return KernelMap(name, matrix.kind, head, dense[case, head].cpu(), share)
+        share = landmark_share(module, matrix.left[case, head][seen], matrix.right[case, head][seen], head).cpu()
+    return KernelMap(name, matrix.kind, head, shown[seen][:, seen].cpu(), share)
 
 
 def landmark_share(layer: PrimalAttention, phi_q: Tensor, phi_k: Tensor, head: int) -> Tensor:
