@@ -192,5 +192,5 @@ def test_the_table_compares_with_softmax(folder: Path, tmp_path: Path, capsys: p
     assert "softmax, rotary" in said
     assert "PrimalFormer, mean" in said
     assert "+0.00 %" in said
-    with pytest.raises(RunError, match="--models sofmax is not in this table: choose of softmax, dual-conv-gate"):
+    with pytest.raises(RunError, match="--models sofmax is not in this table: choose of softmax, delta, hybrid"):
         table.main(["lm", "--models", "sofmax", "--no-run"])

@@ -20,6 +20,7 @@ KINDS = {
     "decay-conv-gate": {"attention": ("primal",), "primal_mode": "decay", "conv": 4, "gate": True},
     "selective": {"attention": ("primal",), "primal_mode": "selective"},
     "dual-conv-gate": {"attention": ("primal",), "primal_mode": "dual", "conv": 4, "gate": True},
+    "delta-conv-gate": {"attention": ("primal",), "primal_mode": "delta", "conv": 4, "gate": True},
     "landmarks": {"attention": ("primal",), "primal_mode": "landmarks"},
     "hybrid": {"attention": ("primal", "softmax"), "primal_mode": "decay", "positions": "rotary"},
     "linear": {"attention": ("linear",)},

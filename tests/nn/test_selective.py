@@ -21,7 +21,7 @@ def draws(n: int, width: int = 5) -> tuple[torch.Tensor, ...]:
     return q, k, v, log_decay
 
 
-@pytest.mark.parametrize("n", [1, 7, 64, 65, 200])
+@pytest.mark.parametrize("n", [1, 7, 64, 65])
 def test_chunks_equal_a_loop(n: int) -> None:
     q, k, v, log_decay = draws(n)
     start = torch.randn(2, 3, 5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -125,7 +125,8 @@ def variant(model: LanguageNetwork) -> str:
     if any(name.startswith("primal") for name in model.attention):
         words.append(model.primal_mode)
         if model.conv:
-            words.append(f"conv{model.conv}" + ("-before" if model.conv_place == "before" and model.primal_mode != "delta" else ""))
+            before = model.conv_place == "before" and model.primal_mode != "delta"
+            words.append(f"conv{model.conv}" + ("-before" if before else ""))
         words += ["gate"] if model.gate else []
     return "-".join(words)
 

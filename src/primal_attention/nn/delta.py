@@ -4,15 +4,16 @@ At the optimum of the kernel SVD, W_e = Σ_j φ(k_j) h_{r_j}ᵀ and W_r = Σ_j �
 (see `selective`) lets them run over the past with h linear in the token; but then tokens alike pile up, and what a
 query reads is a mixture. Here a token first takes away what its place already holds,
 
-    W_{e|X≤i} = γ_i W_{e|X≤i−1} + φ(k_i) h̃_iᵀ,   h̃_i = β_i (h_r(x_i) − γ_i W_{e|X≤i−1}ᵀ φ(k_i)),   e_i = W_{e|X≤i}ᵀ φ(q_i)
+    h̃_i = β_i (h_r(x_i) − γ_i W_{e|X≤i−1}ᵀ φ(k_i))
+    W_{e|X≤i} = γ_i W_{e|X≤i−1} + φ(k_i) h̃_iᵀ,   e_i = W_{e|X≤i}ᵀ φ(q_i)
 
-which is a step of least squares towards e = h_r at the keys, one per token. W_r and r are the same with queries and keys,
-h_r and h_e changed for each other. Still W_{e|X≤i} = Σ_j (γ_{j+1} ⋯ γ_i) φ(k_j) h̃_jᵀ: a sum over the data with one dual
-vector per token, and e_i = Σ_{j≤i} κ(x_i, x_j) h̃_j.
+which is a step of least squares towards e = h_r at the keys, one per token. W_r and r are the same with queries and
+keys, h_r and h_e changed for each other. Still W_{e|X≤i} = Σ_j (γ_{j+1} ⋯ γ_i) φ(k_j) h̃_jᵀ: a sum over the data with
+one dual vector per token, and e_i = Σ_{j≤i} κ(x_i, x_j) h̃_j.
 
-What else the layer needs to work in a language model: short causal convolutions with SiLU on q, k and h, so that a token
-can be filed under its predecessor; scores brought to one size in each head, since what a head holds varies; and a gate
-SiLU(W_g x) on the scores before W_o. The state is the two matrices and the convolution's last inputs.
+What else the layer needs to work in a language model: short causal convolutions with SiLU on q, k and h, so that a
+token can be filed under its predecessor; scores brought to one size in each head, since what a head holds varies; and a
+gate SiLU(W_g x) on the scores before W_o. The state is the two matrices and the convolution's last inputs.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..ops import feature_maps
 from ..ops import reference as eq
 from ..ops.layer import Energies
 from ..ops.reference import Scores
@@ -34,6 +34,7 @@ from .rivals.base import Padding
 from .selective import SelectivePrimalAttention
 from .tie import tie
 
+TINY = 1e-20  # only a vector of zeros notices
 EPS = 1e-5  # scores far smaller than the values that were written stay small
 
 
@@ -129,22 +130,24 @@ class DeltaPrimalAttention(SelectivePrimalAttention):
             both = both.masked_fill(behind[:, None, None, :, None], 0.0)
         return both, DeltaState(last[:, 0], last[:, 1], conv)
 
-    def _features(
-        self, x: Tensor, behind: Tensor | None, past: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _features(self, x: Tensor, behind: Tensor | None, past: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """φ(q), φ(k) (B, 2, H, N, p), h_r and h_e (B, 2, H, N, s), and the convolution's last inputs."""
         z, conv = torch.cat([self.qk_proj(x), self.dual_proj(x)], dim=-1), None
         if self.conv is not None:
             z, conv = self.conv(z, behind, state=past, return_state=True)
             z = F.silu(z)
         qk, h = z.split([2 * self.embed_dim, 2 * self.num_heads * self.rank], dim=-1)
-        phi = feature_maps.cosine(qk.unflatten(-1, (2, self.num_heads, -1)))
+        # The cosine map z / ‖z‖, as torch's one pass for it.
+        size = torch.full((self.head_dim,), self.head_dim**-0.5, dtype=qk.dtype, device=qk.device)
+        phi = F.rms_norm(qk.unflatten(-1, (2, self.num_heads, -1)), size.shape, size, TINY).to(
+            qk.dtype
+        )  # autocast may widen
         return phi.permute(0, 2, 3, 1, 4), h.unflatten(-1, (2, self.num_heads, -1)).permute(0, 2, 3, 1, 4), conv
 
     def heads(self, scores: Scores, x: Tensor | None = None) -> Tensor:
         """W_o [e; r] of all heads side by side, (B, N, d)."""
         both = torch.cat(scores, dim=-1).transpose(1, 2)  # (B, N, H, 2s)
-        both = F.rms_norm(both, both.shape[-1:], self.score_norm.to(both.dtype), EPS)
+        both = F.rms_norm(both, both.shape[-1:], self.score_norm.to(both.dtype), EPS).to(both.dtype)
         if self.gate_proj is not None:
             both = both * F.silu(self.gate_proj(x)).unflatten(-1, (self.num_heads, -1))
         return self.score_proj(F.dropout(both, self.dropout, self.training)).flatten(2)

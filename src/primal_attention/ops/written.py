@@ -3,9 +3,9 @@
     W_i = γ_i W_{i−1} + k_i u_iᵀ,   u_i = β_i (v_i − γ_i W_{i−1}ᵀ k_i),   y_i = W_iᵀ q_i
 
 Each write is a step of least squares towards Wᵀ k_i = v_i: with ‖k‖ = 1 and β = 1 the token replaces what stood at its
-place instead of adding to it. Inside a chunk the corrections solve a triangular system; from chunk to chunk W goes on by
-W ↦ M W + B, the only thing done one after the other. Every exponent is ≤ 0, so nothing overflows, and nothing waits for
-the device.
+place instead of adding to it. Inside a chunk the corrections solve a triangular system; from chunk to chunk W goes on
+by W ↦ M W + B, the only thing done one after the other. Every exponent is ≤ 0, so nothing overflows, and nothing waits
+for the device.
 
 Yang et al., "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", 2024, and with a fading
 "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2025.
@@ -13,6 +13,7 @@ Yang et al., "Parallelizing Linear Transformers with the Delta Rule over Sequenc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,82 +39,115 @@ def corrected_weights(
     """y (…, N, s) of q, k (…, N, p), v (…, N, s), log γ and β (…, N), and the last W (…, p, s).
 
     log γ and `start` may broadcast over the leading dimensions. Matrix products are in the dtype of q, W and the
-    fading in at least float32. Training keeps the arguments alone and makes the rest again on the way back.
+    fading in at least float32. Training keeps the arguments and one triangular matrix per chunk; the rest is made again
+    on the way back.
     """
     length, full = q.shape[-2], wide(log_decay.dtype)
+    if length == 1:
+        return _step(q, k, v, log_decay, strength, start)
     size = min(chunk, 1 << (length - 1).bit_length())
     spare = -length % size
-    q, k, v = (F.pad(t, (0, 0, 0, spare)).unflatten(-2, (-1, size)) for t in (q, k, v))
+    q, k, v = (F.pad(t, (0, 0, 0, spare)).contiguous().unflatten(-2, (-1, size)) for t in (q, k, v))
     # What fills the last chunk neither fades nor writes.
     log_decay, strength = (F.pad(t.to(full), (0, spare)).unflatten(-1, (-1, size)) for t in (log_decay, strength))
     if start is None:
         start = torch.zeros(*k.shape[:-3], k.shape[-1], v.shape[-1], dtype=full, device=k.device)
-    given = (q, k, v, log_decay, strength, start.to(full))
-    if torch.is_grad_enabled() and any(t.requires_grad for t in given):
-        y, last = checkpoint(_read, *given, use_reentrant=False, preserve_rng_state=False)
-    else:
-        y, last = _read(*given)
+    total, narrow = log_decay.cumsum(dim=-1), q.dtype
+    strength = strength[..., None].to(narrow)
+    k_written, v_written = k * strength, v * strength
+    inverse = UnitLowerInverse.apply(_again(_clash, k, k_written, total), narrow)
+    y, last = _again(_read, q, k, k_written, v_written, total, inverse, start.to(full))
     return y.flatten(-3, -2)[..., :length, :], last
 
 
-def _read(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-    """The same on chunks, (…, M, C, ·)."""
-    full, narrow, size = log_decay.dtype, q.dtype, log_decay.shape[-1]
-    total = log_decay.cumsum(dim=-1)
-    past = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
-    left = (total[..., :, None] - total[..., None, :]).masked_fill(~past, -torch.inf).exp().to(narrow)  # of j at i
-    from_start, to_end = total.exp(), (total[..., -1:] - total).exp()
-    eye = torch.eye(k.shape[-1], dtype=full, device=k.device)
+def _step(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor, w: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """One token, in the formulas' own words."""
+    full = wide(log_decay.dtype)
     with torch.autocast(q.device.type, enabled=False):
-        clash = ((k @ k.mT) * left).to(full) * strength[..., None]  # how much the chunk's writes find of each other
-        solved = (UnitLowerInverse.apply(clash.tril(-1)) * strength[..., None, :]).to(narrow)
-        own, seen = solved @ v, solved @ (k * from_start[..., None].to(narrow))  # u = own − seen W
-        written = (k * to_end[..., None].to(narrow)).mT
-        kept = from_start[..., -1, None, None] * eye - (written @ seen).to(full)
-        states = Carry.apply(kept, (written @ own).to(full), start)
+        key, value, decay = k.to(full).mT, v.to(full), log_decay.to(full).exp()[..., None]
+        w = torch.zeros_like(key @ value) if w is None else decay * w.to(full)
+        w = w + key @ (strength.to(full)[..., None] * (value - key.mT @ w))
+        return (q.to(full) @ w).to(v.dtype), w
+
+
+def _again(function: Callable[..., Any], *given: Tensor) -> Any:
+    """function(*given), keeping nothing else for the way back: what it was made of is made again."""
+    if not torch.is_grad_enabled() or not any(t.requires_grad for t in given):
+        return function(*given)
+    return checkpoint(function, *given, use_reentrant=False, preserve_rng_state=False)
+
+
+def _left(total: Tensor, diagonal: int) -> Tensor:
+    """How much of entry j is left at entry i, (…, C, C): γ_{j+1} ⋯ γ_i up to a diagonal, nothing above it."""
+    size = total.shape[-1]
+    past = torch.ones(size, size, dtype=torch.bool, device=total.device).tril(diagonal)
+    return (total[..., :, None] - total[..., None, :]).masked_fill(~past, -torch.inf).exp()
+
+
+def _clash(k: Tensor, k_written: Tensor, total: Tensor) -> Tensor:
+    """How much a chunk's writes find of earlier ones: strictly lower triangular, in at least float32."""
+    with torch.autocast(k.device.type, enabled=False):
+        return (k_written @ k.mT) * _left(total, -1)
+
+
+def _read(
+    q: Tensor, k: Tensor, k_written: Tensor, v_written: Tensor, total: Tensor, inverse: Tensor, start: Tensor
+) -> tuple[Tensor, Tensor]:
+    """y on chunks, (…, M, C, s), and the last W."""
+    full, narrow = total.dtype, q.dtype
+    from_start, to_end = total.exp()[..., None], (total[..., -1:] - total).exp()[..., None]
+    with torch.autocast(q.device.type, enabled=False):
+        own, seen = inverse @ v_written, inverse @ (k_written * from_start.to(narrow))  # u = own − seen W
+        written = (k * to_end.to(narrow)).mT
+        eye = torch.eye(k.shape[-1], dtype=full, device=k.device)
+        states = Carry.apply(from_start[..., -1:, :] * eye - written @ seen, (written @ own).to(full), start)
         before = states[..., :-1, :, :].to(narrow)
-        y = ((q @ k.mT) * left) @ (own - seen @ before) + (q * from_start[..., None].to(narrow)) @ before
+        near = (q @ k.mT) * _left(total, 0).to(narrow)
+        y = near @ (own - seen @ before) + (q * from_start.to(narrow)) @ before
     return y, states[..., -1, :, :]
 
 
 class UnitLowerInverse(torch.autograd.Function):
-    """(I + A)⁻¹ for A (…, C, C) strictly lower triangular, C a power of two, by matrix products alone.
+    """(I + A)⁻¹ in another dtype for A (…, C, C) strictly lower triangular, C a power of two, by matrix products alone.
 
-    Blocks of eight by their finite series, (I − A)(I + A²)(I + A⁴), whose terms stay small at that size; then two blocks
-    and what stands between them become one, which is as stable as substitution.
+    Blocks of eight by their finite series, (I − A)(I + A²)(I + A⁴), whose terms stay small at that size; then two
+    blocks and what stands between them become one, which is as stable as substitution.
     """
 
     @staticmethod
-    def forward(ctx: Any, a: Tensor) -> Tensor:
-        inverse = unit_lower_inverse(a)
+    def forward(ctx: Any, a: Tensor, dtype: torch.dtype) -> Tensor:
+        inverse = unit_lower_inverse(a).to(dtype)
         ctx.save_for_backward(inverse)
+        ctx.dtype = a.dtype
         return inverse
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         (inverse,) = ctx.saved_tensors
-        return -(inverse.mT @ grad @ inverse.mT).tril(-1)
+        return -(inverse.mT @ grad @ inverse.mT).to(ctx.dtype), None  # above the diagonal nobody looks at it
 
 
 def unit_lower_inverse(a: Tensor) -> Tensor:
     """See `UnitLowerInverse`."""
-    size = min(a.shape[-1], SMALL)
+    size, inverse = min(a.shape[-1], SMALL), torch.zeros_like(a)
     power = _diagonal_blocks(a, size)
-    inverse, reach = torch.eye(size, dtype=a.dtype, device=a.device) - power, 2
+    series, reach = torch.eye(size, dtype=a.dtype, device=a.device) - power, 2
     while reach < size:
         power = power @ power
-        inverse, reach = inverse + inverse @ power, 2 * reach
+        series, reach = series + series @ power, 2 * reach
+    _diagonal_blocks(inverse, size).copy_(series)
     while size < a.shape[-1]:
-        first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
+        blocks = _diagonal_blocks(inverse, 2 * size)
         between = _diagonal_blocks(a, 2 * size)[..., size:, :size]
-        upper = torch.cat([first, torch.zeros_like(first)], dim=-1)
-        inverse = torch.cat([upper, torch.cat([-(second @ between @ first), second], dim=-1)], dim=-2)
+        blocks[..., size:, :size] = -(blocks[..., size:, size:] @ between @ blocks[..., :size, :size])
         size *= 2
-    return inverse.squeeze(-3)
+    return inverse
 
 
 def _diagonal_blocks(a: Tensor, size: int) -> Tensor:
-    """(…, C / size, size, size)."""
+    """(…, C / size, size, size), a view."""
     blocks = a.unflatten(-1, (-1, size)).unflatten(-3, (-1, size))  # (…, row block, row, column block, column)
     return blocks.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
 
