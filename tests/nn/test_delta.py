@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from primal_attention import ksvd_loss
+from primal_attention.nn.conv import ShiftedProducts
 from primal_attention.nn.delta import DeltaPrimalAttention
 from primal_attention.ops.written import corrected_weights, unit_lower_inverse
 
@@ -154,3 +155,14 @@ def test_autocast_keeps_the_state_wide() -> None:
         ksvd_loss(attention).backward()
     assert y.dtype == torch.bfloat16
     assert state.w_e_x.dtype == state.w_r_x.dtype == attention.objective.dtype == torch.float32
+
+
+def test_the_convolution_and_its_gradient() -> None:
+    generator = torch.Generator().manual_seed(0)
+    seen, weight, bias = (
+        torch.randn(shape, dtype=torch.float64, generator=generator, requires_grad=True)
+        for shape in ((2, 8, 3), (4, 3), (3,))
+    )
+    y = ShiftedProducts.apply(seen, weight, bias)
+    torch.testing.assert_close(y, bias + sum(weight[j] * seen[:, 3 - j : 8 - j] for j in range(4)), **EXACT)
+    assert torch.autograd.gradcheck(ShiftedProducts.apply, (seen, weight, bias))

@@ -10,12 +10,46 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from . import checks
 
 if TYPE_CHECKING:
     from ..parallel.context import Context
+
+
+class ShiftedProducts(torch.autograd.Function):
+    """y (B, N, d) of seen (B, past + N, d), weight (past + 1, d) and bias (d): one pass over y per row of the weight.
+
+    A grouped convolution would want the channels first, and its gradient is slow for groups of one channel.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, seen: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(seen, weight)
+        now, *before = _shifts(seen, len(weight))
+        y = torch.addcmul(bias, now, weight[0])
+        for row, then in zip(weight[1:], before, strict=True):
+            y.addcmul_(then, row)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        seen, weight = ctx.saved_tensors
+        of_seen = F.pad(grad * weight[0], (0, 0, len(weight) - 1, 0))
+        for row, then in zip(weight[1:], _shifts(of_seen, len(weight))[1:], strict=True):
+            then.addcmul_(grad, row)
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        sums = [(grad * then).sum(dim=(0, 1), dtype=wide) for then in _shifts(seen, len(weight))]
+        return of_seen, torch.stack(sums).to(weight.dtype), grad.sum(dim=(0, 1), dtype=wide).to(weight.dtype)
+
+
+def _shifts(seen: Tensor, kernel: int) -> list[Tensor]:
+    """What stood 0, 1, … kernel − 1 tokens ago, views of (B, N, d)."""
+    n = seen.shape[1] - kernel + 1
+    return [seen[:, start : start + n] for start in range(kernel - 1, -1, -1)]
 
 
 class CausalConv(nn.Module):
@@ -52,10 +86,7 @@ class CausalConv(nn.Module):
             seen = self.context.halo(x, past, 0)  # the last tokens of the rank before this one
         else:
             seen = F.pad(x, (0, 0, past, 0)) if state is None else torch.cat([state.to(x.dtype), x], dim=1)
-        # Shifted products instead of a grouped convolution: a compiler makes one pass of them.
-        y = self.bias.to(x.dtype) + sum(
-            self.weight[j].to(x.dtype) * seen[:, past - j : past - j + n] for j in range(self.kernel_size)
-        )
+        y = ShiftedProducts.apply(seen, self.weight.to(x.dtype), self.bias.to(x.dtype))
         if not return_state:
             return y
         if key_padding_mask is None:

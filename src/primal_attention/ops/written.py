@@ -157,10 +157,12 @@ class Carry(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, transition: Tensor, added: Tensor, start: Tensor) -> Tensor:
-        states = [start.expand_as(added[..., 0, :, :])]
-        for step, new in zip(transition.unbind(-3), added.unbind(-3), strict=True):
-            states.append(new + step @ states[-1])
-        every = torch.stack(states, dim=-3)
+        *outer, chunks, p, s = added.shape
+        every = added.new_empty(*outer, chunks + 1, p, s)
+        every[..., 0, :, :] = start
+        steps, new, states = (t.flatten(0, -4) for t in (transition, added, every))
+        for m in range(chunks):
+            torch.baddbmm(new[:, m], steps[:, m], states[:, m], out=states[:, m + 1])
         ctx.save_for_backward(transition, every)
         ctx.start = start.shape
         return every
@@ -168,9 +170,9 @@ class Carry(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
         transition, every = ctx.saved_tensors
-        *direct, total = grad.unbind(-3)
-        totals = [total]  # the gradient of each W with all that followed from it, the last W first
-        for step, here in zip(transition.unbind(-3)[::-1], direct[::-1], strict=True):
-            totals.append(here + step.mT @ totals[-1])
-        later = torch.stack(totals[-2::-1], dim=-3)
-        return later @ every[..., :-1, :, :].mT, later, totals[-1].sum_to_size(ctx.start)
+        total = grad.clone(memory_format=torch.contiguous_format)  # of each W with all that followed from it
+        steps, sums = transition.flatten(0, -4), total.flatten(0, -4)
+        for m in range(transition.shape[-3] - 1, -1, -1):
+            sums[:, m].baddbmm_(steps[:, m].mT, sums[:, m + 1])
+        later = total[..., 1:, :, :]
+        return later @ every[..., :-1, :, :].mT, later, total[..., 0, :, :].sum_to_size(ctx.start)
