@@ -157,12 +157,11 @@ class Carry(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, transition: Tensor, added: Tensor, start: Tensor) -> Tensor:
-        *outer, chunks, p, s = added.shape
-        every = added.new_empty(*outer, chunks + 1, p, s)
-        every[..., 0, :, :] = start
-        steps, new, states = (t.flatten(0, -4) for t in (transition, added, every))
-        for m in range(chunks):
-            torch.baddbmm(new[:, m], steps[:, m], states[:, m], out=states[:, m + 1])
+        first = start.expand_as(added[..., 0, :, :])[..., None, :, :]
+        every = torch.cat([first, added], dim=-3)
+        steps, states = transition.flatten(0, -4), every.flatten(0, -4)
+        for m in range(added.shape[-3]):
+            states[:, m + 1].baddbmm_(steps[:, m], states[:, m])
         ctx.save_for_backward(transition, every)
         ctx.start = start.shape
         return every
