@@ -74,7 +74,8 @@ def describe(cell: Cell) -> str:
     said = f"hybrid, {softmax} of {len(names)} softmax" if softmax and len(names) > 1 else words.get(names[0], names[0])
     parts = [said] + ([str(options["primal_mode"])] if "primal_mode" in options else [])
     if options.get("conv"):
-        parts.append("convolution " + str(options.get("conv_place", "beside")))
+        place = "inside" if options.get("primal_mode") == "delta" else str(options.get("conv_place", "beside"))
+        parts.append(f"convolution {place}")
     return ", ".join(parts + (["gate"] if options.get("gate") else []))
 
 
