@@ -8,7 +8,7 @@ from typing import Any
 from primal_attention.engine import folder as run_folder
 from primal_attention.engine.config import override, to_plain
 from primal_attention.engine.files import write_csv, write_json
-from primal_attention.engine.uea import UEARecipe, paper_recipe
+from primal_attention.engine.timeseries.uea import UEARecipe, paper_recipe
 
 RECIPE = "uea/JapaneseVowels"
 EPOCHS = 5

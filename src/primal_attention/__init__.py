@@ -22,7 +22,7 @@ __version__ = "0.1.0"
 # Names that need an extra, or that few people need at once, are loaded when somebody asks for them.
 _LAZY = {
     "KernelSVD": ("primal_attention.ksvd", "ksvd"),
-    "PrimalClassifier": ("primal_attention.engine.estimator", "timeseries"),
+    "PrimalClassifier": ("primal_attention.engine.timeseries.estimator", "timeseries"),
     "distill": ("primal_attention.convert.distill", "ksvd"),
     "context_parallel": ("primal_attention.parallel", "train"),
     "attention_names": ("primal_attention.nn.rivals", "dev"),

@@ -22,10 +22,10 @@ import toy
 from killed import die_at
 
 from primal_attention.engine import module, runner
-from primal_attention.engine.classify import ClassificationModule
 from primal_attention.engine.config import Recipe, override
 from primal_attention.engine.errors import Preempted
-from primal_attention.engine.language import recipe_of
+from primal_attention.engine.text.language import recipe_of
+from primal_attention.engine.timeseries.classify import ClassificationModule
 
 # Nothing random that depends on which process draws it; batches of 7 that two ranks cannot halve, and a rest of 2.
 PLAIN = {

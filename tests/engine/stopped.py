@@ -13,8 +13,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 import killed
 import toy
 
-from primal_attention.engine import module, preempt, runner
+from primal_attention.engine import module, runner
 from primal_attention.engine.errors import Preempted
+from primal_attention.engine.scale import preempt
 
 
 def ask_at(owner: object, name: str, call: int) -> Callable[[], None]:

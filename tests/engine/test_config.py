@@ -10,7 +10,7 @@ import yaml
 from primal_attention.engine import registry
 from primal_attention.engine.config import OptimConfig, TrainerConfig, from_plain, override, to_plain
 from primal_attention.engine.errors import RunError
-from primal_attention.engine.uea import PAPER, UEARecipe, modern_recipe, paper_recipe
+from primal_attention.engine.timeseries.uea import PAPER, UEARecipe, modern_recipe, paper_recipe
 
 
 @pytest.mark.parametrize("name", registry.names())

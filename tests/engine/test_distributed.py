@@ -16,13 +16,14 @@ import torch
 import toy
 
 from once import once
-from primal_attention.engine import distributed, runner
+from primal_attention.engine import runner
 from primal_attention.engine.checkpoint import latest
-from primal_attention.engine.classify import ClassificationModule
 from primal_attention.engine.config import TrainerConfig
 from primal_attention.engine.errors import RunError
 from primal_attention.engine.files import read_weights
-from primal_attention.engine.sharded import export, read_whole
+from primal_attention.engine.scale import distributed
+from primal_attention.engine.scale.sharded import export, read_whole
+from primal_attention.engine.timeseries.classify import ClassificationModule
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 # float32 sums in another order, over some dozen steps.

@@ -12,13 +12,13 @@ from torch import nn
 
 from closeness import assert_close
 from primal_attention.engine import files
-from primal_attention.engine.augment import jitter, mix, scale_and_shift, warp_time
 from primal_attention.engine.batches import Batches, derive_seed
 from primal_attention.engine.checkpoint import read_checkpoint
-from primal_attention.engine.classify import AugmentConfig, ClassificationModule
 from primal_attention.engine.errors import RunError
 from primal_attention.engine.module import one_cycle, update_average
-from primal_attention.engine.uea import modern_recipe
+from primal_attention.engine.timeseries.augment import jitter, mix, scale_and_shift, warp_time
+from primal_attention.engine.timeseries.classify import AugmentConfig, ClassificationModule
+from primal_attention.engine.timeseries.uea import modern_recipe
 
 
 def test_the_order_depends_on_seed_and_epoch_alone():

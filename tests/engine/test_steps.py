@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from primal_attention.engine.arena.streams import StreamedBatches
 from primal_attention.engine.batches import Batches
 from primal_attention.engine.config import OptimConfig, TrainerConfig
 from primal_attention.engine.errors import RunError
 from primal_attention.engine.module import linear, one_cycle
-from primal_attention.engine.streams import StreamedBatches
 
 
 def epochs(batches: Batches, count: int) -> list[list[int]]:

@@ -10,7 +10,7 @@ import numpy as np
 from primal_attention.data import uea
 from primal_attention.data.series import SeriesData, Split
 from primal_attention.engine.config import override
-from primal_attention.engine.uea import UEARecipe, modern_recipe
+from primal_attention.engine.timeseries.uea import UEARecipe, modern_recipe
 
 
 def data(name: str = "Toy") -> SeriesData:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 from hf.kinds import KINDS, batch, make  # noqa: E402
 from primal_attention.data.vocabulary import SubwordVocabulary, Vocabulary, WordVocabulary  # noqa: E402
-from primal_attention.engine import language_run  # noqa: E402
+from primal_attention.engine.text import language_run  # noqa: E402
 from primal_attention.hf import PrimalCache, from_run, tokenizer_of  # noqa: E402
 from primal_attention.models.generation import generate  # noqa: E402
 from primal_attention.models.language import LanguageConfig, LanguageModel  # noqa: E402

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from primal_attention.engine.uea import PAPER
+from primal_attention.engine.timeseries.uea import PAPER
 from primal_attention.report import paper_tables as paper
 
 

@@ -10,12 +10,12 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint
 
-from primal_attention.engine import distributed
 from primal_attention.engine.errors import Preempted
 from primal_attention.engine.experiment import Experiment
 from primal_attention.engine.files import write_csv, write_weights
 from primal_attention.engine.module import TrainingModule
-from primal_attention.engine.preempt import Notice
+from primal_attention.engine.scale import distributed
+from primal_attention.engine.scale.preempt import Notice
 
 Row = dict[str, Any]
 

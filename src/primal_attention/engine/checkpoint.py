@@ -42,6 +42,6 @@ def read_any(path: Path) -> dict[str, Any]:
     """A checkpoint of either kind, read by one process."""
     if path.is_file():
         return read_checkpoint(path)
-    from primal_attention.engine.sharded import read_whole
+    from primal_attention.engine.scale.sharded import read_whole
 
     return read_whole(path)

@@ -45,7 +45,8 @@ def train(args: Sequence[str]) -> int:
     if name.startswith("-"):
         raise RunError(f"the recipe comes first: primal train RECIPE {name} … ('primal recipes' lists them)")
     recipe, out, resume = parse_run(name, registry.get(name), rest)
-    from primal_attention.engine import distributed, preempt, runner
+    from primal_attention.engine import runner
+    from primal_attention.engine.scale import distributed, preempt
 
     named = out is not None
     if out is None:
@@ -110,7 +111,7 @@ class NoArguments:
 
 def evaluate(args: Sequence[str]) -> int:
     if args and (Path(args[0]) / "config.yaml").exists() and run_folder.read(Path(args[0]))[1].benchmark == "d4rl":
-        from primal_attention.engine import replay  # measured by playing, which has flags of its own
+        from primal_attention.engine.control import replay  # measured by playing, which has flags of its own
 
         return replay.main(Path(args[0]), args[1:])
     place = parse(RunArguments, args, prog="primal evaluate", about=EVALUATE).run

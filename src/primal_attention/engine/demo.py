@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from primal_attention.engine.classify import AugmentConfig
 from primal_attention.engine.config import OptimConfig, TrainerConfig, require, to_plain
 from primal_attention.engine.flags import parse
-from primal_attention.engine.uea import ClassifierConfig, UEAData, UEARecipe
+from primal_attention.engine.timeseries.classify import AugmentConfig
+from primal_attention.engine.timeseries.uea import ClassifierConfig, UEAData, UEARecipe
 
 if TYPE_CHECKING:
     from rich.console import Console

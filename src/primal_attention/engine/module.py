@@ -18,16 +18,16 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from primal_attention.engine import distributed
 from primal_attention.engine.batches import Batches, derive_seed
 from primal_attention.engine.config import OptimConfig, Recipe
 from primal_attention.engine.errors import DivergedError, RunError
 from primal_attention.engine.recordable import RecordableRAdam
+from primal_attention.engine.scale import distributed
 from primal_attention.nn.objective import ksvd_loss, primal_layers
 
 if TYPE_CHECKING:
-    from primal_attention.engine.distributed import Layout
     from primal_attention.engine.graphed import RecordedStep
+    from primal_attention.engine.scale.distributed import Layout
 
 
 class Watcher(Protocol):

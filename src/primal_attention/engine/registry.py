@@ -6,9 +6,13 @@ import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from primal_attention.engine import d4rl, image, language, lra, uea
+from primal_attention.engine.arena import lra
 from primal_attention.engine.config import Recipe
+from primal_attention.engine.control import d4rl
 from primal_attention.engine.errors import RunError
+from primal_attention.engine.text import language
+from primal_attention.engine.timeseries import uea
+from primal_attention.engine.vision import image
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ import lightning.pytorch as pl
 import torch
 
 import primal_attention
-from primal_attention.engine import distributed, graphed, preempt
 from primal_attention.engine import folder as run_folder
+from primal_attention.engine import graphed
 from primal_attention.engine.batches import derive_seed
 from primal_attention.engine.callbacks import Bar, RunState
 from primal_attention.engine.checkpoint import AtomicCheckpointIO, latest, read_any
@@ -35,6 +35,7 @@ from primal_attention.engine.config import Recipe, TrainerConfig
 from primal_attention.engine.errors import RunError
 from primal_attention.engine.experiment import Experiment
 from primal_attention.engine.files import read_weights, write_json, write_weights
+from primal_attention.engine.scale import distributed, preempt
 from primal_attention.nn.objective import primal_layers
 
 Summary = dict[str, Any]
@@ -186,7 +187,7 @@ def make_strategy(config: TrainerConfig) -> Any:
     """Lightning's strategy; fsdp is PyTorch's second version, which also runs on CPU."""
     if config.strategy != "fsdp":
         return config.strategy
-    from primal_attention.engine.sharded import ShardedStrategy
+    from primal_attention.engine.scale.sharded import ShardedStrategy
 
     return ShardedStrategy(config.devices)
 

@@ -17,7 +17,7 @@ from .model import PrimalForCausalLM
 
 def from_run(folder: str | Path) -> tuple[PrimalForCausalLM, PreTrainedTokenizerFast]:
     """The model of a run folder in evaluation mode, and its tokenizer. Needs the extra [language]."""
-    from primal_attention.engine.language_run import load_language
+    from primal_attention.engine.text.language_run import load_language
 
     model, vocabulary = load_language(Path(folder))
     tokenizer = tokenizer_of(vocabulary)

@@ -1,7 +1,7 @@
 """What a report is made from: run folders, result files, benchmarks and demos, found under the paths that were given.
 
     run folder       config.yaml, metrics.csv, summary.json, validation/ (engine/runner.py), maybe spectrum.json or .csv
-    result file      the summary of one run (engine/grid.py)
+    result file      the summary of one run (engine/tables/grid.py)
     benchmark        the JSON of `primal bench`
     demo             demo.json of `primal demo`
 

@@ -1,0 +1,1 @@
+"""Several processes, checkpoints in pieces, and orders to stop."""

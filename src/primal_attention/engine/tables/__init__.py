@@ -1,0 +1,1 @@
+"""The paper's tables: what has to run, running it, and laying it out."""

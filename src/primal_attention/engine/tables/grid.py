@@ -1,0 +1,279 @@
+"""Many runs side by side: models × sets × seeds, in worker processes that share the local devices.
+
+    python -m primal_attention.engine.tables.grid --recipe uea --sets Handwriting NATOPS \
+        --models softmax primal primal+ --seeds 5 --workers 8 \
+        --data data/uea --runs runs/uea --results results/uea --set protocol=both
+
+A run that has finished is not run again, one that was killed goes on, and one that fails does not stop the others. Each
+finished run leaves a small JSON file in the results folder, which is what tables are made from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import shlex
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field, replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from primal_attention.data.errors import DataError
+from primal_attention.data.uea import default_folder
+from primal_attention.engine.errors import RunError
+from primal_attention.engine.files import write_json
+from primal_attention.engine.headline import headline
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a grid: a recipe by name, the fields to change, where run and result go, the code's commit."""
+
+    recipe: str
+    changes: Mapping[str, Any]
+    run: Path
+    result: Path
+    commit: str | None = None
+
+    @property
+    def command(self) -> str:
+        """What trains the same by hand; where the data lies is left out, for that belongs to a machine."""
+        words = ["primal", "train", self.recipe]
+        for name, value in self.changes.items():
+            if name not in ("data.folder", *QUIET):
+                words += flag(name, value)
+        return shlex.join(words)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    job: Job
+    summary: Mapping[str, Any] | None = None
+    error: str | None = None
+
+
+QUIET = {"trainer.progress": False, "trainer.tensorboard": False}
+
+
+def flag(name: str, value: Any) -> list[str]:
+    """A change of a recipe's field as the words of `primal train`."""
+    *path, last = name.replace("_", "-").split(".")
+    if isinstance(value, bool):
+        return ["--" + ".".join([*path, last if value else f"no-{last}"])]
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return ["--" + ".".join([*path, last]), *map(str, values)]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The product of sets, models and seeds of one recipe family."""
+
+    family: str
+    sets: Sequence[str]
+    models: Sequence[str]
+    seeds: Sequence[int]
+    runs: Path
+    results: Path
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    commit: str | None = None
+
+    def jobs(self) -> list[Job]:
+        """Seeds vary slowest: after the first pass every cell of the table has a number."""
+        return [
+            Job(
+                f"{self.family}/{name}",
+                {**self.changes, "model.attention": (model,), "seed": seed},
+                self.runs / self.family / name / f"{model}-seed{seed}",
+                self.results / self.family / name / f"{model}-seed{seed}.json",
+                self.commit,
+            )
+            for seed in self.seeds
+            for name in self.sets
+            for model in self.models
+        ]
+
+
+def run_job(job: Job) -> Outcome:
+    """Train one job, or take its result if it is there. Errors are told, not raised: the others go on."""
+    if job.result.exists():
+        return Outcome(job, summary=json.loads(job.result.read_text()))
+    from primal_attention.engine import registry, runner
+    from primal_attention.engine.config import override
+
+    gc.collect()  # what the last run of this process left behind would count as this one's memory
+    try:
+        recipe = override(registry.get(job.recipe), {**QUIET, **job.changes})
+        summary = runner.train(recipe, job.run, name=job.recipe, resume=True, command=job.command, commit=job.commit)
+        write_json(job.result, summary)
+        return Outcome(job, summary=summary)
+    except (RunError, DataError) as error:
+        return Outcome(job, error=str(error))
+    except Exception as error:
+        traceback.print_exc()
+        return Outcome(job, error=f"{type(error).__name__}: {error}")
+
+
+def run(
+    jobs: Iterable[Job],
+    *,
+    workers: int = 1,
+    launcher: str = "local",
+    report: Callable[[Outcome], None] = lambda _: None,
+) -> list[Outcome]:
+    """Run the jobs on local processes or on a Ray cluster, calling `report` as each one ends."""
+    jobs = list(jobs)
+    if workers < 1:
+        raise RunError(f"workers must be at least 1 (got {workers})")
+    if launcher not in LAUNCHERS:
+        raise RunError(f"launcher must be one of {', '.join(LAUNCHERS)} (got {launcher!r})")
+    outcomes = []
+    for outcome in LAUNCHERS[launcher](jobs, workers):
+        outcomes.append(outcome)
+        report(outcome)
+    return outcomes
+
+
+def _local(jobs: Sequence[Job], workers: int) -> Iterable[Outcome]:
+    # Fresh processes: CUDA and OpenMP do not survive a fork.
+    context = get_context("spawn")
+    numbers = context.Queue()
+    for i in range(workers):
+        numbers.put(i)
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_settle, initargs=(numbers, workers)) as pool:
+        running = {pool.submit(run_job, job): job for job in jobs}
+        try:
+            for done in as_completed(running):
+                try:
+                    yield done.result()
+                except BrokenProcessPool:
+                    died = "a worker process died (out of memory?); the same command goes on from here"
+                    yield Outcome(running[done], error=died)
+        finally:  # Ctrl-C: do not start what is still waiting
+            pool.shutdown(cancel_futures=True)
+
+
+def _settle(numbers: Any, workers: int) -> None:
+    """Give a worker its device and its share of the cores."""
+    number = numbers.get()
+    import torch
+
+    if torch.cuda.device_count() > 1:
+        torch.cuda.set_device(number % torch.cuda.device_count())
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
+
+
+def _ray(jobs: Sequence[Job], workers: int) -> Iterable[Outcome]:
+    try:
+        import ray
+    except ImportError:
+        raise RunError("the ray launcher needs ray: pip install ray") from None
+    started_here = not ray.is_initialized()
+    if started_here:
+        cluster = "RAY_ADDRESS" in os.environ
+        ray.init(
+            num_cpus=None if cluster else workers, log_to_driver=False, include_dashboard=None if cluster else False
+        )
+    try:
+        remote = ray.remote(num_cpus=1, num_gpus=_gpu_share(ray, workers))(run_job)
+        waiting = list(reversed(jobs))
+        running: dict[Any, Job] = {}
+        while waiting or running:
+            # A cluster may have room for more than was asked for.
+            while waiting and len(running) < workers:
+                job = waiting.pop()
+                running[remote.remote(_absolute(job))] = job
+            (done,), _ = ray.wait(list(running))
+            job = running.pop(done)
+            try:
+                outcome = ray.get(done)
+            except ray.exceptions.RayError as error:
+                yield Outcome(job, error=f"a Ray worker died: {str(error).splitlines()[0]}")
+                continue
+            if outcome.summary is not None and not job.result.exists():  # the worker's disk is another one
+                write_json(job.result, outcome.summary)
+            yield Outcome(job, outcome.summary, outcome.error)
+    finally:
+        if started_here:
+            ray.shutdown()
+
+
+def _absolute(job: Job) -> Job:
+    """Ray's workers have a working directory of their own."""
+    changes = dict(job.changes)
+    folder = Path(changes.get("data.folder") or default_folder()).resolve()
+    if folder.is_dir():
+        changes["data.folder"] = folder
+    return replace(job, changes=changes, run=job.run.resolve(), result=job.result.resolve())
+
+
+def _gpu_share(ray: Any, workers: int) -> float:
+    """Part of a GPU that each worker takes, so that `workers` of them fit; 0 on a cluster without one."""
+    return min(1.0, ray.cluster_resources().get("GPU", 0) / workers)
+
+
+LAUNCHERS: dict[str, Callable[[Sequence[Job], int], Iterable[Outcome]]] = {"local": _local, "ray": _ray}
+
+
+def parse_value(text: str) -> Any:
+    """A value from the command line: a number, true, false, none, or the text itself."""
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """The grid without tyro, for machines that have little installed."""
+    parser = argparse.ArgumentParser(prog="python -m primal_attention.engine.tables.grid", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--recipe", default="uea", help="family of recipes: uea or uea-modern")
+    parser.add_argument("--sets", nargs="+", required=True)
+    parser.add_argument("--models", nargs="+", default=["softmax", "primal", "primal+"])
+    parser.add_argument("--seeds", type=int, default=5, help="seeds 0 … n−1")
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--launcher", default="local", choices=list(LAUNCHERS))
+    parser.add_argument("--data", type=Path, default=None, help="folder of the archive")
+    parser.add_argument("--runs", type=Path, default=Path("runs/grid"))
+    parser.add_argument("--results", type=Path, default=Path("results"))
+    parser.add_argument("--commit", help="of the code, where git cannot say it")
+    parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="fields of the recipe to change")
+    found = parser.parse_args(args)
+    changes = {name: parse_value(value) for name, _, value in (item.partition("=") for item in found.set)}
+    if found.data is not None:
+        changes["data.folder"] = found.data
+    seeds = range(found.seeds)
+    grid = Grid(found.recipe, found.sets, found.models, seeds, found.runs, found.results, changes, found.commit)
+    jobs = grid.jobs()
+    ended = 0
+
+    def report(outcome: Outcome) -> None:
+        nonlocal ended
+        ended += 1
+        if outcome.summary is None:
+            said = f"failed: {outcome.error}"
+        else:
+            said = "  ".join(f"{name} {headline(score)}" for name, score in outcome.summary["scores"].items())
+        print(f"[{ended}/{len(jobs)}] {outcome.job.recipe} {outcome.job.run.name}: {said}", flush=True)
+
+    try:
+        outcomes = run(jobs, workers=found.workers, launcher=found.launcher, report=report)
+    except RunError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0 if all(o.summary is not None for o in outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Language models: recipes, windows of text, perplexity, and text from a finished run."""

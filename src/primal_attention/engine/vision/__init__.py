@@ -1,0 +1,1 @@
+"""Images: recipes, batches and augmentation."""

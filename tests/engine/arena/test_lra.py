@@ -1,0 +1,169 @@
+"""Long-Range Arena recipes: the paper's settings, steps for epochs, repeatable runs on sets made small."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from primal_attention.data import listops, pathfinder
+from primal_attention.data.errors import DataError
+from primal_attention.data.tokens import TokenData, TokenSplit
+from primal_attention.engine import registry, runner
+from primal_attention.engine.arena.lra import TASKS, LRARecipe, build_from, paper_recipe
+from primal_attention.engine.arena.sequences import SequenceModule
+from primal_attention.engine.config import override
+
+SMALL = {
+    "model.embed_dim": 8,
+    "model.ffn_dim": 16,
+    "model.rank": 3,
+    "model.landmarks": 4,
+    "trainer.epochs": 2,
+    "trainer.steps_per_epoch": 3,
+    "trainer.batch_size": 4,
+    "trainer.precision": "32-true",
+    "trainer.accelerator": "cpu",
+    "trainer.progress": False,
+    "trainer.tensorboard": False,
+}
+
+
+def small(task: str = "listops", folder: Path | None = None, **changes: Any) -> LRARecipe:
+    given = {k.replace("__", "."): v for k, v in changes.items()}
+    return override(paper_recipe(task), {**SMALL, "data.folder": folder, **given})
+
+
+@pytest.fixture(scope="module")
+def expressions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    shape = listops.Shape(max_depth=4, max_args=4, min_length=5, max_length=40)
+    return listops.write(tmp_path_factory.mktemp("listops"), train=18, valid=6, test=6, shape=shape)
+
+
+def made_up(task: str, *, pairs: bool = False) -> TokenData:
+    rng = np.random.default_rng(0)
+
+    def split(cases: int) -> TokenSplit:
+        draw = [rng.integers(1, 20, (cases, 12), dtype=np.uint8) for _ in range(2)]
+        for tokens in draw:
+            tokens[0, 7:] = 0
+        return TokenSplit(draw[0], np.arange(cases) % 2, draw[1] if pairs else None)
+
+    return TokenData(task, split(8), split(4), split(4), vocabulary=20, classes=2, padded=True)
+
+
+@pytest.mark.parametrize(
+    ("task", "steps", "warmup", "batch", "former", "plus"),
+    [
+        ("listops", 5000, 1000, 32, (20, 0.1), (30, 0.05)),
+        ("text", 20000, 8000, 32, (20, 0.05), (30, 0.1)),
+        ("retrieval", 30000, 800, 32, (30, 0.0), (20, 0.05)),
+        ("image", 35000, 175, 256, (30, 0.1), (30, 0.1)),
+        ("pathfinder", 62400, 312, 256, (30, 0.1), (20, 0.05)),
+    ],
+)
+def test_the_papers_settings(task, steps, warmup, batch, former, plus):
+    recipe = registry.get(f"lra/{task}").resolved()
+    trainer, optim, model = recipe.trainer, recipe.optim, recipe.model
+    assert trainer.epochs * trainer.steps_per_epoch == steps
+    assert round(optim.warmup * steps) == warmup
+    assert trainer.batch_size == batch
+    assert (optim.name, optim.lr, optim.eps, optim.weight_decay, optim.schedule) == (
+        "adamw",
+        1e-4,
+        1e-6,
+        0.0,
+        "onecycle-linear",
+    )
+    assert (model.embed_dim, model.num_heads, model.layers, model.ffn_dim, model.dropout) == (64, 2, 2, 128, 0.1)
+    assert (model.rank, recipe.eta, model.landmarks) == (*former, 10 * former[0])
+    both = override(recipe, {"model.attention": ("primal+",), "model.rank": None, "model.landmarks": None, "eta": None})
+    assert (both.resolved().model.rank, both.resolved().eta) == plus
+
+
+def test_a_run_counts_steps_and_validation_chooses(expressions: Path, tmp_path: Path):
+    summary = runner.train(small(folder=expressions), tmp_path / "run", name="lra/listops")
+    with (tmp_path / "run" / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows] == [3, 6]
+    assert "test_accuracy" not in rows[0], "test is measured once, at the end"
+    assert set(summary["scores"]) == {"validation_chosen"}
+    assert summary["data"]["max_length"] == 2000
+    for row in rows:  # the whole batch's J is squared, so J² of a step is its loss; here one epoch's mean of squares
+        assert float(row["ksvd_loss"]) >= float(row["J"]) ** 2 - 1e-6
+    assert runner.evaluate(tmp_path / "run")[""] == summary["test"]
+
+
+class PowerCutError(Exception):
+    pass
+
+
+def test_a_run_cut_off_within_an_epoch_of_steps_resumes_to_identical_metrics(
+    expressions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    runner.train(small(folder=expressions), tmp_path / "whole")
+    usual = SequenceModule.task_loss
+
+    def fail_in_the_second_epoch(self: SequenceModule, batch: Any) -> torch.Tensor:
+        if self.global_step == 4:
+            raise PowerCutError
+        return usual(self, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SequenceModule, "task_loss", fail_in_the_second_epoch)
+        with pytest.raises(PowerCutError):
+            runner.train(small(folder=expressions), tmp_path / "cut")
+    runner.train(small(folder=expressions), tmp_path / "cut", resume=True)
+    assert (tmp_path / "cut" / "metrics.csv").read_bytes() == (tmp_path / "whole" / "metrics.csv").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model__attention": ("primal+",)},
+        {"model__attention": ("softmax",)},
+        {"model__attention": ("linformer",)},
+        {"model__r_scores": False},
+        {"model__data_dependent": False},
+        {"model__published_padding": True},
+    ],
+    ids=str,
+)
+def test_variants_build_and_step(changes):
+    torch.set_num_threads(1)
+    experiment = build_from(small(**changes).resolved(), made_up("listops"))
+    loss = experiment.module.training_step(next(iter(experiment.train)), 0)
+    loss.backward()
+    assert torch.isfinite(loss)
+
+
+def test_pairs_build_and_step():
+    experiment = build_from(small("retrieval").resolved(), made_up("retrieval", pairs=True))
+    batch = next(iter(experiment.train))
+    assert [t.dtype for t in batch] == [torch.uint8, torch.uint8, torch.int64]
+    experiment.module.training_step(batch, 0).backward()
+    assert 0 <= experiment.module.evaluate(experiment.test)["accuracy"] <= 1
+
+
+def test_black_pixels_are_padding_only_where_asked_for(tmp_path: Path):
+    torch.set_num_threads(1)
+    pathfinder.write(tmp_path, train=8, valid=2, test=2)
+    for zero_is_padding in (False, True):
+        recipe = small("pathfinder", tmp_path, data__zero_is_padding=zero_is_padding)
+        experiment = runner.build(recipe.resolved())
+        assert experiment.module.padded == zero_is_padding
+        assert torch.isfinite(experiment.module.training_step(next(iter(experiment.train)), 0))
+
+
+def test_a_missing_set_says_how_to_get_it(tmp_path: Path):
+    with pytest.raises(DataError, match="primal data listops --out"):
+        small(folder=tmp_path).build()
+    for task in TASKS:
+        with pytest.raises(DataError, match=str(tmp_path)) as caught:
+            small(task, tmp_path).build()
+        assert "\n" not in str(caught.value)
