@@ -10,7 +10,9 @@ fused       Triton kernels on a GPU
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +41,16 @@ def interpreting() -> bool:
 def _old_gpu(index: int) -> str | None:
     major, minor = torch.cuda.get_device_capability(index)
     return None if major >= 8 else f"the GPU's compute capability {major}.{minor} is below 8.0"
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the current device: make it the tensors' own, where a model sits on another one.
+
+    On the way back autograd sees to that, and compiled code does so by itself.
+    """
+    if device.type != "cuda" or torch.compiler.is_compiling() or device.index in (None, torch.cuda.current_device()):
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 def unfit(feature_map: FeatureMap) -> str | None:

@@ -49,10 +49,11 @@ def attend(
     if chosen == "fused":
         from .fused import fused_attention
 
-        return fused_attention(
-            x, weights, mode, valid=valid, cu_seqlens=cu_seqlens, decay=decay, state=state, dropout=dropout,
-            objective=objective, need_scores=need_scores, need_state=need_state, stretch=stretch,
-        )  # fmt: skip
+        with backends.current(x.device):
+            return fused_attention(
+                x, weights, mode, valid=valid, cu_seqlens=cu_seqlens, decay=decay, state=state, dropout=dropout,
+                objective=objective, need_scores=need_scores, need_state=need_state, stretch=stretch,
+            )  # fmt: skip
     if stretch is not None:
         return reference_attention(
             x, weights, mode, feature_map, valid=valid, decay=decay, dropout=dropout, objective=objective,

@@ -109,3 +109,10 @@ def test_the_layer_refuses_before_it_computes(device: torch.device) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_auto_takes_the_kernels_on_a_gpu() -> None:
     assert backends.choose("auto", **{**call(), "x": torch.zeros(1, 3, 32, device="cuda")}) == "fused"
+
+
+def test_kernels_run_on_the_device_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert isinstance(backends.current(torch.device("cuda", 1)), torch.cuda.device)
+    for here in (torch.device("cuda", 0), torch.device("cpu")):
+        assert not isinstance(backends.current(here), torch.cuda.device)
