@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from primal_attention.models.language import LanguageConfig, LanguageModel
+from primal_attention.official.heads import count_layers, read_heads
 
 State = Mapping[str, Tensor]
 
 
 def language_model(state: State, num_heads: int | None) -> LanguageModel:
     """The decoder of a checkpoint; its vocabulary is a file of its own."""
-    layer = re.compile(r"decoder\.layers\.(\d+)\.")
-    layers = 1 + max((int(m[1]) for name in state if (m := layer.match(name))), default=-1)
+    layers = count_layers(state, "decoder.layers.")
     if layers == 0 or "decoder.embed_tokens.weight" not in state:
         raise ValueError(
             "state_dict is not one of the published language models: it has no decoder.layers or decoder.embed_tokens"
         )
     attention = [f"decoder.layers.{i}.self_attn." for i in range(layers)]
-    names = tuple("primal" if f"{prefix}We" in state else "softmax" for prefix in attention)
-    rank = 30
-    if "primal" in names:
-        num_heads, _, rank = state[f"{attention[names.index('primal')]}We"].shape
-    if num_heads is None:
-        raise ValueError("num_heads must be given: a checkpoint with softmax layers only does not tell it")
+    names, num_heads, primal = read_heads(state, [f"{prefix}We" for prefix in attention], num_heads)
+    rank = primal.get("rank", 30)
     embeddings = state["decoder.embed_tokens.weight"]
     config = LanguageConfig(
         len(embeddings),
-        attention=names,
+        attention=tuple(names),
         embed_dim=embeddings.shape[1],
         num_heads=num_heads,
         layers=layers,

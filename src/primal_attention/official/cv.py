@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from primal_attention.models.vision import ImageClassifier, blocks_of, deit
+from primal_attention.official.heads import count_layers, read_heads
 
 State = Mapping[str, Tensor]
 
@@ -37,18 +38,13 @@ RENAMED = (
 
 def vision_transformer(state: State, num_heads: int | None) -> ImageClassifier:
     """The model of a checkpoint of the research code, or of a DeiT or ViT of timm with one class token."""
-    layer = re.compile(r"blocks\.(\d+)\.")
-    layers = 1 + max((int(m[1]) for name in state if (m := layer.match(name))), default=-1)
+    layers = count_layers(state, "blocks.")
     if layers == 0 or "pos_embed" not in state or "head.weight" not in state:
         raise ValueError(
             "state_dict is not one of the published image models: it has no blocks, pos_embed or head.weight"
         )
-    names = ["primal" if f"blocks.{i}.attn.we" in state else "softmax" for i in range(layers)]
-    landmarks, rank = None, 1
-    if "primal" in names:
-        num_heads, landmarks, rank = state[f"blocks.{names.index('primal')}.attn.we"].shape
-    if num_heads is None:
-        raise ValueError("num_heads must be given: a checkpoint with softmax layers only does not tell it")
+    names, num_heads, primal = read_heads(state, [f"blocks.{i}.attn.we" for i in range(layers)], num_heads)
+    landmarks, rank = primal.get("landmarks"), primal.get("rank", 1)
     width, _, patch, _ = state["patch_embed.proj.weight"].shape
     model = deit(
         len(state["head.weight"]),

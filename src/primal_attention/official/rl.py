@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from primal_attention.models.decision import DecisionTransformer
+from primal_attention.official.heads import count_layers, read_heads
 
 State = Mapping[str, Tensor]
 
@@ -16,20 +16,14 @@ State = Mapping[str, Tensor]
 def decision_transformer(state: State, num_heads: int | None) -> DecisionTransformer:
     """The model of a checkpoint of the research code (trunk "transformer.") or of transformers ("encoder.")."""
     trunk = "encoder." if "encoder.ln_f.weight" in state else "transformer."
-    layer = re.compile(re.escape(trunk) + r"h\.(\d+)\.")
-    layers = 1 + max((int(m[1]) for name in state if (m := layer.match(name))), default=-1)
+    layers = count_layers(state, f"{trunk}h.")
     if layers == 0 or "predict_action.0.weight" not in state:
         raise ValueError(
             "state_dict is not one of the published Decision Transformers: it has no transformer.h or predict_action"
         )
     attention = [f"{trunk}h.{i}.attn." for i in range(layers)]
-    names = ["primal" if f"{prefix}att.We" in state else "softmax" for prefix in attention]
-    keywords = {}
-    if "primal" in names:
-        num_heads, _, rank = state[f"{attention[names.index('primal')]}att.We"].shape
-        keywords = {"primal": {"rank": rank}}
-    if num_heads is None:
-        raise ValueError("num_heads must be given: a checkpoint with softmax layers only does not tell it")
+    names, num_heads, primal = read_heads(state, [f"{prefix}att.We" for prefix in attention], num_heads)
+    keywords = {"primal": {"rank": primal["rank"]}} if primal else {}
     action_dim, width = state["predict_action.0.weight"].shape
     model = DecisionTransformer(
         state["embed_state.weight"].shape[1],

@@ -19,7 +19,7 @@ TIGHT = 1e-11  # float64 through two layers; the stored arrays are float64 or ex
 
 @pytest.fixture(scope="module")
 def published(request: pytest.FixtureRequest):
-    with np.load(Path(__file__).parent / "golden" / "full_uea_primalformer.npz") as arrays:
+    with np.load(Path(__file__).parents[1] / "golden" / "full_uea_primalformer.npz") as arrays:
         return {name: arrays[name] for name in arrays}
 
 
