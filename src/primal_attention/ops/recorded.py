@@ -68,12 +68,13 @@ class Recording:
 
     def __init__(self, run: Run, given: Given, dtypes: Sequence[torch.dtype | None]) -> None:
         self.run, self.lock = run, threading.Lock()
-        self.held = [
-            None if t is None else torch.empty(t.shape, dtype=kind, device=t.device)
-            for t, kind in zip(given, dtypes, strict=True)
-        ]
-        self._fill(given)
-        with torch.no_grad():
+        # Its memory belongs to no graph and to no inference mode: calls of all kinds share it.
+        with torch.inference_mode(False), torch.no_grad():
+            self.held = [
+                None if t is None else torch.empty(t.shape, dtype=kind, device=t.device)
+                for t, kind in zip(given, dtypes, strict=True)
+            ]
+            self._fill(given)
             (self.y, self.j), self.forward_again = capture(lambda: run(self.held))
         self.back: tuple[Any, ...] | None = None
 

@@ -131,6 +131,23 @@ def test_evaluation_is_recorded_too(device: torch.device, monkeypatch: pytest.Mo
         assert torch.equal(y, layer(x))
 
 
+def test_a_recording_made_in_inference_mode_serves_training_too(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = make("data_dependent").to(device).eval()
+    x = tokens(layer, 2, 9)
+    with torch.inference_mode():
+        for _ in range(recorded.AFTER + 1):
+            layer(x)
+    (recording,) = recorded.RECORDINGS.table.values()
+    assert isinstance(recording, recorded.Recording)
+    assert not any(t.requires_grad or t.is_inference() for t in recording.held if t is not None)
+    x.requires_grad_()
+    (found,) = torch.autograd.grad(layer(x).square().sum(), x)
+    monkeypatch.setattr(recorded, "LARGEST", 0)
+    assert torch.equal(found, torch.autograd.grad(layer(x).square().sum(), x)[0])
+
+
 def test_autocast_casts_into_the_recording(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     if device.type == "cpu":
         pytest.skip("autocast of the recorded path is that of a GPU")
