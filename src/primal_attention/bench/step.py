@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from primal_attention.bench.settings import Case
+from primal_attention.nn.objective import mean_square
 
 
 class Step:
@@ -26,7 +27,7 @@ class Step:
     def forward(self) -> tuple[Tensor, ...]:
         y = self.layer(self.x)
         objective = getattr(self.layer, "objective", None)
-        return (y,) if objective is None else (y, objective.square().mean())
+        return (y,) if objective is None else (y, mean_square(objective))
 
     def backward(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
         return torch.autograd.grad(outputs, self.inputs, (self.grad_y, None)[: len(outputs)], allow_unused=True)

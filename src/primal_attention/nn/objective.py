@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from .primal import PrimalAttention
 
@@ -53,6 +54,11 @@ def ksvd_loss(
     return total.mean() if layers == "mean" else total.sum()
 
 
+def mean_square(j: Tensor) -> Tensor:
+    """mean_b J_b². As a distance from zero it is one node of autograd's; small layers feel every further one."""
+    return F.mse_loss(j, j.new_zeros(()).expand_as(j))
+
+
 def _layer_mean(name: str, layer: PrimalAttention, reduction: str) -> Tensor:
     j = layer.objective
     if j is None:
@@ -64,7 +70,7 @@ def _layer_mean(name: str, layer: PrimalAttention, reduction: str) -> Tensor:
         )
     if j.numel() == 0:
         return j.sum()
-    return j.square().mean() if reduction == "sample" else j.mean()
+    return mean_square(j) if reduction == "sample" else j.mean()
 
 
 def _over_ranks(means: list[Tensor], group: ProcessGroup | None) -> list[Tensor]:

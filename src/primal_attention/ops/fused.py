@@ -10,6 +10,7 @@ Nothing of size N is stored twice, and no normalised row is stored at all.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -305,8 +306,9 @@ def fused_attention(
     """
     plain = valid is None and cu_seqlens is None and state is None and stretch is None
     if plain and not (dropout or need_scores or need_state or torch.compiler.is_compiling()) and worthwhile(x):
-        cast_to = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
-        with torch.autocast("cuda", enabled=False):
+        casts = torch.is_autocast_enabled("cuda")
+        cast_to = torch.get_autocast_dtype("cuda") if casts else x.dtype
+        with torch.autocast("cuda", enabled=False) if casts else nullcontext():
             found = replayed(fused_attention, x, weights, mode, decay, objective, cast_to)
         if found is not None:
             return found

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._utils import _unflatten_dense_tensors
 
 from .layer import Attended, Objective, Weights
 from .modes import Mode
@@ -67,7 +68,7 @@ class Recording:
     """A layer's pass over one shape, forward and back, in memory of its own."""
 
     def __init__(self, run: Run, given: Given, dtypes: Sequence[torch.dtype | None]) -> None:
-        self.run, self.lock = run, threading.Lock()
+        self.run, self.lock, self.fills = run, threading.Lock(), 0
         # Its memory belongs to no graph and to no inference mode: calls of all kinds share it.
         with torch.inference_mode(False), torch.no_grad():
             self.held = [
@@ -78,36 +79,43 @@ class Recording:
             (self.y, self.j), self.forward_again = capture(lambda: run(self.held))
         self.back: tuple[Any, ...] | None = None
 
-    def _fill(self, given: Given, extra: tuple[list[Tensor], list[Tensor]] = ([], [])) -> None:
+    def _fill(self, given: Given) -> None:
         pairs = [(h, t) for h, t in zip(self.held, given, strict=True) if h is not None and t is not None]
-        torch._foreach_copy_([h for h, _ in pairs] + extra[0], [t for _, t in pairs] + extra[1])
+        torch._foreach_copy_([h for h, _ in pairs], [t for _, t in pairs])
+        self.fills += 1
 
-    def forward(self, given: Given) -> tuple[Tensor, Tensor | None]:
+    def forward(self, given: Given) -> tuple[Tensor, Tensor | None, int]:
+        """y, J, and by which of the fills they came."""
         with self.lock:
             self._fill(given)
             self.forward_again()
-            return self.y.clone(), None if self.j is None else self.j.clone()
+            return self.y.clone(), None if self.j is None else self.j.clone(), self.fills
 
-    def backward(self, given: Given, grads: Sequence[Tensor]) -> list[Tensor | None]:
+    def backward(self, given: Given, grads: Sequence[Tensor], fill: int) -> list[Tensor | None]:
         """Gradients of everything given, from those of y and, where there is one, J."""
         with self.lock:
+            if fill != self.fills:  # another pass has come between
+                self._fill(given)
             if self.back is None:
                 self.back = self._record_the_way_back(given, grads)
             incoming, of_x, packed, replay = self.back
-            self._fill(given, (incoming, list(grads)))
+            # One by one: they differ in type, and the many-at-once copy then takes a slower way than this.
+            for held, grad in zip(incoming, grads, strict=True):
+                held.copy_(grad)
             replay()
             found: list[Tensor | None] = [of_x.clone(), *[None] * (len(given) - 1)]
             copies = [flat.clone() for flat in packed.values()]
         for places, flat in zip(packed, copies, strict=True):
-            like = [t for i in places if (t := given[i]) is not None]
-            for i, part, t in zip(places, flat.split([t.numel() for t in like]), like, strict=True):
-                found[i] = part.view(t.shape)
+            parts = _unflatten_dense_tensors(flat, [t for i in places if (t := given[i]) is not None])
+            for i, part in zip(places, parts, strict=True):
+                found[i] = part
         return found
 
-    def _record_the_way_back(self, given: Given, grads: Sequence[Tensor]) -> tuple[Any, ...]:
-        incoming = [torch.empty_like(t) for t in (self.y, self.j) if t is not None]
-        self._fill(given, (incoming, list(grads)))
+    def _outputs(self) -> list[Tensor]:
+        return [t for t in (self.y, self.j) if t is not None]
 
+    def _record_the_way_back(self, given: Given, grads: Sequence[Tensor]) -> tuple[Any, ...]:
+        incoming = [torch.empty_like(t).copy_(g) for t, g in zip(self._outputs(), grads, strict=True)]
         kinds = {t.dtype for t in given[1:] if t is not None}
         groups = [tuple(i for i, t in enumerate(given) if i and t is not None and t.dtype == kind) for kind in kinds]
 
@@ -136,12 +144,15 @@ class Replay(torch.autograd.Function):
     def forward(ctx: Any, recording: Recording, *given: Tensor | None) -> tuple[Tensor, Tensor | None]:
         ctx.recording = recording
         ctx.save_for_backward(*given)
-        return recording.forward(given)
+        y, j, ctx.fill = recording.forward(given)
+        return y, j
 
     @staticmethod
     @once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return None, *ctx.recording.backward(ctx.saved_tensors, [g for g in grads if g is not None])
+        return None, *ctx.recording.backward(
+            ctx.saved_tensors, [g for g in grads if g is not None], ctx.fill
+        )
 
 
 class Recordings:
@@ -204,4 +215,4 @@ def replayed(
         return None
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given):
         return Attended(*Replay.apply(recording, *given))  # type: ignore[no-untyped-call]
-    return Attended(*recording.forward(given))
+    return Attended(*recording.forward(given)[:2])
