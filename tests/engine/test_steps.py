@@ -1,12 +1,10 @@
-"""Epochs counted in steps, straight-line schedules, and batches that stay on disk."""
+"""Epochs counted in steps, and straight-line schedules."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
-from primal_attention.engine.arena.streams import StreamedBatches
 from primal_attention.engine.batches import Batches
 from primal_attention.engine.config import OptimConfig, TrainerConfig
 from primal_attention.engine.errors import RunError
@@ -43,31 +41,6 @@ def test_without_steps_an_epoch_is_one_pass_with_its_rest():
 
 def test_a_batch_larger_than_the_set_takes_the_set():
     assert [len(b) for b in epochs(Batches([torch.arange(5)], 8, shuffle_seed=0, steps=3), 1)] == [5, 5, 5]
-
-
-def test_streamed_batches_are_the_same_ones(tmp_path):
-    np.save(tmp_path / "a.npy", np.arange(40, dtype=np.uint8).reshape(20, 2))
-    tensors = [torch.from_numpy(np.load(tmp_path / "a.npy", mmap_mode="c")), torch.arange(20)]
-    plain, streamed = (kind(tensors, 6, 3) for kind in (Batches, StreamedBatches))
-    streamed.to(torch.device("cpu"))
-    for a, b in zip(plain, streamed, strict=True):
-        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-def test_the_thread_ahead_gives_every_batch_once_and_may_be_left_early():
-    streamed = StreamedBatches([torch.arange(20)], 6, 3).to(torch.device("meta"))
-    assert [tuple(rows.shape) for (rows,) in streamed] == [(6,), (6,), (6,), (2,)]
-    assert next(iter(streamed))[0].device.type == "meta"
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_streamed_batches_reach_the_device():
-    tensors = [torch.arange(20)]
-    streamed = StreamedBatches(tensors, 6, 3).to(torch.device("cuda"))
-    for (a,), (b,) in zip(Batches(tensors, 6, 3), streamed, strict=True):
-        assert b.device.type == "cuda"
-        assert torch.equal(a, b.cpu())
 
 
 def test_straight_lines_are_torchs_linear_one_cycle():

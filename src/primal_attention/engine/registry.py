@@ -30,6 +30,7 @@ FAMILIES: dict[str, Family] = {
     "uea": Family(uea.paper_recipe, tuple(uea.PAPER), "the paper's time-series classifiers", open=True),
     "uea-modern": Family(uea.modern_recipe, tuple(uea.PAPER), "one modern recipe for every set", open=True),
     "lra": Family(lra.paper_recipe, tuple(lra.TASKS), "the paper's classifiers of Long-Range Arena"),
+    "lra-short": Family(lra.short_recipe, tuple(lra.TASKS), "the same classifiers in fewer steps"),
     "image": Family(image.paper_recipe, tuple(image.MEMBERS), "DeiT with Primal-Attention, images in class folders"),
     "d4rl": Family(d4rl.paper_recipe, tuple(d4rl.PAPER), "the paper's Decision Transformers", open=True),
     "lm": Family(language.recipe_of, language.SETS, "language models, the paper's setting and a modern one"),

@@ -3,6 +3,7 @@
 primal data listops && primal train lra/listops                  PrimalFormer, the paper's settings
 primal train lra/text --model.attention primal+                  Primal.+
 primal train lra/image --model.attention nystrom --data.folder data/cifar10
+primal train lra-short/text                                      the same model in a fraction of the time
 
 An epoch is the stretch between two evaluations. Validation data choose the epoch, and test is measured once.
 """
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from primal_attention.data.tokens import TokenData
     from primal_attention.engine.experiment import Experiment
 
-EVALUATED_TOKENS = 2**18  # in one batch of an evaluation
+EVALUATED_TOKENS = 2**19  # in one batch of an evaluation
 MULTIPLE = 10  # landmarks as a multiple of the rank
 
 
@@ -50,6 +51,27 @@ TASKS = {
 
 
 @dataclass(frozen=True)
+class Short:
+    """A training of the same model in fewer and smaller steps, at a higher learning rate."""
+
+    steps: int
+    batch_size: int
+    evaluations: int
+    lr: float = 1e-3
+    warmup: float = 0.1
+
+
+SHORT = {
+    "listops": Short(3_000, 32, 20),
+    "text": Short(4_000, 32, 20),
+    "retrieval": Short(4_000, 32, 20),
+    "image": Short(8_000, 64, 20),
+    "pathfinder": Short(10_000, 64, 10),
+}
+KINDS = 4  # of batches by length: as many shapes as a training records
+
+
+@dataclass(frozen=True)
 class LRAData:
     """Which task and where its files lie."""
 
@@ -58,6 +80,11 @@ class LRAData:
     """Folder of the task's files; None is $PRIMAL_LRA/TASK or data/lra/TASK."""
     zero_is_padding: bool = False
     """Image, Pathfinder: take black pixels for padding, as the published research code does."""
+    kinds: int = 1
+    """Padded tasks: kinds of training batches by length, each cut where its longest cases end; 1 mixes all cases."""
+
+    def __post_init__(self) -> None:
+        require(self.kinds >= 1, f"data.kinds must be at least 1 (got {self.kinds})")
 
 
 @dataclass(frozen=True)
@@ -138,6 +165,22 @@ def paper_recipe(task: str) -> LRARecipe:
     )
 
 
+def short_recipe(task: str) -> LRARecipe:
+    """The paper's model, trained in a fraction of the paper's time: see `SHORT`."""
+    paper, short = paper_recipe(task), SHORT[task]
+    return dataclasses.replace(
+        paper,
+        data=dataclasses.replace(paper.data, kinds=KINDS),
+        optim=dataclasses.replace(paper.optim, lr=short.lr, warmup=short.warmup, clip=1.0),
+        trainer=dataclasses.replace(
+            paper.trainer,
+            epochs=short.evaluations,
+            steps_per_epoch=short.steps // short.evaluations,
+            batch_size=short.batch_size,
+        ),
+    )
+
+
 def default_folder(task: str) -> Path:
     """$PRIMAL_LRA/<task>, or data/lra/<task> under the working directory."""
     return Path(os.environ.get("PRIMAL_LRA", "data/lra")) / task
@@ -191,15 +234,22 @@ def build_from(recipe: LRARecipe, data: TokenData) -> Experiment:
 
     from primal_attention.data.tokens import TokenSplit
     from primal_attention.engine.arena.sequences import SequenceModule
-    from primal_attention.engine.arena.streams import StreamedBatches
+    from primal_attention.engine.arena.streams import TokenBatches, kinds_of, lengths_of
     from primal_attention.engine.experiment import Experiment
 
-    def batches(split: TokenSplit, shuffle_seed: int | None = None, steps: int = 0) -> StreamedBatches:
-        arrays = [split.tokens, *([] if split.second is None else [split.second]), split.labels]
+    def batches(split: TokenSplit, shuffle_seed: int | None = None, steps: int = 0) -> TokenBatches:
+        tokens = [split.tokens] if split.second is None else [split.tokens, split.second]
         size = recipe.trainer.batch_size
+        lengths = None
+        if data.padded and (shuffle_seed is None or recipe.data.kinds > 1):
+            lengths = torch.stack([lengths_of(t) for t in tokens]).amax(dim=0)
+        widths = []
         if shuffle_seed is None:  # nothing depends on how an evaluation is cut
             size = max(size, EVALUATED_TOKENS // data.length)
-        return StreamedBatches([torch.from_numpy(a) for a in arrays], size, shuffle_seed, steps)
+        elif lengths is not None:
+            widths = kinds_of(lengths, data.length, recipe.data.kinds, size)
+        tensors = [torch.from_numpy(a) for a in (*tokens, split.labels)]
+        return TokenBatches(tensors, size, shuffle_seed, steps, lengths=lengths, widths=widths)
 
     test = batches(data.test)
     watched = {"val": batches(data.valid)} | ({"test": test} if recipe.watch_test else {})
