@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -38,8 +39,13 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+_capability = cache(torch.cuda.get_device_capability)  # asked at every call, and torch takes its time to answer
+
+
 def _old_gpu(index: int) -> str | None:
-    major, minor = torch.cuda.get_device_capability(index)
+    # Compiled code asks once anyway, and says so of caches that it looks through.
+    asked = torch.cuda.get_device_capability if torch.compiler.is_compiling() else _capability
+    major, minor = asked(index)
     return None if major >= 8 else f"the GPU's compute capability {major}.{minor} is below 8.0"
 
 

@@ -125,7 +125,7 @@ def imagenette() -> ImageRecipe:
         data=ImageFolder(size=112, cache="device"),
         model=ImageModel(patch_size=8),
         optim=OptimConfig(name="adamw", lr=5e-4, weight_decay=0.05, schedule="onecycle", warmup=0.1, clip=1.0),
-        trainer=TrainerConfig(epochs=40, batch_size=256, precision="bf16-mixed", compile=True, graph="off"),
+        trainer=TrainerConfig(epochs=40, batch_size=256, precision="bf16-mixed", compile=True),
     )
 
 
