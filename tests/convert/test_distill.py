@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
+
 import pytest
 import torch
 from torch import nn
 
 from convert.test_torch_and_timm import Block, encoder
 from primal_attention import distill, primalize
-from primal_attention.convert.distill import relative_error
+from primal_attention.convert.errors import relative_error
+from primal_attention.convert.fitting import rate
 
 SMALL = {"rank": 5, "landmarks": 6}
 SHORT = {"start_batches": 0, "block_steps": 40, "end_steps": 40, "lr": 1e-2, "end_lr": 3e-3, "progress": False}
@@ -94,6 +98,37 @@ def test_several_tensors_can_be_compared() -> None:
     both = SHORT | {"block_steps": 0}
     result = distill(student, teacher, [torch.randn(4, 9, 32)], match=lambda out, _: (out, out.mean(1)), **both)
     assert result.end_errors[-1] < 0.7 * result.end_errors[0]
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_half_precision_learns_as_well(around) -> None:
+    """A caller's autocast holds on to the weights it has cast; each step must see those of the step before."""
+    teacher = encoder(2)
+    student = primalize(teacher, copy=True, **SMALL).model
+    data = [torch.randn(4, 9, 32) for _ in range(3)]
+    exact = distill(copy.deepcopy(student), teacher, data, **SHORT).block_errors
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=around):
+        half = distill(student, teacher, data, precision="bf16-mixed", **SHORT).block_errors
+    assert half != exact
+    assert half == pytest.approx(exact, rel=0.05)
+    assert student.layers[1].self_attn.primal.w_e.dtype == torch.float32
+
+
+def test_the_rate_rises_and_falls_to_nothing() -> None:
+    rates = [rate(step, 50) for step in range(50)]
+    assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert all(a > b > 0 for a, b in itertools.pairwise(rates[4:]))
+    assert rates[-1] < 0.01
+
+
+def test_weights_are_kept_when_the_error_is_not_finite() -> None:
+    teacher = encoder(2)
+    student = primalize(teacher, copy=True, **SMALL).model
+    before = {name: p.clone() for name, p in student.named_parameters()}
+    data = [torch.randn(4, 9, 32)] * 24 + [torch.full((4, 9, 32), torch.nan)] * 20
+    with pytest.raises(ValueError, match="no longer a finite number at step 25 block by block: lower lr"):
+        distill(student, teacher, data, **SHORT)
+    assert all(torch.equal(p, before[name]) for name, p in student.named_parameters())
 
 
 def test_relative_error_counts_valid_tokens_and_their_means() -> None:
