@@ -46,21 +46,21 @@ def test_packed_sequences_follow_one_another(lengths: list[int]) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(lengths=LENGTHS, spare=st.sampled_from([0, 1, CHUNK]))
-def test_padded_sequences_start_at_their_row_of_the_batch(lengths: list[int], spare: int) -> None:
+def test_padded_sequences_start_at_their_row_of_the_batch(device, lengths: list[int], spare: int) -> None:
     width = max(1, max(lengths) + spare)
-    valid = torch.arange(width) < torch.tensor(lengths)[:, None]
+    valid = (torch.arange(width) < torch.tensor(lengths)[:, None]).to(device)
     *_, found, ends = rows.compact(valid)
     check(sequences.padded(found, ends, width), [b * width for b in range(len(lengths))], lengths)
 
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 99), shape=st.sampled_from([(1, 1), (3, 7), (2, 1030), (0, 4)]))
-def test_valid_tokens_move_to_the_front_in_their_order_and_back(seed: int, shape: tuple[int, int]) -> None:
+def test_valid_tokens_move_to_the_front_in_their_order_and_back(device, seed: int, shape: tuple[int, int]) -> None:
     draw = torch.Generator().manual_seed(seed)
-    valid = torch.rand(shape, generator=draw) < 0.6
+    valid = (torch.rand(shape, generator=draw) < 0.6).to(device)
     source, place, lengths, _ = rows.compact(valid)
     assert torch.equal(lengths, valid.sum(dim=1))
-    x = torch.randn(*shape, 5, generator=draw).masked_fill(~valid[..., None], torch.nan)
+    x = torch.randn(*shape, 5, generator=draw).to(device).masked_fill(~valid[..., None], torch.nan)
     front = rows.move_rows(x, source)
     for b, length in enumerate(lengths.tolist()):
         assert torch.equal(front[b, :length], x[b][valid[b]])
