@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 COLOURS = ("#1d4ed8", "#c2410c", "#0d9488", "#7c3aed", "#64748b", "#be185d")
 GROUPS = ("shallow", "middle", "deep")
+EXPLAINED = 0.999  # where every curve is above it, nothing is left to see
 
 
 @dataclass(frozen=True)
@@ -34,11 +36,15 @@ def four_panels(file: Path, models: Mapping[str, Sequence[Curve]], title: str) -
     """(a)–(c): explained variance of shallow, middle and deep layers, the last one dashed. (d): effective rank."""
     plt = _pyplot()
     figure, axes = plt.subplots(1, 4, figsize=(17.0, 3.9), layout="constrained")
+    curves = [curve for layers in models.values() for curve in layers]
+    shown = max(map(needed, curves))
+    lowest = min(curve.mean[0] - curve.deviation[0] for curve in curves)
     for colour, (label, layers) in zip(_colours(len(models)), models.items(), strict=True):
         groups = layer_groups(len(layers))
         for panel, group in enumerate(groups):
             for i in group:
-                _explained(axes[panel], layers[i], i, colour, label, last=i == len(layers) - 1, first=i == group[0])
+                style = {"last": i == len(layers) - 1, "first": i == group[0]}
+                _explained(axes[panel], layers[i], shown, i, colour, label, **style)
         index = list(range(len(layers)))
         ranks, spread = [c.rank for c in layers], [c.rank_deviation for c in layers]
         axes[3].errorbar(index, ranks, spread, fmt="-", color=colour, capsize=3, linewidth=1.6, label=label)
@@ -52,7 +58,7 @@ def four_panels(file: Path, models: Mapping[str, Sequence[Curve]], title: str) -
             continue
         _plain(axis, f"({letter}) {name} layers")
         axis.set_xlabel("directions")
-        axis.set_ylim(0, 1.03)
+        axis.set_ylim(max(0.0, math.floor(10 * lowest) / 10), 1.03)
         axis.legend(frameon=False, fontsize=8, loc="lower right")
     axes[0].set_ylabel("cumulative explained variance")
     _plain(axes[3], "(d) effective rank (square: Primal-Attention)")
@@ -64,14 +70,22 @@ def four_panels(file: Path, models: Mapping[str, Sequence[Curve]], title: str) -
     return _save(figure, file)
 
 
-def _explained(axis: Any, curve: Curve, number: int, colour: str, label: str, *, last: bool, first: bool) -> None:
-    index = range(1, len(curve.mean) + 1)
-    low = [m - d for m, d in zip(curve.mean, curve.deviation, strict=True)]
-    high = [min(1.0, m + d) for m, d in zip(curve.mean, curve.deviation, strict=True)]
+def needed(curve: Curve) -> int:
+    """How many directions of a layer are worth drawing, ten at least."""
+    return max(sum(share < EXPLAINED for share in curve.mean) + 1, 10)
+
+
+def _explained(
+    axis: Any, curve: Curve, shown: int, number: int, colour: str, label: str, *, last: bool, first: bool
+) -> None:
+    mean, deviation = curve.mean[:shown], curve.deviation[:shown]
+    index = range(1, len(mean) + 1)
+    low = [m - d for m, d in zip(mean, deviation, strict=True)]
+    high = [min(1.0, m + d) for m, d in zip(mean, deviation, strict=True)]
     axis.fill_between(index, low, high, color=colour, alpha=0.10, linewidth=0)
     style: dict[str, Any] = {"linewidth": 2.6, "linestyle": "--"} if last else {"linewidth": 1.0}
     name = f"{label} L[{number}]" if last else label if first else None
-    axis.plot(index, curve.mean, color=colour, label=name, **style)
+    axis.plot(index, mean, color=colour, label=name, **style)
 
 
 def head_map(file: Path, matrix: Any, share: Any | None, title: str) -> list[Path]:
