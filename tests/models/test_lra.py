@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from closeness import assert_close
-from primal_attention.models.lra import LRAClassifier
+from primal_attention.models.lra import Lookup, LRAClassifier
 from primal_attention.nn.objective import ksvd_loss, primal_layers
 from primal_attention.nn.rivals import attention_names
 
@@ -38,6 +38,15 @@ def test_the_papers_network():
     first = model.encoder.blocks[0]
     assert first.norm_first
     assert (first.attention.embed_dim, first.attention.num_heads, first.feed_forward[0].out_features) == (64, 2, 128)
+
+
+def test_the_one_hot_gradient_of_a_lookup_is_torchs():
+    ids, table = tokens(3), torch.randn(11, 16, dtype=torch.float64, requires_grad=True)
+    weigh = torch.randn(3, 24, 16, dtype=torch.float64)
+    ours, theirs = Lookup.apply(ids, table), torch.nn.functional.embedding(ids, table)
+    assert torch.equal(ours, theirs)
+    (expected,) = torch.autograd.grad((theirs * weigh).sum(), table)
+    assert_close(torch.autograd.grad((ours * weigh).sum(), table)[0], expected, 1e-12)
 
 
 def test_pairs_are_encoded_alike_and_compared():

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from primal_attention.models.classifier import own_part
@@ -25,6 +26,39 @@ if TYPE_CHECKING:
     from primal_attention.parallel.context import Context
 
 
+FEW = 512  # tokens of a vocabulary up to which a one-hot product is cheaper than sorting the batch
+
+
+class Lookup(torch.autograd.Function):
+    """Rows of a table, whose gradient is one product with the one-hot tokens, sequence by sequence."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, table: Tensor) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.rows = len(table)
+        return F.embedding(ids, table)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:  # type: ignore[override]
+        (ids,) = ctx.saved_tensors
+        chosen = ids.unsqueeze(-1) == torch.arange(ctx.rows, device=ids.device)  # (B, N, rows)
+        with torch.autocast(grad.device.type, enabled=False):
+            return None, torch.bmm(chosen.to(grad.dtype).mT, grad).sum(dim=0)
+
+
+class FewTokens(nn.Embedding):
+    """An embedding of a small vocabulary.
+
+    On a GPU torch sorts the tokens and adds up the gradients of each one's occurrences in turn, which takes long where
+    most of a batch is one token: a black pixel, or padding.
+    """
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if ids.is_cuda and self.num_embeddings <= FEW and torch.is_grad_enabled():
+            return Lookup.apply(ids, self.weight)  # type: ignore[no-any-return]
+        return super().forward(ids)
+
+
 class TokenStem(nn.Module):
     """Embeddings of tokens and of positions, added."""
 
@@ -32,7 +66,7 @@ class TokenStem(nn.Module):
 
     def __init__(self, vocabulary: int, embed_dim: int, max_length: int, dropout: float = 0.0) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(vocabulary, embed_dim)
+        self.tokens = FewTokens(vocabulary, embed_dim)
         self.positions = nn.Embedding(max_length, embed_dim)
         for table in (self.tokens, self.positions):
             nn.init.normal_(table.weight, std=0.02)

@@ -55,14 +55,28 @@ def accuracy(title: str, cells: Sequence[Cell], command: str) -> Table:
     """Test accuracies; the paper's were chosen by validation data, as our third column."""
     table = shared.accuracy(title, cells, command, PARTS, published="Paper (validation-chosen)")
     notes = [*table.notes, *([PATHFINDER] if any(c.dataset == "pathfinder" for c in cells) else [])]
-    steps = sorted({(c.dataset, steps_of(r.config)) for c in cells for r in c.results})
-    notes.append("Steps of training: " + ", ".join(f"{name} {count:,}" for name, count in steps) + ".")
+    lengths = sorted({(c.dataset, *training_of(r.config)) for c in cells for r in c.results})
+    notes.append("Steps of training × cases in each: " + ", ".join(training_note(*found) for found in lengths) + ".")
     return Table(table.title, table.sections, notes, table.records)
 
 
-def steps_of(config: Mapping[str, Any]) -> int:
+def training_of(config: Mapping[str, Any]) -> tuple[int, int, float]:
+    """Steps, cases in each, and the learning rate."""
     trainer = config["trainer"]
-    return int(trainer["epochs"]) * int(trainer["steps_per_epoch"])
+    steps = int(trainer["epochs"]) * int(trainer["steps_per_epoch"])
+    return steps, int(trainer["batch_size"]), float(config["optim"]["lr"])
+
+
+def training_note(task: str, steps: int, batch_size: int, lr: float) -> str:
+    """How long a training was, and beside it the paper's where that differs."""
+    ours = f"{task} {steps:,} × {batch_size} at learning rate {lr:g}"
+    theirs = paper.TRAINING.get(task)
+    if theirs in (None, (steps, batch_size)):
+        return ours
+    part = steps * batch_size / (theirs[0] * theirs[1])
+    return (
+        f"{ours} (paper {theirs[0]:,} × {theirs[1]} at {paper.LEARNING_RATE:g}: {100 * part:.2g} % of its cases seen)"
+    )
 
 
 def cost(title: str, costs: Sequence[Mapping[str, Any]], command: str) -> Table:

@@ -38,6 +38,10 @@ MODELS = {
 }
 AVERAGE_ACCURACY = dict(zip(MODELS, (58.8, 55.1, 53.6, 55.6, 59.0, 59.0, 59.2, 57.5, 60.4), strict=True))
 
+# Steps and cases per step of the paper's trainings.
+TRAINING = dict(zip(TASKS, ((5_000, 32), (20_000, 32), (30_000, 32), (35_000, 256), (62_400, 256)), strict=True))
+LEARNING_RATE = 1e-4
+
 EFFICIENCY_SOURCE = "tab::efficiency"
 EFFICIENCY_DEVICE = "NVIDIA Tesla V100 SXM2 32GB"
 # Seconds per 1000 steps, and gigabytes.

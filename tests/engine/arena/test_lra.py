@@ -14,7 +14,7 @@ from primal_attention.data import listops, pathfinder
 from primal_attention.data.errors import DataError
 from primal_attention.data.tokens import TokenData, TokenSplit
 from primal_attention.engine import registry, runner
-from primal_attention.engine.arena.lra import TASKS, LRARecipe, build_from, paper_recipe
+from primal_attention.engine.arena.lra import SHORT, TASKS, LRARecipe, build_from, paper_recipe
 from primal_attention.engine.arena.sequences import SequenceModule
 from primal_attention.engine.config import override
 
@@ -84,6 +84,29 @@ def test_the_papers_settings(task, steps, warmup, batch, former, plus):
     assert (model.rank, recipe.eta, model.landmarks) == (*former, 10 * former[0])
     both = override(recipe, {"model.attention": ("primal+",), "model.rank": None, "model.landmarks": None, "eta": None})
     assert (both.resolved().model.rank, both.resolved().eta) == plus
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_short_training_is_of_the_same_model(task):
+    short, paper = registry.get(f"lra-short/{task}").resolved(), registry.get(f"lra/{task}").resolved()
+    assert (short.model, short.eta) == (paper.model, paper.eta)
+    trainer = short.trainer
+    cases = trainer.epochs * trainer.steps_per_epoch * trainer.batch_size
+    assert trainer.epochs * trainer.steps_per_epoch == SHORT[task].steps
+    assert cases < paper.trainer.epochs * paper.trainer.steps_per_epoch * paper.trainer.batch_size
+
+
+@pytest.mark.parametrize("attention", ["primal", "primal+", "nystrom", "linformer"])
+def test_a_batch_may_be_cut_where_its_padding_begins(attention):
+    """Losses, J included, are those of the whole batch."""
+    torch.set_num_threads(1)
+    data = made_up("listops")
+    module = build_from(small(model__attention=(attention,), model__dropout=0.0).resolved(), data).module
+    tokens, labels = torch.from_numpy(data.train.tokens[:1]), torch.from_numpy(data.train.labels[:1])
+    assert not tokens[:, 7:].any()
+    whole, cut = (module.losses((t, labels)) for t in (tokens, tokens[:, :7]))
+    for name in whole:
+        torch.testing.assert_close(whole[name], cut[name])
 
 
 def test_a_run_counts_steps_and_validation_chooses(expressions: Path, tmp_path: Path):

@@ -11,7 +11,7 @@ import torch
 from primal_attention import cli
 from primal_attention.bench.published import PublishedPrimal
 from primal_attention.data import listops
-from primal_attention.engine.arena import lra_cost
+from primal_attention.engine.arena import lra, lra_cost
 from primal_attention.engine.tables import grid
 from primal_attention.report import paper_lra as paper
 
@@ -42,6 +42,7 @@ def test_known_cells_and_averages():
 
 
 def test_the_tables_agree_with_each_other():
+    assert {name: (task.steps, task.batch_size) for name, task in lra.TASKS.items()} == paper.TRAINING
     assert paper.DATA_DEPENDENCE[True] == paper.ACCURACY["primal+"]
     for model in ("primal", "primal+"):
         assert paper.R_SCORES[model, True] == paper.ACCURACY[model]
@@ -51,7 +52,15 @@ def test_a_table_in_small_and_the_same_training_in_another_length(here: Path, ca
     words = ["table", "lra", "--models", "softmax", "primal", *SMALL]
     assert cli.main([*words, "trainer.epochs=2", "watch_test=true"]) == 0
     out = capsys.readouterr().out
-    for text in ("Paper (validation-chosen)", "VALIDATION-CHOSEN", "LAST", "37.1", "37.3", "listops 4"):
+    for text in (
+        "Paper (validation-chosen)",
+        "VALIDATION-CHOSEN",
+        "LAST",
+        "37.1",
+        "37.3",
+        "listops 4 × 4",
+        "paper 5,000 × 32",
+    ):
         assert text in out
     summary = json.loads(Path("results/lra/listops/primal-seed0.json").read_text())
     assert set(summary["scores"]) == {"last", "best_on_test", "validation_chosen"}

@@ -62,7 +62,7 @@ class Short:
 
 
 SHORT = {
-    "listops": Short(3_000, 32, 20),
+    "listops": Short(2_000, 32, 20),
     "text": Short(4_000, 32, 20),
     "retrieval": Short(4_000, 32, 20),
     "image": Short(8_000, 64, 20),

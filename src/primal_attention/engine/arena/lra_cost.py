@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from primal_attention.bench.provenance import git_commit
 from primal_attention.bench.published import PublishedPrimal
@@ -95,6 +95,8 @@ def make_module(task: str, attention: str, data: TokenData) -> SequenceModule:
     model = lra.make_model(recipe.model, data)
     if attention != PUBLISHED:
         return SequenceModule(model, recipe, padded=data.padded)
+    # The research code looks its tokens up as torch does.
+    model.stem.tokens = nn.Embedding.from_pretrained(model.stem.tokens.weight.detach(), freeze=False)  # type: ignore
     for block in model.encoder.blocks:  # type: ignore[union-attr]
         config = recipe.model
         layer = PublishedLayer(
