@@ -14,6 +14,7 @@ from primal_attention import distill, primalize
 from primal_attention.convert.errors import relative_error
 from primal_attention.convert.fitting import rate
 
+pytest.importorskip("lightning")
 SMALL = {"rank": 5, "landmarks": 6}
 SHORT = {"start_batches": 0, "block_steps": 40, "end_steps": 40, "lr": 1e-2, "end_lr": 3e-3, "progress": False}
 
