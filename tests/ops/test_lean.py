@@ -12,7 +12,7 @@ from torch.autograd import gradcheck
 
 from closeness import assert_close
 from primal_attention import PrimalAttention, ksvd_loss
-from primal_attention.ops import backends, lean
+from primal_attention.ops import backends, lean, lean_blocks
 from primal_attention.ops.modes import COSINE, Mode
 
 # The same sums in another order. float32: some gradients are sums over all tokens that nearly cancel.
@@ -31,7 +31,7 @@ causal_modes = pytest.mark.parametrize("mode", ["causal", "causal_decay"])
 @pytest.fixture
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 64 rows, so that short sequences cross their borders."""
-    monkeypatch.setattr(lean, "BLOCK", 1)
+    monkeypatch.setattr(lean_blocks, "BLOCK", 1)
 
 
 def make(mode: str, d: int = 24, heads: int = 3, **keywords: Any) -> PrimalAttention:

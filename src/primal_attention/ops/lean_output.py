@@ -3,17 +3,20 @@
 Nothing stands between the two maps, so that their product serves where there are tokens enough to pay for it:
 
     M[:, h] = W_out[:, h] W_o,      m = b_out + Σ_h W_out[:, h] b_o,      y = M [scores] + m
+
+Scores come as in `lean_scores`, (g, 2, H, s, m): W_o is taken apart into its halves for e and for r.
 """
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from .layer import Weights
+from .lean_products import add_product, product, turned
 from .reference import wide
 
 
@@ -24,36 +27,31 @@ class OutputGradients(NamedTuple):
     out_bias: Tensor
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-    """x Wᵀ + b into `out`, which may be of a wider type."""
-    if out.dtype != x.dtype:
-        return out.copy_(F.linear(x, weight, bias))
-    return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
-
-
-def add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """total + a b, overwriting the total, which is wide; only the product is rounded to the type of a and b."""
-    if total is None:
-        return (a @ b).to(wide(a.dtype))
-    return total.addmm_(a, b) if a.dtype == total.dtype else total.add_(a @ b)
-
-
 def add_column_sums(total: Tensor | None, rows: Tensor) -> Tensor:
     sums = rows.sum(0, dtype=wide(rows.dtype))
     return sums if total is None else total.add_(sums)
 
 
 class Folded:
-    """Both maps as one. scores: (rows, H·2s), y: (rows, d)."""
+    """Both maps as one."""
 
     def __init__(self, weights: Weights, heads: int) -> None:
         self.weights, self.heads = weights, heads
-        w_out, w_o = weights.out_weight, weights.score_weight
-        self.by_head = w_out.reshape(-1, w_o.shape[0])  # (d·H, p)
-        self.product = (self.by_head @ w_o).view(w_out.shape[0], -1)
-        self.grad_product: Tensor | None = None
+        self.by_head = weights.out_weight.t().unflatten(0, (heads, -1))  # (H, p, d), a view
+        self.grad_map: Tensor | None = None
         self.grad_shift: Tensor | None = None
 
+    @cached_property
+    def map(self) -> Tensor:
+        """Mᵀ, (2Hs, d)."""
+        w_out, w_o = self.weights.out_weight, self.weights.score_weight
+        halves = w_o.t().contiguous().view(2, 1, -1, w_o.shape[0]).expand(-1, self.heads, -1, -1)  # (2, H, s, p)
+        of_sides = w_out.new_empty(*halves.shape[:3], w_out.shape[0])
+        for side, half in zip(of_sides, halves, strict=True):
+            torch.bmm(half, self.by_head, out=side)
+        return of_sides.flatten(0, 2)
+
+    @cached_property
     def shift(self) -> Tensor | None:
         b_o, b_out, w_out = self.weights.score_bias, self.weights.out_bias, self.weights.out_weight
         if b_o is None:
@@ -61,27 +59,32 @@ class Folded:
         b_o = b_o.repeat(self.heads)
         return w_out @ b_o if b_out is None else torch.addmv(b_out, w_out, b_o)
 
-    def forward(self, scores: Tensor, y: Tensor) -> None:
-        linear(scores, self.product, self.shift(), y)
+    def forward(self, scores: Tensor) -> Tensor:
+        return product(_tokens(scores), self.map.t(), self.shift)
 
     def backward(self, grad_y: Tensor, scores: Tensor, learns: bool) -> Tensor:
+        g, m = scores.shape[0], scores.shape[4]
         if learns:
-            self.grad_product = add_product(self.grad_product, grad_y.t(), scores)
+            columns = scores.view(-1, m) if g == 1 else _tokens(scores).t()
+            self.grad_map = add_product(self.grad_map, columns, grad_y.t())
             self.grad_shift = add_column_sums(self.grad_shift, grad_y)
-        return grad_y @ self.product
+        if g == 1:
+            return product(self.map, grad_y).view(scores.shape)
+        return turned(product(grad_y, self.map).view(g, m, -1)).view(scores.shape)
 
     def gradients(self) -> OutputGradients:
-        assert self.grad_product is not None
+        assert self.grad_map is not None
         assert self.grad_shift is not None
-        kind, w_o, b_o = self.grad_product.dtype, self.weights.score_weight, self.weights.score_bias
-        p, columns = w_o.shape
-        grad_product, w_out = self.grad_product.view(-1, columns), self.weights.out_weight.to(kind)
-        grad_out = (grad_product @ w_o.t().to(kind)).view(w_out.shape)
+        kind, w_o, b_o = self.grad_map.dtype, self.weights.score_weight, self.weights.score_bias
+        p, d = w_o.shape[0], self.grad_map.shape[1]
+        # As the columns of W_o stand: for each head those of e, then those of r.
+        grad_map = self.grad_map.view(2, self.heads, -1, d).transpose(0, 1).reshape(self.heads, -1, d)
+        grad_out = turned(torch.bmm(w_o.to(kind).expand(self.heads, -1, -1), grad_map).view(1, -1, d))[0]
         if b_o is not None:
             grad_out.addr_(self.grad_shift, b_o.to(kind).repeat(self.heads))
         return OutputGradients(
-            (grad_product.t() @ self.by_head.to(kind)).t(),  # this way round is the faster one
-            (self.grad_shift @ w_out).view(self.heads, p).sum(0),
+            torch.bmm(grad_map, self.by_head.mT.to(kind)).sum(0).t(),
+            (self.grad_shift @ self.weights.out_weight.to(kind)).view(self.heads, p).sum(0),
             grad_out,
             self.grad_shift,
         )
@@ -90,32 +93,51 @@ class Folded:
 class Apart:
     """One map after the other; the heads' outputs between them are made again on the way back."""
 
-    def __init__(self, weights: Weights) -> None:
-        self.weights = weights
-        self.p, self.columns = weights.score_weight.shape
-        self.grad_o: Tensor | None = None
+    def __init__(self, weights: Weights, heads: int) -> None:
+        self.weights, self.heads = weights, heads
+        self.halves = weights.score_weight.unflatten(1, (2, -1)).transpose(0, 1)  # W_o for e and for r, (2, p, s)
+        self.grad_halves: Tensor | None = None
         self.grad_b_o: Tensor | None = None
         self.grad_out: Tensor | None = None
         self.grad_b_out: Tensor | None = None
 
     def _heads(self, scores: Tensor) -> Tensor:
-        each = F.linear(scores.view(-1, self.columns), self.weights.score_weight, self.weights.score_bias)
-        return each.view(scores.shape[0], -1)  # (rows, d)
+        """Their outputs, (g, d, m)."""
+        (g, _, heads, _, m), b_o = scores.shape, self.weights.score_bias
+        e, r = (side.flatten(0, 1) for side in scores.unbind(1))  # (g·H, s, m)
+        of_e, of_r = (half.expand(g * heads, -1, -1) for half in self.halves)
+        each = torch.bmm(of_e, e) if b_o is None else torch.baddbmm(b_o[:, None], of_e, e)
+        return each.baddbmm_(of_r, r).view(g, -1, m)
 
-    def forward(self, scores: Tensor, y: Tensor) -> None:
-        linear(self._heads(scores), self.weights.out_weight, self.weights.out_bias, y)
+    def forward(self, scores: Tensor) -> Tensor:
+        return product(_tokens(self._heads(scores)), self.weights.out_weight, self.weights.out_bias)
 
     def backward(self, grad_y: Tensor, scores: Tensor, learns: bool) -> Tensor:
-        grad_each = (grad_y @ self.weights.out_weight).view(-1, self.p)  # (rows·H, p)
+        (g, _, heads, rank, m), kind = scores.shape, wide(grad_y.dtype)
+        grad_tokens = product(grad_y, self.weights.out_weight.t())
+        grad_heads = turned(grad_tokens.view(g, m, -1)).view(g * heads, -1, m)
         if learns:
-            self.grad_out = add_product(self.grad_out, grad_y.t(), self._heads(scores))
+            made = self._heads(scores)
+            self.grad_out = add_product(self.grad_out, grad_y.t(), made[0] if g == 1 else _tokens(made).t())
             self.grad_b_out = add_column_sums(self.grad_b_out, grad_y)
-            self.grad_o = add_product(self.grad_o, grad_each.t(), scores.view(-1, self.columns))
-            self.grad_b_o = add_column_sums(self.grad_b_o, grad_each)
-        return (grad_each @ self.weights.score_weight).view(scores.shape)
+            sides = (side.flatten(0, 1).mT for side in scores.unbind(1))
+            grad_halves = torch.stack([torch.bmm(grad_heads, side).sum(0, dtype=kind) for side in sides])
+            self.grad_halves = grad_halves if self.grad_halves is None else self.grad_halves.add_(grad_halves)
+            self.grad_b_o = add_column_sums(self.grad_b_o, grad_tokens.view(g * m * heads, -1))
+        grad = scores.new_empty(2, g, heads, rank, m)
+        for side, half in zip(grad, self.halves, strict=True):
+            torch.bmm(half.t().expand(g * heads, -1, -1), grad_heads, out=side.flatten(0, 1))
+        return grad.transpose(0, 1).contiguous()
 
     def gradients(self) -> OutputGradients:
-        return OutputGradients(self.grad_o, self.grad_b_o, self.grad_out, self.grad_b_out)  # type: ignore[arg-type]
+        assert self.grad_halves is not None
+        of_o = self.grad_halves.transpose(0, 1).flatten(1)
+        return OutputGradients(of_o, self.grad_b_o, self.grad_out, self.grad_b_out)  # type: ignore[arg-type]
+
+
+def _tokens(columns: Tensor) -> Tensor:
+    """What a token has in a row: (g, …, m) → (g·m, …)."""
+    return turned(columns.flatten(1, -2)).flatten(0, 1)
 
 
 def output_map(weights: Weights, heads: int, rows: int) -> Folded | Apart:
@@ -124,4 +146,4 @@ def output_map(weights: Weights, heads: int, rows: int) -> Folded | Apart:
     # M is made in both directions, and its gradient is taken apart by two products of the same size.
     folded = 3 * rows * d * heads * columns + 4 * d * d * columns
     apart = 3 * rows * d * d + 4 * rows * d * columns
-    return Folded(weights, heads) if folded < apart else Apart(weights)
+    return Folded(weights, heads) if folded < apart else Apart(weights, heads)
