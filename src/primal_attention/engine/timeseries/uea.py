@@ -156,11 +156,19 @@ def modern_recipe(name: str) -> UEARecipe:
         eta=0.1,
         data=UEAData(name=name, clip=False),
         model=ClassifierConfig(
-            kind="modern", embed_dim=128, num_heads=8, layers=3, ffn_dim=512, dropout=0.2, rank=16, landmarks=64
+            kind="modern",
+            embed_dim=128,
+            num_heads=8,
+            layers=3,
+            ffn_dim=512,
+            dropout=0.2,
+            rank=16,
+            landmarks=64,
+            local_kernel=15,
         ),
-        augment=AugmentConfig(warp=0.2, scale=0.1, jitter=0.03, mixup=0.2, label_smoothing=0.1),
+        augment=AugmentConfig(warp=0.4, scale=0.1, jitter=0.03, mixup=0.2, label_smoothing=0.1),
         optim=OptimConfig(name="adamw", lr=1e-3, weight_decay=0.05, schedule="onecycle", clip=1.0),
-        trainer=TrainerConfig(epochs=200, batch_size=32, ema=0.99),
+        trainer=TrainerConfig(epochs=400, batch_size=32, ema=0.99),
     )
 
 
