@@ -14,6 +14,9 @@ one dual vector per token, and e_i = Σ_{j≤i} κ(x_i, x_j) h̃_j.
 What else the layer needs to work in a language model: short causal convolutions with SiLU on q, k and h, so that a
 token can be filed under its predecessor; scores brought to one size in each head, since what a head holds varies; and a
 gate SiLU(W_g x) on the scores before W_o. The state is the two matrices and the convolution's last inputs.
+
+On a GPU the layer runs on fused kernels (`ops/written_fused.py`) between its linear maps; backend="reference" is plain
+torch, backend="fused" insists on the kernels.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from torch.nn import functional as F
 from ..ops import reference as eq
 from ..ops.layer import Energies
 from ..ops.reference import Scores
-from ..ops.written import corrected_weights
+from ..ops.written import corrected_weights, fuses
 from . import checks
 from .conv import CausalConv
 from .rivals.base import Padding
@@ -55,7 +58,7 @@ class DeltaPrimalAttention(SelectivePrimalAttention):
     def __init__(
         self, embed_dim: int, num_heads: int, *, rank: int = 30, conv: int = 4, gate: bool = True, **settings: Any
     ) -> None:
-        super().__init__(embed_dim, num_heads, rank=rank, **settings)
+        super().__init__(embed_dim, num_heads, rank=rank, **{"backend": "auto", **settings})
         weight, scores = self.qk_proj.weight, 2 * num_heads * rank
         where: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
         del self.w_e, self.w_r  # the tokens write them
@@ -99,16 +102,16 @@ class DeltaPrimalAttention(SelectivePrimalAttention):
             x, behind = padding.enter(x), ~padding.tokens.present  # type: ignore[operator]
         if self.training:
             self._objective = None  # the last pass' graph goes before this one's is built
-        both, after = self._scores(x, behind, state)  # (B, 2, H, N, s)
-        y = self.out_proj(self.heads(Scores(both[:, 0], both[:, 1]), x))
+        fused = x.shape[1] > 1 and fuses(self.backend, x, self.head_dim, self.rank)
+        both, after = self._scores(x, behind, state, fused)  # (B, 2, H, N, s)
+        heads, energies = self.heads(both, x, fused)
+        y = self.out_proj(heads)
         y = y if padding is None else padding.leave(y)
         if self.training:
-            energies = eq.energy(both.flatten(1, 2)).unflatten(1, (2, -1))
             tokens = x.shape[1] if key_padding_mask is None else (~key_padding_mask).sum(dim=1)
-            traced = (after.w_e_x, after.w_r_x)
-            y, self._objective = tie(
-                y, self._objective_spec().of(Energies(energies[:, 0], energies[:, 1], tokens), traced)
-            )
+            of_e, of_r = energies.split(self.rank, dim=-1)
+            objective = self._objective_spec().of(Energies(of_e, of_r, tokens), (after.w_e_x, after.w_r_x))
+            y, self._objective = tie(y, objective)
         extras: list[Any] = []
         if return_scores:
             if padding is not None:
@@ -118,20 +121,27 @@ class DeltaPrimalAttention(SelectivePrimalAttention):
         extras += [after] if return_state else []
         return (y, *extras) if extras else y
 
-    def _scores(self, x: Tensor, behind: Tensor | None, state: DeltaState | None) -> tuple[Tensor, DeltaState]:
-        phi, h, conv = self._features(x, behind, None if state is None else state.conv)
+    def _scores(
+        self, x: Tensor, behind: Tensor | None, state: DeltaState | None, fused: bool
+    ) -> tuple[Tensor, DeltaState]:
+        phi, h, conv = self._features(x, behind, None if state is None else state.conv, fused)
         strength = self.write_proj(x).to(eq.wide(x.dtype)).sigmoid().unflatten(-1, (2, -1)).permute(0, 2, 3, 1)
         if behind is not None:
             strength = strength.masked_fill(behind[:, None, None], 0.0)
         log_decay = self.fading(x, behind).log_decay[:, None]
         start = None if state is None else torch.stack([state.w_e_x, state.w_r_x], dim=1)
-        both, last = corrected_weights(phi, phi.flip(1), h, log_decay, strength, start)
+        both, last = corrected_weights(phi, phi, h, log_decay, strength, start, crossed=True, fused=fused)
         if behind is not None:
             both = both.masked_fill(behind[:, None, None, :, None], 0.0)
         return both, DeltaState(last[:, 0], last[:, 1], conv)
 
-    def _features(self, x: Tensor, behind: Tensor | None, past: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _features(
+        self, x: Tensor, behind: Tensor | None, past: Tensor | None, fused: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """φ(q), φ(k) (B, 2, H, N, p), h_r and h_e (B, 2, H, N, s), and the convolution's last inputs."""
+        alone = behind is None and past is None and self.conv is not None and self.conv.context is None
+        if fused and alone and x.shape[1] >= self.conv.kernel_size:  # type: ignore[union-attr]
+            return self._fused_features(x, self.conv)  # type: ignore[arg-type]
         z, conv = torch.cat([self.qk_proj(x), self.dual_proj(x)], dim=-1), None
         if self.conv is not None:
             z, conv = self.conv(z, behind, state=past, return_state=True)
@@ -144,13 +154,28 @@ class DeltaPrimalAttention(SelectivePrimalAttention):
         )  # autocast may widen
         return phi.permute(0, 2, 3, 1, 4), h.unflatten(-1, (2, self.num_heads, -1)).permute(0, 2, 3, 1, 4), conv
 
-    def heads(self, scores: Scores, x: Tensor | None = None) -> Tensor:
-        """W_o [e; r] of all heads side by side, (B, N, d)."""
-        both = torch.cat(scores, dim=-1).transpose(1, 2)  # (B, N, H, 2s)
-        both = F.rms_norm(both, both.shape[-1:], self.score_norm.to(both.dtype), EPS).to(both.dtype)
-        if self.gate_proj is not None:
-            both = both * F.silu(self.gate_proj(x)).unflatten(-1, (self.num_heads, -1))
-        return self.score_proj(F.dropout(both, self.dropout, self.training)).flatten(2)
+    def _fused_features(self, x: Tensor, conv: CausalConv) -> tuple[Tensor, Tensor, Tensor]:
+        from ..ops.written_fused import features
+
+        qk, dual = self.qk_proj, self.dual_proj  # joining their weights is cheaper than joining what they make
+        bias = None if qk.bias is None else torch.cat([qk.bias, qk.bias.new_zeros(dual.out_features)])
+        z = F.linear(x, torch.cat([qk.weight, dual.weight]), bias)
+        phi, h = features(z, conv.weight, conv.bias, self.num_heads, self.rank)
+        return phi, h, z[:, z.shape[1] - conv.kernel_size + 1 :].clone()
+
+    def heads(self, both: Tensor, x: Tensor, fused: bool) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """W_o [e; r] of all heads side by side, (B, N, d), and the energies of [e; r] in training, (B, H, 2s)."""
+        scores = both.permute(0, 3, 2, 1, 4).flatten(3)  # (B, N, H, 2s)
+        gate = None if self.gate_proj is None else self.gate_proj(x).unflatten(-1, (self.num_heads, -1))
+        if fused and (gate is None or gate.dtype == scores.dtype):
+            from ..ops.written_fused import gated
+
+            shown, energies = gated(scores, gate, self.score_norm, EPS)
+        else:
+            shown = F.rms_norm(scores, scores.shape[-1:], self.score_norm.to(scores.dtype), EPS).to(scores.dtype)
+            shown = shown if gate is None else shown * F.silu(gate)
+            energies = eq.energy(scores.transpose(1, 2)) if self.training else scores.new_zeros(0)
+        return self.score_proj(F.dropout(shown, self.dropout, self.training)).flatten(2), energies
 
     def kernel_factors(self, x: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         raise ValueError("the fading kernel of a delta layer has no factors of constant width: see kernel_matrix")

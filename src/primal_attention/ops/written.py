@@ -7,6 +7,9 @@ place instead of adding to it. Inside a chunk the corrections solve a triangular
 by W ↦ M W + B, the only thing done one after the other. Every exponent is ≤ 0, so nothing overflows, and nothing waits
 for the device.
 
+This is the plain form, for any device and dtype; `fused` asks for the kernels of `written_fused`, which do the same in
+few launches.
+
 Yang et al., "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", 2024, and with a fading
 "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2025.
 """
@@ -21,9 +24,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from . import backends
+from .modes import COSINE
 from .reference import wide
 
 CHUNK = 64
+WIDEST = 128  # heads and ranks that the kernels hold
 SMALL = 8  # triangular matrices of this size are inverted by a product
 
 
@@ -35,14 +41,23 @@ def corrected_weights(
     strength: Tensor,
     start: Tensor | None = None,
     chunk: int = CHUNK,
+    *,
+    crossed: bool = False,
+    fused: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """y (…, N, s) of q, k (…, N, p), v (…, N, s), log γ and β (…, N), and the last W (…, p, s).
 
     log γ and `start` may broadcast over the leading dimensions. Matrix products are in the dtype of q, W and the
     fading in at least float32. Training keeps the arguments and one triangular matrix per chunk; the rest is made again
     on the way back.
+    crossed: of q, k (…, A, H, N, p) the sides A meet each other: the first of q reads the last of k, and so on.
+    fused: by the kernels, which have their own chunks; see `cannot_fuse`. They take (B, A, H, N, p) or (B, H, N, p).
     """
     length, full = q.shape[-2], wide(log_decay.dtype)
+    if fused and length > 1:
+        return _by_kernels(q, k, v, log_decay, strength, start, crossed)
+    if crossed:
+        k = k.flip(-4)
     if length == 1:
         return _step(q, k, v, log_decay, strength, start)
     size = min(chunk, 1 << (length - 1).bit_length())
@@ -58,6 +73,44 @@ def corrected_weights(
     inverse = UnitLowerInverse.apply(_again(_clash, k, k_written, total), narrow)
     y, last = _again(_read, q, k, k_written, v_written, total, inverse, start.to(full))
     return y.flatten(-3, -2)[..., :length, :], last
+
+
+def cannot_fuse(x: Tensor, head_dim: int, rank: int) -> str | None:
+    """Why the kernels cannot serve features of a token sequence x, or None."""
+    if (missing := backends.triton_missing()) is not None:
+        return missing
+    if not x.is_cuda and not backends.interpreting():
+        return f"x is on {x.device.type!r}, the kernels run on 'cuda'"
+    if x.is_cuda and (old := backends._old_gpu(x.device.index or 0)) is not None:
+        return old
+    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+    if dtype not in backends.FUSED_DTYPES:
+        return f"{dtype} is not one of bfloat16, float16, float32"
+    if head_dim > WIDEST or rank > WIDEST:
+        return f"head width {head_dim} and rank {rank} must not exceed {WIDEST}"
+    return backends.unfit(COSINE)
+
+
+def fuses(backend: str, x: Tensor, head_dim: int, rank: int) -> bool:
+    """Whether the kernels serve this call; raises where the caller insists on them and they cannot."""
+    if backend == "fused":
+        if (why := cannot_fuse(x, head_dim, rank)) is not None:
+            raise ValueError(f"backend='fused' cannot serve this call: {why} (backend='auto' falls back by itself)")
+        return True
+    return backend == "auto" and x.is_cuda and cannot_fuse(x, head_dim, rank) is None
+
+
+def _by_kernels(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor, start: Tensor | None, crossed: bool
+) -> tuple[Tensor, Tensor]:
+    from .written_fused import written
+
+    if q.ndim == 5:
+        return written(q, k, v, log_decay, strength, start, crossed)
+    q, k, v = (t.unsqueeze(-4) for t in (q, k, v))
+    log_decay, strength = log_decay.unsqueeze(-3), strength.unsqueeze(-3)
+    y, last = written(q, k, v, log_decay, strength, None if start is None else start.unsqueeze(-4), crossed)
+    return y.squeeze(-4), last.squeeze(-4)
 
 
 def _step(
