@@ -59,7 +59,7 @@ class Layer(torch.autograd.Function):
         energy = None if sqrt_lambda is None else x.new_zeros(batch, 2, heads, rank, dtype=wide)
         scores_all = x.new_empty(batch, 2, heads, rank, length) if plan.scores else None
         final = x.new_empty(batch, 2 * heads, d // heads, dtype=wide) if plan.final else None
-        order = list(blocks(*x.shape))
+        order = list(blocks(batch, length, 2 * (d + heads * rank)))
         y = x.new_empty(x.shape) if len(order) != 1 else None
         kept: list[Tensor | None] = []
         carry = None

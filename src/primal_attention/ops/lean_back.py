@@ -82,7 +82,8 @@ class WayBack:
         self.grad_start = torch.zeros_like(self.given.start) if need_start else None  # type: ignore[arg-type]
 
     def run(self) -> tuple[Tensor | None, ...]:
-        order = list(enumerate(blocks(*self.x.shape)))
+        (batch, length, d), rank = self.x.shape, self.weights.w_e.shape[2]
+        order = list(enumerate(blocks(batch, length, 2 * (d + self.heads * rank))))
         for i, block in reversed(order) if self.plan.mode.causal else order:
             self._take(block, self.kept[i], self.kept[i - 1].z if block.n0 else None)
         return self._gradients()
@@ -154,6 +155,7 @@ class WayBack:
         """In the order of the inputs of `Layer`, from x on; what is wider than its input, autograd makes narrow."""
         grad_lambda = through_trace = None
         if self.grad_j is not None:
+            assert self.given.energy is not None
             grad_lambda = 2 * self.root * (self.given.energy * self.grad_energy).sum(0)
             through_trace = self.grad_j / -self.heads  # (B,)
             if self.plan.trace == "projections":

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-BLOCK = 2**20  # numbers in z of a block: enough for fast products, few enough to stay in the cache
+BLOCK = 3 * 2**20  # numbers in z and the scores of a block: enough for fast products, few enough to stay in the cache
 
 
 class Block(NamedTuple):
@@ -52,9 +52,12 @@ class Block(NamedTuple):
         return scores[0].unflatten(-1, (b, n)).permute(3, 0, 1, 2, 4)
 
 
-def blocks(batch: int, length: int, d: int) -> Iterator[Block]:
-    """Even pieces of one long sequence, or several short sequences at once: adjacent rows either way."""
-    most = max(BLOCK // (2 * d), 64)
+def blocks(batch: int, length: int, width: int) -> Iterator[Block]:
+    """Even pieces of one long sequence, or several short sequences at once: adjacent rows either way.
+
+    width: the numbers that a token has in z and the scores.
+    """
+    most = max(BLOCK // width, 64)
     pieces = -(-length // most)
     step = -(-length // pieces)
     group = most // length if pieces == 1 else 1

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .layer import Weights
 from .lean_products import add_product, product, turned
+from .lean_scores import one_by_one
 from .reference import wide
 
 
@@ -65,8 +66,11 @@ class Folded:
     def backward(self, grad_y: Tensor, scores: Tensor, learns: bool) -> Tensor:
         g, m = scores.shape[0], scores.shape[4]
         if learns:
-            columns = scores.view(-1, m) if g == 1 else _tokens(scores).t()
-            self.grad_map = add_product(self.grad_map, columns, grad_y.t())
+            if one_by_one(g, m):
+                for columns, rows in zip(scores.flatten(1, 3), grad_y.view(g, m, -1), strict=True):
+                    self.grad_map = add_product(self.grad_map, columns, rows.t())
+            else:
+                self.grad_map = add_product(self.grad_map, _tokens(scores).t(), grad_y.t())
             self.grad_shift = add_column_sums(self.grad_shift, grad_y)
         if g == 1:
             return product(self.map, grad_y).view(scores.shape)
@@ -95,44 +99,34 @@ class Apart:
 
     def __init__(self, weights: Weights, heads: int) -> None:
         self.weights, self.heads = weights, heads
-        self.halves = weights.score_weight.unflatten(1, (2, -1)).transpose(0, 1)  # W_o for e and for r, (2, p, s)
-        self.grad_halves: Tensor | None = None
+        self.p, self.columns = weights.score_weight.shape
+        self.grad_o: Tensor | None = None
         self.grad_b_o: Tensor | None = None
         self.grad_out: Tensor | None = None
         self.grad_b_out: Tensor | None = None
 
-    def _heads(self, scores: Tensor) -> Tensor:
-        """Their outputs, (g, d, m)."""
-        (g, _, heads, _, m), b_o = scores.shape, self.weights.score_bias
-        e, r = (side.flatten(0, 1) for side in scores.unbind(1))  # (g·H, s, m)
-        of_e, of_r = (half.expand(g * heads, -1, -1) for half in self.halves)
-        each = torch.bmm(of_e, e) if b_o is None else torch.baddbmm(b_o[:, None], of_e, e)
-        return each.baddbmm_(of_r, r).view(g, -1, m)
+    def _of_heads(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """[e; r] of each head, (g·m·H, 2s), and the heads' outputs, (g·m, d)."""
+        both = _tokens(scores.transpose(1, 2)).view(-1, self.columns)
+        return both, product(both, self.weights.score_weight, self.weights.score_bias).view(-1, self.heads * self.p)
 
     def forward(self, scores: Tensor) -> Tensor:
-        return product(_tokens(self._heads(scores)), self.weights.out_weight, self.weights.out_bias)
+        return product(self._of_heads(scores)[1], self.weights.out_weight, self.weights.out_bias)
 
     def backward(self, grad_y: Tensor, scores: Tensor, learns: bool) -> Tensor:
-        (g, _, heads, rank, m), kind = scores.shape, wide(grad_y.dtype)
-        grad_tokens = product(grad_y, self.weights.out_weight.t())
-        grad_heads = turned(grad_tokens.view(g, m, -1)).view(g * heads, -1, m)
+        g, sides, heads, rank, m = scores.shape
+        grad_each = product(grad_y, self.weights.out_weight.t()).view(-1, self.p)  # (g·m·H, p)
         if learns:
-            made = self._heads(scores)
-            self.grad_out = add_product(self.grad_out, grad_y.t(), made[0] if g == 1 else _tokens(made).t())
+            both, made = self._of_heads(scores)
+            self.grad_out = add_product(self.grad_out, grad_y.t(), made.t())
             self.grad_b_out = add_column_sums(self.grad_b_out, grad_y)
-            sides = (side.flatten(0, 1).mT for side in scores.unbind(1))
-            grad_halves = torch.stack([torch.bmm(grad_heads, side).sum(0, dtype=kind) for side in sides])
-            self.grad_halves = grad_halves if self.grad_halves is None else self.grad_halves.add_(grad_halves)
-            self.grad_b_o = add_column_sums(self.grad_b_o, grad_tokens.view(g * m * heads, -1))
-        grad = scores.new_empty(2, g, heads, rank, m)
-        for side, half in zip(grad, self.halves, strict=True):
-            torch.bmm(half.t().expand(g * heads, -1, -1), grad_heads, out=side.flatten(0, 1))
-        return grad.transpose(0, 1).contiguous()
+            self.grad_o = add_product(self.grad_o, grad_each.t(), both.t())
+            self.grad_b_o = add_column_sums(self.grad_b_o, grad_each)
+        grad = turned(product(grad_each, self.weights.score_weight.t()).view(g, m, -1))
+        return grad.view(g, heads, sides, rank, m).transpose(1, 2).contiguous()
 
     def gradients(self) -> OutputGradients:
-        assert self.grad_halves is not None
-        of_o = self.grad_halves.transpose(0, 1).flatten(1)
-        return OutputGradients(of_o, self.grad_b_o, self.grad_out, self.grad_b_out)  # type: ignore[arg-type]
+        return OutputGradients(self.grad_o, self.grad_b_o, self.grad_out, self.grad_b_out)  # type: ignore[arg-type]
 
 
 def _tokens(columns: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from .reference import wide
 
 LARGE = 2**22  # multiplications from which oneDNN's set-up, some 10 µs, is repaid
+WIDE = 128  # rows and columns of a result from which it is the quicker one
 
 
 @lru_cache(maxsize=1)
@@ -42,12 +43,12 @@ def _maker() -> str:
 
 
 def _for_onednn(a: Tensor, b: Tensor) -> bool:
-    """Its operator would copy an `a` that is not contiguous, which costs more than it gains."""
     return (
         a.dtype == b.dtype == torch.float32
+        and min(a.shape[0], b.shape[0]) >= WIDE
         and a.shape[0] * a.shape[1] * b.shape[0] >= LARGE
         and a.device.type == "cpu"
-        and a.is_contiguous()
+        and (a.is_contiguous() or a.t().is_contiguous())
         and not torch.compiler.is_compiling()
         and _onednn_is_quicker()
         and torch._C._get_mkldnn_enabled()
@@ -55,19 +56,30 @@ def _for_onednn(a: Tensor, b: Tensor) -> bool:
 
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """a bᵀ + bias. a: (m, k), b: (n, k), which may be a transposed view, bias: (n,)."""
-    if _for_onednn(a, b):
-        return torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
-    return F.linear(a, b, bias)
+    """a bᵀ + bias. a: (m, k), b: (n, k), both maybe transposed views, bias: (n,)."""
+    if not _for_onednn(a, b):
+        return F.linear(a, b, bias)
+    return torch.ops.mkldnn._linear_pointwise(_in_rows(a), b, bias, "none", [], "")
 
 
 def add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     """total + a bᵀ, the total wide and not to be used any more; only the product is rounded to the type of a and b."""
+    if not _for_onednn(a, b):
+        if total is None:
+            return F.linear(a, b).to(wide(a.dtype))
+        return total.addmm_(a, b.t()) if a.dtype == total.dtype else total.add_(F.linear(a, b))
+    # oneDNN's operator wants its first matrix in rows and the second as it may be: turning the result can be less work.
+    (m, k), n = a.shape, b.shape[0]
+    if not a.is_contiguous() and m * n + (0 if b.is_contiguous() else n * k) < m * k:
+        found = turned(product(b, a)[None])[0]
+        return found if total is None else total.add_(found)
     if total is None:
-        return product(a, b).to(wide(a.dtype))
-    if _for_onednn(a, b):
-        return torch.ops.mkldnn._linear_pointwise.binary(a, total, b, None, "add")
-    return total.addmm_(a, b.t()) if a.dtype == total.dtype else total.add_(product(a, b))
+        return product(a, b)
+    return torch.ops.mkldnn._linear_pointwise.binary(_in_rows(a), total, b, None, "add")
+
+
+def _in_rows(a: Tensor) -> Tensor:
+    return a if a.is_contiguous() else turned(a.t()[None])[0]
 
 
 def turned(matrices: Tensor) -> Tensor:
@@ -77,7 +89,8 @@ def turned(matrices: Tensor) -> Tensor:
     a transposed view, which goes number by number.
     """
     g, m, n = matrices.shape
-    if matrices.dtype != torch.float32 or matrices.device.type != "cpu" or torch.compiler.is_compiling():
+    plain = matrices.dtype == torch.float32 and matrices.device.type == "cpu" and matrices.numel() > 0
+    if not plain or torch.compiler.is_compiling():
         return matrices.mT.contiguous()
     pixels = matrices.contiguous().view(g, 1, 1, m * n).permute(0, 3, 1, 2)  # the channels of one pixel are a matrix
     return torch.native_channel_shuffle(pixels, m).permute(0, 2, 3, 1).reshape(g, n, m)

@@ -62,13 +62,10 @@ class Projections:
         if landmarks is None:
             self.w_x = torch.stack([w.mT for w in self.sides])[None]  # (B or 1, 2, H, s, p)
             return
-        heads, batch = w_e.shape[0], x.shape[0]
+        heads, p = w_e.shape[0], x.shape[2] // w_e.shape[0]
         self.rows = landmarks.rows(x, heads)
-        each = [
-            torch.bmm(w.mT, self.rows).unflatten(2, (batch, x.shape[2] // heads)).permute(2, 0, 1, 3)
-            for w in self.sides
-        ]
-        self.w_x = torch.stack(each, 1)
+        each = (torch.bmm(w.mT, self.rows).unflatten(2, (x.shape[0], p)) for w in self.sides)  # (H, s, B, p)
+        self.w_x = torch.stack([side.permute(2, 0, 1, 3) for side in each], 1)
 
     def of(self, sequences: slice) -> Tensor:
         return self.w_x if self.landmarks is None else self.w_x[sequences]
