@@ -116,12 +116,12 @@ def _unit_lower_inverse(a, SIZE: tl.constexpr, LEVELS: tl.constexpr, FINE: tl.co
 
 @triton.jit
 def _inverses(
-    k, log_decay, strength, inverse, length,
+    k, log_decay, strength, inverse, length, chunks,
     SIDES: tl.constexpr, HEADS: tl.constexpr, P: tl.constexpr, BP: tl.constexpr,
     C: tl.constexpr, LEVELS: tl.constexpr, CROSSED: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
     """T of each chunk."""
-    lane, chunk = tl.program_id(0), tl.program_id(1)
+    lane, chunk = tl.program_id(0) // chunks, tl.program_id(0) % chunks
     stride: tl.constexpr = SIDES * HEADS
     here, here_k, live = rows_of(chunk, lane, length, SIDES, HEADS, C, CROSSED)
     key = load_rows(k, here_k, live, 0, stride, P, C, BP)
@@ -130,8 +130,7 @@ def _inverses(
     clash = dot(key, tl.trans(key), PRECISION) * left(total, C, False) * beta[:, None]
     solve = _unit_lower_inverse(clash, C, LEVELS, FINE)
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None]
-    place = (lane.to(tl.int64) * tl.num_programs(1) + chunk) * (C * C) + i * C + j
-    tl.store(inverse + place, solve.to(inverse.dtype.element_ty))
+    tl.store(inverse + tl.program_id(0).to(tl.int64) * (C * C) + i * C + j, solve.to(inverse.dtype.element_ty))
 
 
 @triton.jit
@@ -210,8 +209,8 @@ def delta_inverses(plan: Plan, k: Tensor, log_decay: Tensor, strength: Tensor) -
     inverse = plan.empty(*plan.inverse_shape())
     fine = plan.sizes["PRECISION"] if k.dtype == torch.float32 else "tf32x3"  # T is a long product: not in 16 bits
     if inverse.numel():
-        _inverses[(plan.lanes, plan.chunks)](
-            k, log_decay, strength, inverse, plan.length, **plan.sizes, BP=plan.tiles.width,
+        _inverses[(plan.lanes * plan.chunks,)](
+            k, log_decay, strength, inverse, plan.length, plan.chunks, **plan.sizes, BP=plan.tiles.width,
             LEVELS=plan.tiles.chunk.bit_length() - 1, FINE=fine,
         )  # fmt: skip
     return inverse

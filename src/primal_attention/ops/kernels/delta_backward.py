@@ -83,18 +83,18 @@ def _overlap(a, b, first, first_b, live, STRIDE: tl.constexpr, P: tl.constexpr, 
 @triton.jit
 def _gradients(
     q, k, v, log_decay, strength, states, writes, adjoints, solved, grad_y,
-    grad_q, grad_k, grad_v, grad_decay, grad_strength, length,
+    grad_q, grad_k, grad_v, grad_decay, grad_strength, length, chunks,
     SIDES: tl.constexpr, HEADS: tl.constexpr, P: tl.constexpr, S: tl.constexpr,
     BQ: tl.constexpr, NP: tl.constexpr, BS: tl.constexpr, NS: tl.constexpr, C: tl.constexpr,
     CROSSED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    lane, chunk = tl.program_id(0), tl.program_id(1)
+    lane, chunk = tl.program_id(0) // chunks, tl.program_id(0) % chunks
     stride: tl.constexpr = SIDES * HEADS
     t = tl.arange(0, C)
     here, here_k, live = rows_of(chunk, lane, length, SIDES, HEADS, C, CROSSED)
     head, side = lane % HEADS, lane // HEADS % SIDES
     there = here + (head * SIDES + side) - (side * HEADS + head)
-    block = lane.to(tl.int64) * tl.num_programs(1) + chunk
+    block = tl.program_id(0).to(tl.int64)
     total, whole = load_fading(log_decay, here, live, stride, C)
     beta = load_numbers(strength, here, live, stride, C)
     from_start, to_end = tl.exp(total)[:, None], tl.exp(whole - total)[:, None]
@@ -185,8 +185,9 @@ def delta_backward(
             plan.length, plan.chunks, **plan.scan_sizes,
         )  # fmt: skip
     if solved.numel():
-        _gradients[(plan.lanes, plan.chunks)](
-            q, k, v, log_decay, strength, states, writes, adjoints, solved, grad_y, *grads, plan.length, **plan.sizes,
+        _gradients[(plan.lanes * plan.chunks,)](
+            q, k, v, log_decay, strength, states, writes, adjoints, solved, grad_y, *grads,
+            plan.length, plan.chunks, **plan.sizes,
             S=plan.s, BQ=plan.tiles.part, NP=ceil_div(plan.p, plan.tiles.part), BS=plan.tiles.rank,
             NS=ceil_div(plan.s, plan.tiles.rank), num_stages=1,
         )  # fmt: skip

@@ -25,13 +25,13 @@ ROWS = 128  # of a program on the way back
 
 
 @triton.jit
-def _convolved(z, weight, bias, row, column, inside, COLUMNS: tl.constexpr, K: tl.constexpr):
-    """c of some rows and columns, float32; zero where columns are spare."""
-    there = inside[None]
+def _convolved(z, weight, bias, row, first, column, inside, COLUMNS: tl.constexpr, K: tl.constexpr):
+    """c of rows counted from `first`, where z points, in some columns; float32, zero where columns are spare."""
     total = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[None]
     for j in tl.static_range(K):
         at = (row - j)[:, None]
-        past = tl.load(z + at * COLUMNS + column[None], mask=(at >= 0) & there, other=0.0).to(tl.float32)
+        there = (at >= -first) & inside[None]
+        past = tl.load(z + at * COLUMNS + column[None], mask=there, other=0.0).to(tl.float32)
         total += past * tl.load(weight + j * COLUMNS + column, mask=inside, other=0.0).to(tl.float32)[None]
     return total
 
@@ -42,15 +42,18 @@ def _features(
     COLUMNS: tl.constexpr, FIRST: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr, BW: tl.constexpr,
     K: tl.constexpr, BT: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
-    batch, lane = tl.program_id(0).to(tl.int64), tl.program_id(2)
-    row, w = tl.program_id(1) * BT + tl.arange(0, BT), tl.arange(0, BW)
-    at = tl.minimum(row, length - 1)  # rows beyond the last are formed and dropped
-    c = _convolved(z + batch * length * COLUMNS, weight, bias, at, FIRST + lane * WIDTH + w, w < WIDTH, COLUMNS, K)
+    blocks = tl.cdiv(length, BT)
+    first, lane = tl.program_id(0) % blocks * BT, tl.program_id(1)
+    token = (tl.program_id(0) // blocks).to(tl.int64) * length + first
+    t, w = tl.arange(0, BT), tl.arange(0, BW)
+    row = tl.minimum(t, length - 1 - first)  # those beyond the last are formed and dropped
+    column = FIRST + lane * WIDTH + w
+    c = _convolved(z + token * COLUMNS, weight, bias, row, first, column, w < WIDTH, COLUMNS, K)
     a = c * tl.sigmoid(c)
     if NORM:
         a *= tl.rsqrt(tl.sum(a * a, 1) + WIDTH * EPS)[:, None]
-    place = out + batch * length * (LANES * WIDTH) + row[:, None] * (LANES * WIDTH) + lane * WIDTH + w[None]
-    tl.store(place, a.to(out.dtype.element_ty), mask=(row < length)[:, None] & (w[None] < WIDTH))
+    place = out + (token * LANES + lane) * WIDTH + t[:, None] * (LANES * WIDTH) + w[None]
+    tl.store(place, a.to(out.dtype.element_ty), mask=(first + t < length)[:, None] & (w[None] < WIDTH))
 
 
 @triton.jit
@@ -60,24 +63,23 @@ def _features_backward(
     K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, RUN: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     """Rows of z and what they did through each tap of the convolution: dc of the row it reached from here."""
-    batch, lane = tl.program_id(0).to(tl.int64), tl.program_id(2)
+    runs = tl.cdiv(length, RUN)
+    begin, lane = tl.program_id(0) % runs * RUN, tl.program_id(1)
+    start = (tl.program_id(0) // runs).to(tl.int64) * length
     t, w, index = tl.arange(0, BT), tl.arange(0, BW), tl.arange(0, BK)[:, None]
     column, inside = FIRST + lane * WIDTH + w, w < WIDTH
-    z += batch * length * COLUMNS
-    grad_z += batch * length * COLUMNS
-    grad_out += batch * length * (LANES * WIDTH) + lane * WIDTH
-    begin = tl.program_id(1) * RUN
     sums = tl.zeros((BK, BW), tl.float32)  # of each tap, then of the bias
     for first in range(begin, tl.minimum(begin + RUN, length), BT):
-        here = first + t
-        place, mine = here[:, None] * COLUMNS + column[None], (here < length)[:, None] & inside[None]
-        value = tl.load(z + place, mask=mine, other=0.0).to(tl.float32)
+        token = start + first
+        place, mine = t[:, None] * COLUMNS + column[None], (first + t < length)[:, None] & inside[None]
+        value = tl.load(z + token * COLUMNS + place, mask=mine, other=0.0).to(tl.float32)
         total = tl.zeros((BT, BW), tl.float32)
         for j in tl.static_range(K):
-            row = tl.minimum(here + j, length - 1)
-            c = _convolved(z, weight, bias, row, column, inside, COLUMNS, K)
-            reached = (here + j < length)[:, None] & inside[None]
-            grad = tl.load(grad_out + row[:, None] * (LANES * WIDTH) + w[None], mask=reached, other=0.0).to(tl.float32)
+            row = tl.minimum(t + j, length - 1 - first)
+            c = _convolved(z + token * COLUMNS, weight, bias, row, first, column, inside, COLUMNS, K)
+            reached = (first + t + j < length)[:, None] & inside[None]
+            from_there = grad_out + (token * LANES + lane) * WIDTH + row[:, None] * (LANES * WIDTH) + w[None]
+            grad = tl.load(from_there, mask=reached, other=0.0).to(tl.float32)
             gate = tl.sigmoid(c)
             if NORM:
                 a = c * gate
@@ -89,9 +91,9 @@ def _features_backward(
             sums += tl.where(index == j, tl.sum(grad * value, 0)[None], 0.0)
             if j == 0:
                 sums += tl.where(index == K, tl.sum(grad, 0)[None], 0.0)
-        tl.store(grad_z + place, total.to(grad_z.dtype.element_ty), mask=mine)
-    part = (batch * tl.num_programs(1) + tl.program_id(1)) * ((K + 1) * COLUMNS) + index * COLUMNS
-    tl.store(parts + part + FIRST + lane * WIDTH + w[None], sums, mask=(index <= K) & (w[None] < WIDTH))
+        tl.store(grad_z + token * COLUMNS + place, total.to(grad_z.dtype.element_ty), mask=mine)
+    part = tl.program_id(0).to(tl.int64) * ((K + 1) * COLUMNS) + index * COLUMNS + column[None]
+    tl.store(parts + part, sums, mask=(index <= K) & inside[None])
 
 
 def _kinds(sides: int, heads: int, p: int, rank: int, columns: int, kernel: int) -> list[dict[str, Any]]:
@@ -111,7 +113,7 @@ def features_forward(z: Tensor, weight: Tensor, bias: Tensor, heads: int, rank: 
     phi, h = (z.new_empty(batch, length, 2, heads, width) for width in (p, rank))
     if batch * length:
         for out, kind in zip((phi, h), _kinds(2, heads, p, rank, columns, weight.shape[0]), strict=True):
-            _features[(batch, ceil_div(length, kind["BT"]), 2 * heads)](z, weight, bias, out, length, **kind)
+            _features[(batch * ceil_div(length, kind["BT"]), 2 * heads)](z, weight, bias, out, length, **kind)
     return phi, h
 
 
@@ -126,7 +128,7 @@ def features_backward(
     if parts.shape[0]:
         kinds = _kinds(2, heads, p, grad_h.shape[-1], columns, kernel)
         for grad, kind in zip((grad_phi, grad_h), kinds, strict=True):
-            _features_backward[(batch, runs, 2 * heads)](
+            _features_backward[(batch * runs, 2 * heads)](
                 z, weight, bias, grad, grad_z, parts, length, **kind, BK=power_of_two(kernel + 1, 2), RUN=ROWS
             )
     return grad_z, parts[:, :kernel].sum(0).to(weight.dtype), parts[:, kernel].sum(0).to(bias.dtype)

@@ -21,10 +21,19 @@ ROWS = 128  # tokens of a program
 
 
 @triton.jit
-def _block(base, first, length, HEADS: tl.constexpr, WIDTH: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr):
+def _run(length, HEADS: tl.constexpr, WIDTH: tl.constexpr, RUN: tl.constexpr):
+    """Of a program's run of tokens: its sequence, the first of them, and where its partial sums go."""
+    runs = tl.cdiv(length, RUN)
+    batch, first = (tl.program_id(0) // runs).to(tl.int64), tl.program_id(0) % runs * RUN
+    return batch, first, (tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)) * WIDTH
+
+
+@triton.jit
+def _block(batch, first, length, HEADS: tl.constexpr, WIDTH: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr):
     """Places of a block of tokens of one head, and which are there."""
-    row, w = first + tl.arange(0, BT), tl.arange(0, BW)
-    return base + row[:, None] * (HEADS * WIDTH) + w[None], (row < length)[:, None] & (w[None] < WIDTH)
+    t, w = tl.arange(0, BT), tl.arange(0, BW)
+    place = ((batch * length + first) * HEADS + tl.program_id(1)) * WIDTH + t[:, None] * (HEADS * WIDTH) + w[None]
+    return place, (first + t < length)[:, None] & (w[None] < WIDTH)
 
 
 @triton.jit
@@ -33,13 +42,12 @@ def _gated(
     HEADS: tl.constexpr, WIDTH: tl.constexpr, BW: tl.constexpr, BT: tl.constexpr, RUN: tl.constexpr,
     GATE: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
-    batch, run, head = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    base = batch * length * (HEADS * WIDTH) + head * WIDTH
+    batch, begin, part = _run(length, HEADS, WIDTH, RUN)
     w = tl.arange(0, BW)
     scale = tl.load(norm + w, mask=w < WIDTH, other=0.0).to(tl.float32)[None]
     energy = tl.zeros((BT, BW), tl.float32)
-    for first in range(run * RUN, tl.minimum(run * RUN + RUN, length), BT):
-        place, inside = _block(base, first, length, HEADS, WIDTH, BT, BW)
+    for first in range(begin, tl.minimum(begin + RUN, length), BT):
+        place, inside = _block(batch, first, length, HEADS, WIDTH, BT, BW)
         score = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
         energy += score * score
         result = score * tl.rsqrt(tl.sum(score * score, 1) / WIDTH + EPS)[:, None] * scale
@@ -47,8 +55,7 @@ def _gated(
             g = tl.load(gate + place, mask=inside, other=0.0).to(tl.float32)
             result *= g * tl.sigmoid(g)
         tl.store(out + place, result.to(out.dtype.element_ty), mask=inside)
-    part = ((batch * tl.num_programs(1) + run) * HEADS + head) * WIDTH + w
-    tl.store(parts + part, tl.sum(energy, 0), mask=w < WIDTH)
+    tl.store(parts + part + w, tl.sum(energy, 0), mask=w < WIDTH)
 
 
 @triton.jit
@@ -57,14 +64,13 @@ def _gated_backward(
     HEADS: tl.constexpr, WIDTH: tl.constexpr, BW: tl.constexpr, BT: tl.constexpr, RUN: tl.constexpr,
     GATE: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
-    batch, run, head = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    base = batch * length * (HEADS * WIDTH) + head * WIDTH
+    batch, begin, part = _run(length, HEADS, WIDTH, RUN)
     w = tl.arange(0, BW)
     scale = tl.load(norm + w, mask=w < WIDTH, other=0.0).to(tl.float32)[None]
-    twice = 2.0 * tl.load(grad_energy + (batch * HEADS + head) * WIDTH + w, mask=w < WIDTH, other=0.0)[None]
+    twice = 2.0 * tl.load(grad_energy + (batch * HEADS + tl.program_id(1)) * WIDTH + w, mask=w < WIDTH, other=0.0)[None]
     sums = tl.zeros((BT, BW), tl.float32)
-    for first in range(run * RUN, tl.minimum(run * RUN + RUN, length), BT):
-        place, inside = _block(base, first, length, HEADS, WIDTH, BT, BW)
+    for first in range(begin, tl.minimum(begin + RUN, length), BT):
+        place, inside = _block(batch, first, length, HEADS, WIDTH, BT, BW)
         score = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
         grad = tl.load(grad_out + place, mask=inside, other=0.0).to(tl.float32)
         inverse = tl.rsqrt(tl.sum(score * score, 1) / WIDTH + EPS)[:, None]
@@ -79,15 +85,14 @@ def _gated_backward(
         grad *= scale
         grad = (grad - unit * (tl.sum(grad * unit, 1) / WIDTH)[:, None]) * inverse + twice * score
         tl.store(grad_x + place, grad.to(grad_x.dtype.element_ty), mask=inside)
-    part = ((batch * tl.num_programs(1) + run) * HEADS + head) * WIDTH + w
-    tl.store(parts + part, tl.sum(sums, 0), mask=w < WIDTH)
+    tl.store(parts + part + w, tl.sum(sums, 0), mask=w < WIDTH)
 
 
 def _sizes(x: Tensor, gate: Tensor | None, eps: float) -> tuple[dict[str, Any], tuple[int, ...]]:
     batch, length, heads, width = x.shape
     block = power_of_two(width)
     sizes = {"HEADS": heads, "WIDTH": width, "BW": block, "BT": 1024 // block, "RUN": ROWS}
-    return {**sizes, "GATE": gate is not None, "EPS": eps, "num_warps": 4}, (batch, ceil_div(length, ROWS), heads)
+    return {**sizes, "GATE": gate is not None, "EPS": eps, "num_warps": 4}, (batch * ceil_div(length, ROWS), heads)
 
 
 def gated_forward(x: Tensor, gate: Tensor | None, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -97,7 +102,7 @@ def gated_forward(x: Tensor, gate: Tensor | None, norm: Tensor, eps: float) -> t
     parts = torch.empty((*grid, x.shape[3]), dtype=torch.float32, device=x.device)
     if parts.numel():
         _gated[grid](x, x if gate is None else gate, norm, out, parts, x.shape[1], **sizes)
-    return out, parts.sum(1)
+    return out, parts.view(x.shape[0], -1, *x.shape[2:]).sum(1)
 
 
 def gated_backward(
@@ -111,4 +116,4 @@ def gated_backward(
         _gated_backward[grid](
             x, x if gate is None else gate, norm, grad_out, grad_energy, grad_x, grad_gate, parts, x.shape[1], **sizes
         )
-    return grad_x, grad_gate, parts.sum((0, 1, 2)).to(norm.dtype)
+    return grad_x, grad_gate, parts.sum((0, 1)).to(norm.dtype)
