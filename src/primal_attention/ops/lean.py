@@ -19,7 +19,7 @@ from torch import Tensor
 from . import reference as eq
 from .layer import Attended, Objective, Weights
 from .lean_back import Kept, WayBack
-from .lean_blocks import blocks
+from .lean_blocks import blocks, keep_freed_memory
 from .lean_output import output_map
 from .lean_plan import Plan, scale
 from .lean_products import product
@@ -152,6 +152,8 @@ def lean_attention(
     given = (x.contiguous(), decay, start, sqrt_lambda, *weights)
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
     plan = Plan(mode, dropout, form, trace, need_scores, need_state, keep)  # type: ignore[arg-type]
+    if not torch.compiler.is_compiling():
+        keep_freed_memory()
     y, j, scores, final = Layer.apply(plan, valid, places, empty, *given)
     return Attended(
         y,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 BLOCK = 3 * 2**20  # numbers in z and the scores of a block: enough for fast products, few enough to stay in the cache
@@ -66,3 +68,15 @@ def blocks(batch: int, length: int, width: int) -> Iterator[Block]:
         for n0 in range(0, length, step):
             n1 = min(n0 + step, length)
             yield Block(b0, b1, n0, n1, slice(b0 * length + n0, (b1 - 1) * length + n1))
+
+
+@lru_cache(maxsize=1)
+def keep_freed_memory() -> None:
+    """Have the C library keep what a step frees for the next one.
+
+    glibc hands the top of its heap back to the system and gets it anew, page fault by page fault, until the process has
+    once freed a piece of up to 32 MiB; from then on it keeps twice that. Training of any size does so sooner or later;
+    a small layer alone does not, and spends a tenth of its time on it. The piece is never touched, so it takes no
+    memory; other C libraries do not mind.
+    """
+    torch.empty(2**25 - 2**16, dtype=torch.uint8)
