@@ -117,6 +117,13 @@ def test_padding_anywhere(device: torch.device) -> None:
     assert_as_truth(device, layer(), torch.randn(2, 20, 32), mask)
 
 
+def test_a_batch_of_nothing(device: torch.device) -> None:
+    attention, x = layer().to(device), torch.zeros(0, 20, 32, device=device, requires_grad=True)
+    y = attention(x)
+    (y.sum() + attention.objective.sum()).backward()
+    assert y.shape == x.grad.shape == (0, 20, 32)
+
+
 def test_a_prompt_and_steps_equal_one_pass(device: torch.device) -> None:
     attention, x = layer().eval().to(device), torch.randn(1, 45, 32).to(device)
     with torch.no_grad():

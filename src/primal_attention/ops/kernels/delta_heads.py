@@ -88,32 +88,29 @@ def _gated_backward(
     tl.store(parts + part + w, tl.sum(sums, 0), mask=w < WIDTH)
 
 
-def _sizes(x: Tensor, gate: Tensor | None, eps: float) -> tuple[dict[str, Any], tuple[int, ...]]:
+def _launch(kernel: Any, x: Tensor, gate: Tensor | None, norm: Tensor, eps: float, *others: Tensor) -> Tensor:
+    """Run one of the kernels; the partial sums that it leaves, (B, runs, H, 2s)."""
     batch, length, heads, width = x.shape
-    block = power_of_two(width)
-    sizes = {"HEADS": heads, "WIDTH": width, "BW": block, "BT": 1024 // block, "RUN": ROWS}
-    return {**sizes, "GATE": gate is not None, "EPS": eps, "num_warps": 4}, (batch * ceil_div(length, ROWS), heads)
+    block, runs = power_of_two(width), ceil_div(length, ROWS)
+    parts = torch.empty((batch, runs, heads, width), dtype=torch.float32, device=x.device)
+    if parts.numel():
+        kernel[(batch * runs, heads)](
+            x, x if gate is None else gate, norm, *others, parts, length, HEADS=heads, WIDTH=width, BW=block,
+            BT=1024 // block, RUN=ROWS, GATE=gate is not None, EPS=eps, num_warps=4,
+        )  # fmt: skip
+    return parts
 
 
 def gated_forward(x: Tensor, gate: Tensor | None, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """o like x, and the energies (B, H, 2s) float32. gate: like x, before SiLU."""
-    sizes, grid = _sizes(x, gate, eps)
     out = torch.empty_like(x)
-    parts = torch.empty((*grid, x.shape[3]), dtype=torch.float32, device=x.device)
-    if parts.numel():
-        _gated[grid](x, x if gate is None else gate, norm, out, parts, x.shape[1], **sizes)
-    return out, parts.view(x.shape[0], -1, *x.shape[2:]).sum(1)
+    return out, _launch(_gated, x, gate, norm, eps, out).sum(1)
 
 
 def gated_backward(
     x: Tensor, gate: Tensor | None, norm: Tensor, eps: float, grad_out: Tensor, grad_energy: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, of the gate and of the norm's weight."""
-    sizes, grid = _sizes(x, gate, eps)
     grad_x, grad_gate = torch.empty_like(x), torch.empty_like(x if gate is None else gate)
-    parts = torch.empty((*grid, x.shape[3]), dtype=torch.float32, device=x.device)
-    if parts.numel():
-        _gated_backward[grid](
-            x, x if gate is None else gate, norm, grad_out, grad_energy, grad_x, grad_gate, parts, x.shape[1], **sizes
-        )
-    return grad_x, grad_gate, parts.sum((0, 1)).to(norm.dtype)
+    parts = _launch(_gated_backward, x, gate, norm, eps, grad_out, grad_energy, grad_x, grad_gate)
+    return grad_x, grad_gate, parts.sum((0, 1, 2)).to(norm.dtype)
