@@ -1,9 +1,10 @@
 """The matrix products of the lean path, and who computes them.
 
 PyTorch's own float32 products on x86 are MKL's, which on processors of other makers than Intel is slower than oneDNN,
-shipped in the same PyTorch (python benchmarks/cpu_attention.py shows both). So oneDNN gets the large products there. Whose processor it is decides, not a measurement: a choice that
-differs between two runs would take the last bits of the results with it. Everywhere else (Intel's processors, Arm,
-GPUs, other types, a PyTorch without the operator, torch.backends.mkldnn switched off) they are torch's own.
+shipped in the same PyTorch (python benchmarks/cpu_attention.py shows both). So oneDNN gets the large products there.
+Whose processor it is decides, not a measurement: a choice that differs between two runs would take the last bits of the
+results with it. Everywhere else (Intel's processors, Arm, GPUs, other types, a PyTorch without the operator,
+torch.backends.mkldnn switched off) they are torch's own.
 
 Both engines obey torch.set_float32_matmul_precision; its default is full float32 in both.
 """
