@@ -35,14 +35,17 @@ class DeltaTiles(NamedTuple):
     part: int  # of the head width, where the gradients take it in parts
     warps: int
     stages: int  # of loads ahead of the chunk at hand
+    registers: int | None  # most for a thread of the scans
+    gradient_registers: int | None  # and where a chunk's gradients are formed
 
 
 def delta_tiles(dtype: torch.dtype, head_dim: int, rank: int) -> DeltaTiles:
     """One choice per (dtype, head width, rank). float32 is multiplied without tensor cores, from more registers."""
     width, full = power_of_two(head_dim), power_of_two(rank)
     if dtype == torch.float32:
-        return DeltaTiles(32, width, min(full, 16), min(width, 32), 8, 1)
-    return DeltaTiles(32, width, min(full, 32), min(width, 64), 4, 2)
+        return DeltaTiles(32, width, min(full, 16), min(width, 32), 8, 1, None, None)
+    # The gradients fit 168 registers, three programs side by side, and take all 255 if nobody says so.
+    return DeltaTiles(32, width, min(full, 32), min(width, 64), 4, 2, None, 168)
 
 
 @triton.jit
@@ -190,7 +193,8 @@ class Plan:
             "PRECISION": precision(q.dtype), "num_warps": self.tiles.warps,
         }  # fmt: skip
         self.scan_sizes = {
-            **self.sizes, "S": self.s, "BP": self.tiles.width, "BS": self.tiles.rank, "num_stages": self.tiles.stages
+            **self.sizes, "S": self.s, "BP": self.tiles.width, "BS": self.tiles.rank, "num_stages": self.tiles.stages,
+            "maxnreg": self.tiles.registers,
         }  # fmt: skip
         self.like = q
 

@@ -189,6 +189,6 @@ def delta_backward(
             q, k, v, log_decay, strength, states, writes, adjoints, solved, grad_y, *grads,
             plan.length, plan.chunks, **plan.sizes,
             S=plan.s, BQ=plan.tiles.part, NP=ceil_div(plan.p, plan.tiles.part), BS=plan.tiles.rank,
-            NS=ceil_div(plan.s, plan.tiles.rank), num_stages=1,
+            NS=ceil_div(plan.s, plan.tiles.rank), num_stages=1, maxnreg=plan.tiles.gradient_registers,
         )  # fmt: skip
     return (*grads, grad_start)  # type: ignore[return-value]
