@@ -9,7 +9,7 @@ also carry the KSVD loss. SDPA is F.scaled_dot_product_attention between two nn.
 every round, so that whatever else the machine does hits all of them alike, and the fastest of the rounds counts.
 Before anything is timed, the layers that compute the same thing must agree. "Products" are the layer's six large matrix
 products alone (q and k, the folded output map, and two gradients of each), as torch.mm computes them and as the lean
-path has them computed (primal_attention.ops.lean_products): the second is what it can at best come down to. "Bytes
+path has them computed (primal_attention.ops.lean.products): the second is what it can at best come down to. "Bytes
 kept" are the distinct storages that autograd holds between forward and backward, parameters not counted.
 """
 
@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from torch.utils.benchmark import Timer, timer
 
 from primal_attention import PrimalAttention, ksvd_loss
-from primal_attention.ops.lean_products import add_product
+from primal_attention.ops.lean.products import add_product
 
 
 class SoftmaxAttention(nn.Module):

@@ -12,7 +12,8 @@ from torch.autograd import gradcheck
 
 from closeness import assert_close
 from primal_attention import PrimalAttention, ksvd_loss
-from primal_attention.ops import backends, lean, lean_blocks
+from primal_attention.ops import backends
+from primal_attention.ops.lean import blocks, output
 from primal_attention.ops.modes import COSINE, Mode
 
 # The same sums in another order. float32: some gradients are sums over all tokens that nearly cancel.
@@ -31,7 +32,7 @@ causal_modes = pytest.mark.parametrize("mode", ["causal", "causal_decay"])
 @pytest.fixture
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 64 rows, so that short sequences cross their borders."""
-    monkeypatch.setattr(lean_blocks, "BLOCK", 1)
+    monkeypatch.setattr(blocks, "BLOCK", 1)
 
 
 def make(mode: str, d: int = 24, heads: int = 3, **keywords: Any) -> PrimalAttention:
@@ -97,8 +98,8 @@ def test_sizes_with_and_without_folding(mode: str, d: int, heads: int, rank: int
 
 def test_both_output_maps_are_met() -> None:
     weights = make("plain", 48, 3, rank=5)._weights()
-    assert type(lean.output_map(weights, 3, 10_000)).__name__ == "Folded"
-    assert type(lean.output_map(weights, 3, 1)).__name__ == "Apart"
+    assert type(output.output_map(weights, 3, 10_000)).__name__ == "Folded"
+    assert type(output.output_map(weights, 3, 1)).__name__ == "Apart"
 
 
 @pytest.mark.parametrize("form", ["mean", "sum"])

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from closeness import assert_close
-from primal_attention.ops import lean_products
-from primal_attention.ops.lean_products import add_product, product, turned
+from primal_attention.ops.lean import products
+from primal_attention.ops.lean.products import add_product, product, turned
 
 ROUNDING = {torch.float32: 2e-6, torch.float64: 1e-14}  # the same sums in another order
 missing = pytest.mark.skipif(not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this PyTorch has no oneDNN")
@@ -17,9 +17,9 @@ missing = pytest.mark.skipif(not hasattr(torch.ops.mkldnn, "_linear_pointwise"),
 @pytest.fixture(params=[pytest.param(True, marks=missing), False], ids=["oneDNN", "torch"])
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Small products go to the engine too."""
-    monkeypatch.setattr(lean_products, "_onednn_is_quicker", lambda: request.param)
-    monkeypatch.setattr(lean_products, "LARGE", 1)
-    monkeypatch.setattr(lean_products, "WIDE", 1)
+    monkeypatch.setattr(products, "_onednn_is_quicker", lambda: request.param)
+    monkeypatch.setattr(products, "LARGE", 1)
+    monkeypatch.setattr(products, "WIDE", 1)
     return request.param
 
 
@@ -73,17 +73,17 @@ def test_the_default_precision_is_that_of_float32() -> None:
 @pytest.mark.filterwarnings("ignore:TF32")
 def test_torchs_switch_turns_it_off(engine: bool) -> None:
     a, b = torch.randn(4, 5), torch.randn(6, 5)
-    assert lean_products._for_onednn(a, b) == engine
-    assert not lean_products._for_onednn(a.double(), b.double())
+    assert products._for_onednn(a, b) == engine
+    assert not products._for_onednn(a.double(), b.double())
     with torch.backends.mkldnn.flags(enabled=False):
-        assert not lean_products._for_onednn(a, b)
+        assert not products._for_onednn(a, b)
 
 
 @pytest.mark.parametrize(("maker", "quicker"), [("AuthenticAMD", True), ("GenuineIntel", False), ("", False)])
 def test_the_processors_maker_decides(maker: str, quicker: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     here = torch.backends.mkl.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    monkeypatch.setattr(lean_products, "_maker", lambda: maker)
-    assert lean_products._onednn_is_quicker.__wrapped__() == (quicker and here)
+    monkeypatch.setattr(products, "_maker", lambda: maker)
+    assert products._onednn_is_quicker.__wrapped__() == (quicker and here)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])

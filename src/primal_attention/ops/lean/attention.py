@@ -16,19 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import reference as eq
-from .layer import Attended, Objective, Weights
-from .lean_back import Kept, WayBack
-from .lean_blocks import blocks, keep_freed_memory
-from .lean_output import output_map
-from .lean_plan import Plan, scale
-from .lean_products import product
-from .lean_scan import decay_factors, scan_
-from .lean_scores import project
-from .lean_weights import Landmarks, Projections
-from .modes import Mode, State
-from .once import once
-from .reference import RunningState, Scores
+from .. import reference as eq
+from ..layer import Attended, Objective, Weights
+from ..modes import Mode, State
+from ..once import once
+from ..reference import RunningState, Scores
+from .back import Kept, WayBack
+from .blocks import blocks, keep_freed_memory
+from .output import output_map
+from .plan import Plan, scale
+from .products import product
+from .scan import decay_factors, scan_
+from .scores import project
+from .weights import Landmarks, Projections
 
 
 class Layer(torch.autograd.Function):

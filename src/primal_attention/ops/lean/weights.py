@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .reference import wide
-from .sampling import landmark_indices, ragged_landmark_indices, token_of_rank
+from ..reference import wide
+from ..sampling import landmark_indices, ragged_landmark_indices, token_of_rank
 
 
 @lru_cache(maxsize=64)

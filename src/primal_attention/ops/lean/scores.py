@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .feature_maps import EPS
+from ..feature_maps import EPS
 
 LONG = 128  # tokens from which a sequence is worth calls of its own
 

@@ -4,7 +4,7 @@ Nothing stands between the two maps, so that their product serves where there ar
 
     M[:, h] = W_out[:, h] W_o,      m = b_out + Σ_h W_out[:, h] b_o,      y = M [scores] + m
 
-Scores come as in `lean_scores`, (g, 2, H, s, m): W_o is taken apart into its halves for e and for r.
+Scores come as in `lean.scores`, (g, 2, H, s, m): W_o is taken apart into its halves for e and for r.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .layer import Weights
-from .lean_products import add_product, product, turned
-from .lean_scores import one_by_one
-from .reference import wide
+from ..layer import Weights
+from ..reference import wide
+from .products import add_product, product, turned
+from .scores import one_by_one
 
 
 class OutputGradients(NamedTuple):

@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .layer import Weights
-from .lean_blocks import Block, blocks
-from .lean_output import add_column_sums, output_map
-from .lean_plan import Plan, scale
-from .lean_products import add_product, product
-from .lean_scan import backward_factors, decay_factors, scan_
-from .lean_scores import project_backward
-from .lean_weights import Landmarks, Projections
-from .reference import wide
+from ..layer import Weights
+from ..reference import wide
+from .blocks import Block, blocks
+from .output import add_column_sums, output_map
+from .plan import Plan, scale
+from .products import add_product, product
+from .scan import backward_factors, decay_factors, scan_
+from .scores import project_backward
+from .weights import Landmarks, Projections
 
 
 class Pass(NamedTuple):

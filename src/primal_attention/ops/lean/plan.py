@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .modes import Mode
+from ..modes import Mode
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .reference import wide
+from ..reference import wide
 
 LARGE = 2**22  # multiplications from which oneDNN's set-up, some 10 µs, is repaid
 WIDE = 128  # rows and columns of a result from which it is the quicker one
