@@ -41,10 +41,12 @@ def distill(
     end_steps: int = 200,
     lr: float = 1e-3,
     end_lr: float = 5e-4,
+    kept_rate: float = 0.3,
     train: Literal["layers", "blocks", "all"] = "blocks",
     match: Match | None = None,
     ksvd: float = 0.0,
     precision: Literal["32-true", "bf16-mixed"] = "32-true",
+    graph: bool = True,
     progress: bool = True,
 ) -> Distilled:
     """Fit the Primal layers of a primalized model to the model it was made from. Changes `model` in place.
@@ -55,11 +57,15 @@ def distill(
         data: batches of inputs (a tensor, a tuple of arguments or a dict of keywords each), read as often as needed.
         start_batches: what the new weights' start is computed from; fewer than 2 leave them as they are.
         block_steps, end_steps: of the two stages; 0 leaves a stage out.
-        lr, end_lr: highest learning rates of the new weights in the two stages; weights trained before: 0.3 of it.
+        lr, end_lr: highest learning rates of the new weights in the two stages.
+        kept_rate: the rate of weights that were trained before, as a part of these. Long runs with train="all" on much
+            data learn faster with 1.
         train: what the second stage trains: the replaced layers, the blocks around them, or all.
         match: the tensor to compare, or several, from a model's output and the batch; None takes the first tensor.
         ksvd: weight of the KSVD objective J² beside the error.
         precision: of the two stages, as Lightning names it; "bf16-mixed" is much faster on a GPU.
+        graph: on a GPU, record the steps of the first four batch shapes as CUDA graphs. Where a model cannot be
+            recorded, since it looks at its numbers on the way, a warning says why and the steps run as usual.
     """
     pairs = matched(model, teacher)
     last = _trained(model, pairs, train)
@@ -79,8 +85,8 @@ def distill(
         def stage(what: str, chosen: nn.Module, error: Callable[[Any], Tensor], steps: int, lr: float) -> list[float]:
             model.requires_grad_(False)  # nothing is kept for the way back but for what is trained
             whole = error if not ksvd else lambda batch: error(batch) + ksvd * ksvd_loss(model)
-            settings: dict[str, Any] = {"precision": precision, "progress": progress}
-            return fit(chosen, grads, data, whole, steps, lr=lr, what=what, **settings)
+            how: dict[str, Any] = {"precision": precision, "graph": graph, "progress": progress}
+            return fit(chosen, grads, data, whole, steps, lr=lr, kept_rate=kept_rate, what=what, **how)
 
         layers = nn.ModuleList(student for student, _ in pairs.values())
         blocks, end = block_error(teacher, pairs), end_error(model, teacher, match)

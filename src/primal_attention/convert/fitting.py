@@ -1,12 +1,14 @@
 """One stage of a distillation: a short Lightning run that lowers an error over batches without labels.
 
-Weights that start from nothing learn at the full rate, those that were trained before at 0.3 of it; both rise over the
-first tenth of the steps and fall along a cosine. The student is no part of Lightning's module: it stays where it is.
+Weights that start from nothing learn at the full rate, those trained before at a part of it; both rise over the first
+tenth of the steps and fall along a cosine. The student is no part of Lightning's module: it stays where it is. A turn
+of Lightning's loop is several steps (`fitting_steps`), since a turn costs the host as much as one of them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import warnings
@@ -16,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .fitting_steps import Steps
+
 NEW = ("w_e", "w_r", "sqrt_lambda", "score_proj", "decay_logit")
-KEPT_RATE = 0.3
 WARM_UP = 0.1
-CLIP = 1.0
-LOOKED_AT = 20  # steps between two looks at the errors: each look waits for the device
+TURN = 20  # steps between two looks at the errors: each look waits for the device
 
 
 def fit(
@@ -31,14 +33,18 @@ def fit(
     steps: int,
     *,
     lr: float,
+    kept_rate: float,
     what: str,
     precision: str = "32-true",
+    graph: bool = True,
     progress: bool = True,
 ) -> list[float]:
     """Train those parameters of `chosen` that are allowed to learn; the error at every step.
 
     An error that is not finite is a ValueError, and the weights are then what they were before the stage.
     """
+    if precision not in ("32-true", "bf16-mixed"):
+        raise ValueError(f"precision must be '32-true' or 'bf16-mixed' (got {precision!r})")
     if steps < 1:
         return []
     new: list[nn.Parameter] = []
@@ -48,8 +54,11 @@ def fit(
             parameter.requires_grad_(True)
             (new if any(part in NEW for part in name.split(".")) else kept).append(parameter)
     before = [p.detach().clone() for p in (*new, *kept)]
+    groups = [(group, top) for group, top in ((new, lr), (kept, kept_rate * lr)) if group]
+    rates = [rate(step, steps) for step in range(steps)]
+    work = Steps(chosen, groups, error, rates, half=precision == "bf16-mixed", graph=graph)
     try:
-        return _run(new, kept, data, error, steps, lr, what, precision, progress)
+        return _run(work, repeated(data, steps), steps, what, progress)
     except NotFiniteError as problem:
         with torch.no_grad():
             for parameter, value in zip((*new, *kept), before, strict=True):
@@ -88,81 +97,46 @@ def repeated(data: Iterable[Any], steps: int) -> Iterator[Any]:
             )
 
 
-class _Repeated:
-    """`repeated`, with the length that spares Lightning from reading ahead."""
-
-    def __init__(self, data: Iterable[Any], steps: int) -> None:
-        self.data, self.steps = data, steps
-
-    def __len__(self) -> int:
-        return self.steps
-
-    def __iter__(self) -> Iterator[Any]:
-        return repeated(self.data, self.steps)
-
-
-def _run(
-    new: list[nn.Parameter],
-    kept: list[nn.Parameter],
-    data: Iterable[Any],
-    error: Callable[[Any], Tensor],
-    steps: int,
-    lr: float,
-    what: str,
-    precision: str,
-    progress: bool,
-) -> list[float]:
+def _run(work: Steps, batches: Iterator[Any], steps: int, what: str, progress: bool) -> list[float]:
     try:
         import lightning.pytorch as pl
         from lightning.pytorch.plugins.environments import LightningEnvironment
     except ImportError as missing:
         raise ImportError("distill needs lightning: pip install 'primal-attention[train]'") from missing
-    device = next(p.device for p in (*new, *kept))
-    groups = [{"params": group, "lr": top} for group, top in ((new, lr), (kept, KEPT_RATE * lr)) if group]
+    device = work.device
     history: list[float] = []
-    unseen: list[Tensor] = []
-
-    def look(show: Callable[[list[float]], None]) -> None:
-        for value in torch.stack(unseen).tolist():
-            history.append(value)
-            if not math.isfinite(value):
-                raise NotFiniteError(f"the error is no longer a finite number at step {len(history)} {what}: lower lr")
-            show(history)
-        unseen.clear()
 
     class Stage(pl.LightningModule):
-        def training_step(self, batch: Any, index: int) -> Tensor:
-            torch.clear_autocast_cache()  # under a caller's autocast it would still hold the first step's weights
-            loss = error(batch)
-            unseen.append(loss.detach().float())
-            if len(unseen) == LOOKED_AT or index == 0:
-                look(show)
-            return loss
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False  # the steps bring their optimiser along
 
-        def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
-            torch.nn.utils.clip_grad_norm_([*new, *kept], CLIP)
+        def training_step(self, turn: int) -> None:
+            coming = itertools.islice(batches, min(TURN, steps - work.done))
+            work.run(self.transfer_batch_to_device(batch, device, 0) for batch in coming)
+            for value in work.losses(len(history)):
+                history.append(value)
+                if not math.isfinite(value):
+                    raise NotFiniteError(
+                        f"the error is no longer a finite number at step {len(history)} {what}: lower lr"
+                    )
+                show(history)
 
-        def configure_optimizers(self) -> Any:
-            optimiser = torch.optim.AdamW(groups, weight_decay=0.0, fused=device.type == "cuda")
-            schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: rate(step, steps))
-            return {"optimizer": optimiser, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        def configure_optimizers(self) -> None:
+            return None
 
     with _quiet(), _shown(steps, what, progress) as show:
         trainer = pl.Trainer(
-            max_steps=steps,
             max_epochs=1,
             accelerator="gpu" if device.type == "cuda" else device.type,
             devices=[device.index or 0] if device.type == "cuda" else 1,
-            precision=precision,  # type: ignore[arg-type]
             plugins=[LightningEnvironment()],
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        trainer.fit(Stage(), train_dataloaders=_Repeated(data, steps))
-        if unseen:
-            look(show)
+        trainer.fit(Stage(), train_dataloaders=range(-(-steps // TURN)))
     return history
 
 

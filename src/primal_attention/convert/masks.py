@@ -19,12 +19,17 @@ HIDDEN = -1e4  # added to a score, this or less leaves nothing of it after the s
 NOT_CAUSAL = "the attention mask is causal and the Primal-Attention is not: primalize(…, causal=True)"
 
 
+def _looks(mask: Tensor) -> bool:
+    """Whether the mask's values can be checked: not by the compiler, and not while a CUDA graph is recorded."""
+    return not (torch.compiler.is_compiling() or (mask.is_cuda and torch.cuda.is_current_stream_capturing()))
+
+
 def allowed(mask: Tensor) -> Tensor:
     """True where attention may look, of a mask that is bool in this sense or is added to the scores."""
     if mask.dtype == torch.bool:
         return mask
     hidden = mask <= HIDDEN
-    if not torch.compiler.is_compiling() and bool((mask.masked_fill(hidden, 0) != 0).any()):
+    if _looks(mask) and bool((mask.masked_fill(hidden, 0) != 0).any()):
         raise ValueError("the attention mask adds a bias to the scores: Primal-Attention has no scores per pair")
     return ~hidden
 
@@ -36,7 +41,7 @@ def padding_of(seen: Tensor, causal: bool) -> Tensor:
         raise ValueError(f"the attention mask has fewer keys than queries ({keys} and {queries}): {OTHER}")
     valid = seen[:, -1]  # the last token looks at everything but padding, causal or not
     own = valid[:, keys - queries :]
-    if not torch.compiler.is_compiling():
+    if _looks(seen):
         whole = valid[:, None].expand_as(seen)
         order = torch.ones(queries, keys, dtype=torch.bool, device=seen.device).tril(keys - queries)
         rows = own[:, :, None]  # what padding looks at is nobody's business
@@ -58,7 +63,7 @@ def from_transformers(mask: Any, tokens: int, causal: bool) -> Tensor | None:
         raise ValueError(f"the attention mask must have shape (B, N) or (B, 1, N, N) (got {tuple(mask.shape)})")
     seen = allowed(mask)
     padding = padding_of(seen[:, 0], causal)
-    if seen.shape[1] > 1 and not torch.compiler.is_compiling() and not bool((seen == seen[:, :1]).all()):
+    if seen.shape[1] > 1 and _looks(seen) and not bool((seen == seen[:, :1]).all()):
         raise ValueError(f"each head has its own mask: {OTHER}")
     return padding
 
@@ -68,7 +73,7 @@ def from_torch(key_padding_mask: Tensor | None, attn_mask: Tensor | None, causal
     if attn_mask is not None:
         pattern = ~attn_mask if attn_mask.dtype == torch.bool else allowed(attn_mask)
         hidden = padding_of(pattern if pattern.ndim == 3 else pattern[None], causal)
-        if not torch.compiler.is_compiling() and bool(hidden.any()):
+        if _looks(hidden) and bool(hidden.any()):
             raise ValueError(f"{OTHER}; padding goes into key_padding_mask")
     if key_padding_mask is None or key_padding_mask.dtype == torch.bool:
         return key_padding_mask
