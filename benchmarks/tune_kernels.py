@@ -15,7 +15,7 @@ from itertools import product
 import torch
 import triton
 
-from primal_attention.ops.kernels import running, scores, sequences
+from primal_attention.ops.kernels import config, running, scan, scores, sequences
 
 ROWS, HEADS, WIDTH, RANK, STORED = 65536, 8, 64, 30, 32
 
@@ -66,7 +66,7 @@ def main() -> None:
     moved = 2 * qk.nbytes + grad_scores.nbytes
     best("scores backward", moved, {setting: back(*setting) for setting in settings if setting[0] < 128})
 
-    plan = running._Plan(qk, wx[:1], None, seqs, RANK)
+    plan = scan.Plan(qk, wx[:1], None, seqs, RANK, config.running_tiles(half, WIDTH, RANK))
     _, _, carries = running.running_forward(qk, wx[:1], None, seqs, RANK, True)
     sums, none = plan.sums(), plan.sums(0)
     where = (plan.rate, *tables[:3])

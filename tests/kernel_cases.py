@@ -62,11 +62,17 @@ def twin(layer: Layer, dtype: torch.dtype = torch.float64, backend: str = "refer
     return other
 
 
-def results(layer: Layer, x: Tensor, *args: Any, **keywords: Any) -> Results:
-    """y, e, r and J, and the gradients of x and of every parameter, of a sum that weighs each number differently."""
+def results(layer: Layer, x: Tensor, *args: Any, scored: bool = True, **keywords: Any) -> Results:
+    """y, e, r and J, and the gradients of x and of every parameter, of a sum that weighs each number differently.
+
+    scored: without e and r where False; who does not ask for them may be served without forming them.
+    """
     x = x.to(layer.w_e.dtype).detach().requires_grad_()
-    y, scores = layer(x, *args, return_scores=True, **keywords)
-    found = {"y": y, "e": scores.e, "r": scores.r, "J": layer.objective}
+    if scored:
+        y, scores = layer(x, *args, return_scores=True, **keywords)
+        found = {"y": y, "e": scores.e, "r": scores.r, "J": layer.objective}
+    else:
+        found = {"y": layer(x, *args, **keywords), "J": layer.objective}
     draw = torch.Generator().manual_seed(1)
     loss = x.new_zeros((), dtype=torch.float64)
     for name, result in found.items():

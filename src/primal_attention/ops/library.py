@@ -18,7 +18,7 @@ from .kernels import growing, landmarks, objective, running
 from .kernels import rows as moving
 from .kernels import scores as scoring
 from .kernels.config import stored_rank
-from .kernels.segments import column_sum, segment_sum
+from .kernels.segments import column_sum, segment_sum, tall_sum
 from .kernels.sequences import CHUNK, Sequences
 
 WIDE_PRODUCTS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)  # torch.mm with an output type
@@ -26,11 +26,12 @@ WIDE_PRODUCTS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)  # t
 Tables = list[Tensor]  # the tensors of `Sequences`, in their order
 
 
-def _sequences(tables: Tables, single: bool) -> Sequences:
+def sequences_of(tables: Tables, single: bool) -> Sequences:
     return Sequences(*tables, single)  # type: ignore[arg-type, call-arg]
 
 
-def _wide(like: Tensor, *shape: Any) -> Tensor:
+def floats(like: Tensor, *shape: Any) -> Tensor:
+    """Unwritten float32."""
     return like.new_empty(shape, dtype=torch.float32)
 
 
@@ -66,17 +67,20 @@ def move(x: Tensor, to: Tensor, back: Tensor) -> Tensor:
 
 
 def project(
-    x: Tensor, weight: Tensor, bias: Tensor | None, w_e: Tensor, w_r: Tensor, rows: Tensor
+    x: Tensor, weight: Tensor, bias: Tensor | None, w_e: Tensor, w_r: Tensor, rows: Tensor, exact: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q and k side by side, wx, and the traces."""
-    wx, trace = landmarks.landmark_weights(x, rows, w_e, w_r)
+    """q and k side by side, wx, and the traces. exact: wx in float32, not in the dtype in which kernels multiply it."""
+    wx, trace = landmarks.landmark_weights(x, rows, w_e, w_r, torch.float32 if exact else x.dtype)
     return F.linear(x, weight, bias), wx, trace
 
 
-def _fake_project(x: Tensor, weight: Tensor, bias: Any, w_e: Tensor, w_r: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
+def _fake_project(
+    x: Tensor, weight: Tensor, bias: Any, w_e: Tensor, w_r: Tensor, rows: Tensor, exact: bool
+) -> tuple[Tensor, ...]:
     heads, _, rank = w_e.shape
-    wx = _wide(x, rows.shape[0], heads, 2, x.shape[1] // heads, stored_rank(rank))
-    return x.new_empty(x.shape[0], weight.shape[0]), wx, _wide(x, heads)
+    shape = (rows.shape[0], heads, 2, x.shape[1] // heads, stored_rank(rank))
+    wx = x.new_empty(shape, dtype=torch.float32 if exact else x.dtype)
+    return x.new_empty(x.shape[0], weight.shape[0]), wx, floats(x, heads)
 
 
 def project_backward(
@@ -102,7 +106,7 @@ def pack(w_e: Tensor, w_r: Tensor) -> tuple[Tensor, Tensor]:
 
 def _fake_pack(w_e: Tensor, w_r: Tensor) -> tuple[Tensor, Tensor]:
     heads, p, rank = w_e.shape
-    return _wide(w_e, 1, heads, 2, p, stored_rank(rank)), _wide(w_e, heads)
+    return floats(w_e, 1, heads, 2, p, stored_rank(rank)), floats(w_e, heads)
 
 
 def pack_backward(grad_wx: Tensor, w_e: Tensor, w_r: Tensor, grad_trace: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -120,7 +124,7 @@ def score(
     whole: bool,
 ) -> tuple[Tensor, Tensor]:
     """Scores (rows, H, 2, S) and energies (B, H, 2, S). bias and origin serve the way back alone."""
-    seqs = _sequences(tables, single)
+    seqs = sequences_of(tables, single)
     scores, parts = scoring.scores_forward(qk, wx, seqs, rank, whole)
     return scores, segment_sum(parts, seqs)
 
@@ -129,7 +133,22 @@ def _fake_score(
     qk: Tensor, wx: Tensor, bias: Any, origin: Any, tables: Tables, single: bool, rank: int, whole: bool
 ) -> tuple[Tensor, Tensor]:
     shape = (wx.shape[1], 2, wx.shape[4])
-    return qk.new_empty(qk.shape[0], *shape), _wide(qk, tables[0].shape[0], *shape)
+    return qk.new_empty(qk.shape[0], *shape), floats(qk, tables[0].shape[0], *shape)
+
+
+def weights_again(origin: list[Tensor], exact: bool) -> tuple[Tensor, bool]:
+    """wx, from itself or from (x, rows, w_e, w_r), and whether it depends on the data."""
+    if len(origin) == 1:
+        return origin[0], False
+    x, rows, w_e, w_r = origin
+    return landmarks.landmark_weights(x, rows, w_e, w_r, torch.float32 if exact else x.dtype)[0], True
+
+
+def gradient_of_weights(qk: Tensor, origin: list[Tensor], heads: int, stored: int, exact: bool) -> Tensor:
+    """Unwritten, in the shape and dtype of wx."""
+    depends = len(origin) > 1
+    shape = (origin[1].shape[0] if depends else 1, heads, 2, qk.shape[1] // (2 * heads), stored)
+    return qk.new_empty(shape, dtype=qk.dtype if depends and not exact else torch.float32)
 
 
 def score_backward(
@@ -141,27 +160,28 @@ def score_backward(
     single: bool,
     rank: int,
     whole: bool,
+    exact: bool,
     spend: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of qk, of wx and of the projection's bias. origin: wx, or (x, rows, w_e, w_r) to rebuild it.
 
     spend: nobody reads qk again, so its gradient may take its place.
     """
-    seqs = _sequences(tables, single)
-    depends = len(origin) > 1
-    wx = landmarks.landmark_weights(*origin)[0] if depends else origin[0]
-    grad_qk, parts, bias_parts = scoring.scores_backward(qk, wx, grad_scores, grad_energy, seqs, rank, whole, spend)
-    grad_wx = segment_sum(parts, seqs) if depends else parts.sum(0, keepdim=True)
+    seqs = sequences_of(tables, single)
+    wx, depends = weights_again(origin, exact)
+    grad_qk, parts, bias_parts = scoring.scores_backward(
+        qk, wx, grad_scores, grad_energy, seqs, rank, depends, whole, spend
+    )
+    grad_wx = segment_sum(parts, seqs, wx.dtype) if depends else parts.sum(0, keepdim=True)
     return grad_qk, grad_wx, column_sum(bias_parts, qk.dtype)
 
 
 def _fake_score_backward(
-    qk: Tensor, origin: list[Tensor], grad_scores: Tensor, grad_energy: Tensor, tables: Tables, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+    qk: Tensor, origin: list[Tensor], grad_scores: Tensor, grad_energy: Tensor, tables: Tables, single: bool, rank: int,
+    whole: bool, exact: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     _, heads, _, stored = grad_scores.shape
-    batch = origin[1].shape[0] if len(origin) > 1 else 1
-    p = qk.shape[1] // (2 * heads)
-    return torch.empty_like(qk), _wide(qk, batch, heads, 2, p, stored), qk.new_empty(qk.shape[1])
+    return torch.empty_like(qk), gradient_of_weights(qk, origin, heads, stored, exact), qk.new_empty(qk.shape[1])
 
 
 def running_score(
@@ -176,8 +196,8 @@ def running_score(
     whole: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Causal scores and energies, the chunks' carries for the way back, and the sums after the last token."""
-    seqs = _sequences(tables, single)
-    final = _wide(qk, tables[0].shape[0], wx.shape[1], 2, wx.shape[3])
+    seqs = sequences_of(tables, single)
+    final = floats(qk, tables[0].shape[0], wx.shape[1], 2, wx.shape[3])
     scores, parts, carries = running.running_forward(qk, wx, log_decay, seqs, rank, whole, initial, final)
     return scores, segment_sum(parts, seqs), carries, final
 
@@ -195,7 +215,7 @@ def _fake_running_score(
 ) -> tuple[Tensor, ...]:
     heads, _, p = wx.shape[1:4]
     scores, energy = _fake_score(qk, wx, bias, None, tables, single, rank, whole)
-    return scores, energy, _wide(qk, tables[4].shape[0], heads, 2, p), _wide(qk, tables[0].shape[0], heads, 2, p)
+    return scores, energy, floats(qk, tables[4].shape[0], heads, 2, p), floats(qk, tables[0].shape[0], heads, 2, p)
 
 
 def running_score_backward(
@@ -213,14 +233,14 @@ def running_score_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of qk, of wx, of the projection's bias and of log γ. spend: as in `score_backward`."""
     grad_qk, grad_wx, bias_parts, decay_parts = running.running_backward(
-        qk, wx, log_decay, carries, grad_scores, grad_energy, _sequences(tables, single), rank, whole, spend
+        qk, wx, log_decay, carries, grad_scores, grad_energy, sequences_of(tables, single), rank, whole, spend
     )
-    grad_decay = _wide(qk, wx.shape[1]) if log_decay is None else decay_parts.sum((0, 2))
+    grad_decay = floats(qk, wx.shape[1]) if log_decay is None else decay_parts.sum((0, 2))
     return grad_qk, grad_wx.sum(0, keepdim=True), column_sum(bias_parts, qk.dtype), grad_decay
 
 
 def _fake_running_score_backward(qk: Tensor, wx: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return torch.empty_like(qk), torch.empty_like(wx), qk.new_empty(qk.shape[1]), _wide(qk, wx.shape[1])
+    return torch.empty_like(qk), torch.empty_like(wx), qk.new_empty(qk.shape[1]), floats(qk, wx.shape[1])
 
 
 def growing_score(
@@ -237,7 +257,7 @@ def growing_score(
     whole: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The causal data-dependent mode from x on: scores, energies, and q and k for the way back."""
-    seqs = _sequences(tables, single)
+    seqs = sequences_of(tables, single)
     qk = F.linear(x, weight, bias)
     scores, parts = growing.growing_forward(qk, x, rows, grid, w_e, w_r, log_decay, seqs, whole)
     return scores, segment_sum(parts, seqs), qk
@@ -250,7 +270,7 @@ def _fake_growing_score(
     heads, _, rank = w_e.shape
     shape = (heads, 2, stored_rank(rank))
     qk = x.new_empty(x.shape[0], weight.shape[0])
-    return x.new_empty(x.shape[0], *shape), _wide(x, tables[0].shape[0], *shape), qk
+    return x.new_empty(x.shape[0], *shape), floats(x, tables[0].shape[0], *shape), qk
 
 
 def growing_score_backward(
@@ -270,20 +290,20 @@ def growing_score_backward(
     whole: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, of the projection and its bias, of w_e and w_r, and of log γ."""
-    seqs = _sequences(tables, single)
+    seqs = sequences_of(tables, single)
     grad_qk, bias_parts, decay_parts, grad_rows, parts = growing.growing_backward(
         qk, x, rows, grid, w_e, w_r, log_decay, scores, grad_scores, grad_energy, seqs, whole
     )
     grad_x = grad_qk @ weight
     growing.add_rows(grad_rows, rows, grad_x, seqs)
     grad_e, grad_r = landmarks.finish_weights(parts, w_e, w_r, None)
-    grad_decay = _wide(qk, w_e.shape[0]) if log_decay is None else decay_parts.sum((0, 2))
+    grad_decay = floats(qk, w_e.shape[0]) if log_decay is None else decay_parts.sum((0, 2))
     return grad_x, grad_qk.mT @ x, column_sum(bias_parts, qk.dtype), grad_e, grad_r, grad_decay
 
 
 def _fake_growing_score_backward(x: Tensor, weight: Tensor, w_e: Tensor, w_r: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     like = [torch.empty_like(t) for t in (x, weight, w_e, w_r)]
-    return like[0], like[1], x.new_empty(weight.shape[0]), like[2], like[3], _wide(x, w_e.shape[0])
+    return like[0], like[1], x.new_empty(weight.shape[0]), like[2], like[3], floats(x, w_e.shape[0])
 
 
 def decode(
@@ -327,7 +347,7 @@ def combine_backward(
     grad_scores = (grad_y @ product).view_as(scores)
     grad_product = _product_in_float32(grad_y.mT, scores.flatten(1))
     ones = scores.shape[3] > score_weight.shape[1] // 2  # the scores carry a column of ones
-    grad_bias = None if ones else grad_y.sum(0, dtype=torch.float32)
+    grad_bias = None if ones else tall_sum(grad_y)
     grad_out, grad_score, grad_out_bias, grad_score_bias = folding.unfold(
         grad_product, grad_bias, out_weight, score_weight, score_bias
     )
@@ -363,7 +383,7 @@ def measure(
 
 
 def _fake_measure(energy: Tensor, *rest: Any) -> Tensor:
-    return _wide(energy, energy.shape[0])
+    return floats(energy, energy.shape[0])
 
 
 def measure_backward(
@@ -374,7 +394,7 @@ def measure_backward(
 
 
 def _fake_measure_backward(grad: Tensor, energy: Tensor, sqrt_lambda: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return torch.empty_like(energy), torch.empty_like(sqrt_lambda), _wide(energy, energy.shape[1])
+    return torch.empty_like(energy), torch.empty_like(sqrt_lambda), floats(energy, energy.shape[1])
 
 
 COMPACT = Operator(compact, _fake_compact)

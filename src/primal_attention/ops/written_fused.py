@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from .backends import current
-from .fused import Gradients, Node, through
 from .kernels.delta import Plan, delta_forward
 from .kernels.delta_backward import delta_backward
 from .kernels.delta_features import features_backward, features_forward
 from .kernels.delta_heads import gated_backward, gated_forward
 from .library import Operator
+from .nodes import Gradients, Node, through
 
 
 def delta_features(z: Tensor, weight: Tensor, bias: Tensor, heads: int, rank: int) -> tuple[Tensor, Tensor]:

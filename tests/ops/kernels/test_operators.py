@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from primal_attention.ops import library as ops
+from primal_attention.ops import wide
 from primal_attention.ops.kernels import sequences
 
 ROWS, HEADS, P, RANK, STORED, LANDMARKS = 10, 2, 16, 5, 8, 3
@@ -49,21 +50,27 @@ class Inputs:
 
 
 def project(i: Inputs) -> tuple[Any, ...]:
-    return i.draw(ROWS, WIDTH), i.draw(2 * WIDTH, WIDTH), i.draw(2 * WIDTH, grad=False), *i.weights(LANDMARKS), i.rows
+    given = i.draw(ROWS, WIDTH), i.draw(2 * WIDTH, WIDTH), i.draw(2 * WIDTH, grad=False)
+    return *given, *i.weights(LANDMARKS), i.rows, True
 
 
 def project_backward(i: Inputs) -> tuple[Any, ...]:
-    x, weight, _, w_e, w_r, rows = (t.detach() for t in project(i))
+    x, weight, _, w_e, w_r, rows = (t.detach() for t in project(i)[:-1])
     return x, weight, w_e, w_r, rows, i.qk(False), i.wx(2, False), i.draw(HEADS, grad=False)
 
 
+def origin(i: Inputs) -> list[Tensor]:
+    """What wx is rebuilt from."""
+    x, _, _, w_e, w_r, rows = (t.detach() for t in project(i)[:-1])
+    return [x, rows, w_e, w_r]
+
+
 def score(i: Inputs) -> tuple[Any, ...]:
-    x, _, _, w_e, w_r, rows = (t.detach() for t in project(i))
-    return i.qk(), i.wx(2), i.draw(2 * WIDTH), [x, rows, w_e, w_r], i.tables, False, RANK, True
+    return i.qk(), i.wx(2), i.draw(2 * WIDTH), origin(i), i.tables, False, RANK, True
 
 
 def score_backward(i: Inputs) -> tuple[Any, ...]:
-    return i.qk(False), [i.wx(1, False)], i.scores(False), i.energy(False), i.tables, False, RANK, True
+    return i.qk(False), [i.wx(1, False)], i.scores(False), i.energy(False), i.tables, False, RANK, True, True
 
 
 def running_score(i: Inputs) -> tuple[Any, ...]:
@@ -102,6 +109,32 @@ def combine_backward(i: Inputs) -> tuple[Any, ...]:
     return i.draw(ROWS, WIDTH, grad=False), scores, *maps[:3]
 
 
+def mix(i: Inputs) -> tuple[Any, ...]:
+    maps = i.draw(P, 2 * RANK), i.draw(P, grad=False), i.draw(2 * WIDTH)
+    return i.qk(), i.wx(2), *maps, origin(i), i.tables, False, True, True
+
+
+def mix_backward(i: Inputs) -> tuple[Any, ...]:
+    grads = i.draw(P, 2 * RANK, grad=False), i.draw(ROWS, WIDTH, grad=False), i.energy(False)
+    return i.qk(False), origin(i), *grads, i.tables, False, True, True
+
+
+def running_mix(i: Inputs) -> tuple[Any, ...]:
+    maps = i.draw(P, 2 * RANK), i.draw(P, grad=False), i.draw(2 * WIDTH)
+    return i.qk(), i.wx(1), *maps, i.decay.clone().requires_grad_(), None, i.tables, False, True, True
+
+
+def running_mix_backward(i: Inputs) -> tuple[Any, ...]:
+    carries = i.draw(i.tables[4].shape[0], HEADS, 2, P, grad=False)
+    given = (i.qk(False), i.wx(1, False), i.draw(P, 2 * RANK, grad=False), i.decay, carries)
+    return *given, i.draw(ROWS, WIDTH, grad=False), i.energy(False), i.tables, False, True
+
+
+def output_backward(i: Inputs) -> tuple[Any, ...]:
+    given = i.draw(ROWS, WIDTH, grad=False), i.draw(ROWS, WIDTH, grad=False), i.draw(WIDTH, WIDTH, grad=False)
+    return *given, P, True
+
+
 def measure(i: Inputs) -> tuple[Any, ...]:
     return i.energy(), i.draw(HEADS, RANK), i.draw(HEADS), i.seqs.lengths, 0, False
 
@@ -136,13 +169,22 @@ ARGUMENTS: dict[str, Callable[[Inputs], tuple[Any, ...]]] = {
     "DECODE": decode,
     "COMBINE": combine,
     "COMBINE_BACKWARD": combine_backward,
+    "MIX": mix,
+    "MIX_BACKWARD": mix_backward,
+    "RUNNING_MIX": running_mix,
+    "RUNNING_MIX_BACKWARD": running_mix_backward,
+    "OUTPUT": lambda i: (i.draw(ROWS, WIDTH), i.draw(P), i.draw(WIDTH, WIDTH), i.draw(WIDTH)),
+    "OUTPUT_BACKWARD": output_backward,
     "MEASURE": measure,
     "MEASURE_BACKWARD": measure_backward,
 }
 
 
+OPERATORS = {name: one for module in (ops, wide) for name, one in vars(module).items() if isinstance(one, ops.Operator)}
+
+
 def test_every_operator_is_checked() -> None:
-    assert {name for name, value in vars(ops).items() if isinstance(value, ops.Operator)} == ARGUMENTS.keys()
+    assert OPERATORS.keys() == ARGUMENTS.keys()
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
@@ -150,4 +192,4 @@ def test_an_operator_passes_the_checks_of_torch(device: torch.device, name: str)
     from primal_attention.ops import fused  # noqa: F401  (registers the gradients)
 
     arguments = ARGUMENTS[name](Inputs(device))
-    torch.library.opcheck(getattr(ops, name).registered, arguments, atol=1e-5, rtol=1e-5)
+    torch.library.opcheck(OPERATORS[name].registered, arguments, atol=1e-5, rtol=1e-5)

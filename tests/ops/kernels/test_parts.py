@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from closeness import assert_close
 from primal_attention.ops import reference as eq
-from primal_attention.ops.kernels import fold, objective, running, segments, sequences
-from primal_attention.ops.kernels.config import stored_rank
+from primal_attention.ops.kernels import fold, objective, scan, segments, sequences
+from primal_attention.ops.kernels.config import running_tiles, stored_rank
 
 SAME = 1e-6  # float32, sums of at most a few hundred terms
 
@@ -142,7 +142,7 @@ def test_carries_run_over_many_groups_of_chunks(device: torch.device, reverse: b
     seqs = sequences.packed(bounds.to(device), int(bounds[-1]))
     rate = torch.full((heads,), -0.01, device=device)  # slow enough for one group to reach into the next
     qk, wx = torch.empty(1, 2 * heads * p, device=device), torch.empty(1, heads, 2, p, 8, device=device)
-    plan = running._Plan(qk, wx, rate if decayed else None, seqs, 5)
+    plan = scan.Plan(qk, wx, rate if decayed else None, seqs, 5, running_tiles(qk.dtype, p, 5))
     sums = torch.randn(seqs.chunk_start.shape[0], heads, 2, p, device=device)
     found = plan.carries(sums, reverse, None, None)
 

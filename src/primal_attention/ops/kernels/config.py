@@ -21,6 +21,7 @@ class Tiles(NamedTuple):
     rank: int  # directions of a block, a power of two
     rank_blocks: int  # how many blocks cover the stored rank
     warps: int
+    stages: int = 3  # of a loop's loads in flight
 
 
 def ceil_div(value: int, by: int) -> int:
@@ -54,7 +55,21 @@ def running_tiles(dtype: torch.dtype, head_dim: int, rank: int) -> Tiles:
     width, full = power_of_two(head_dim), power_of_two(stored_rank(rank))
     block = min(full, 64 if width <= 128 else 32)
     warps = 2 if width <= 64 and dtype != torch.float32 else 4
-    return Tiles(32 if width <= 128 else 16, width, block, ceil_div(stored_rank(rank), block), warps)
+    blocks = ceil_div(stored_rank(rank), block)
+    return Tiles(32 if width <= 128 else 16, width, block, blocks, warps, 3 if blocks == 1 and width <= 64 else 1)
+
+
+def wide_tiles(dtype: torch.dtype, head_dim: int, rank: int) -> Tiles:
+    """As `tiles`, for `wide.py`: no rank in the loop over tokens, and short blocks of it before and after."""
+    width, block = power_of_two(head_dim), min(32, power_of_two(stored_rank(rank)))
+    blocks = ceil_div(stored_rank(rank), block)
+    return Tiles(32, width, block, blocks, 8, 1) if dtype == torch.float32 else Tiles(64, width, block, blocks, 4)
+
+
+def wide_running_tiles(dtype: torch.dtype, head_dim: int, rank: int, decay: bool) -> Tiles:
+    """As `wide_tiles`, for the causal scan."""
+    size, exact = wide_tiles(dtype, head_dim, rank), dtype == torch.float32
+    return size._replace(tokens=32, warps=8 if exact or decay else 4, stages=2 if exact else 1)
 
 
 def precision(dtype: torch.dtype) -> str:

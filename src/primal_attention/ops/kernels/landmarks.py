@@ -173,8 +173,8 @@ def _blocks(head_dim: int, rank: int) -> dict[str, int]:
     return {"BN": 64 if width <= 64 else 32, "BP": width, "BS": min(full, 64 if width <= 128 else 32)}
 
 
-def landmark_weights(x: Tensor, rows: Tensor, w_e: Tensor, w_r: Tensor) -> tuple[Tensor, Tensor]:
-    """wx (B, H, 2, p, S) in float32, columns beyond the rank zero, and Tr(W_eᵀ W_r) per head.
+def landmark_weights(x: Tensor, rows: Tensor, w_e: Tensor, w_r: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """wx (B, H, 2, p, S) in `dtype`, columns beyond the rank zero, and Tr(W_eᵀ W_r) per head.
 
     x: (rows, H·p), w: (H, n, s).
     """
@@ -182,7 +182,7 @@ def landmark_weights(x: Tensor, rows: Tensor, w_e: Tensor, w_r: Tensor) -> tuple
     p, stored = x.shape[1] // heads, stored_rank(rank)
     block = _blocks(p, rank)
     rank_blocks = ceil_div(stored, block["BS"])
-    wx = torch.empty((rows.shape[0], heads, 2, p, stored), dtype=torch.float32, device=x.device)
+    wx = torch.empty((rows.shape[0], heads, 2, p, stored), dtype=dtype, device=x.device)
     trace = torch.empty((heads, rank_blocks), dtype=torch.float32, device=x.device)
     if not rows.shape[0]:
         return wx, (w_e.float() * w_r.float()).sum((1, 2))

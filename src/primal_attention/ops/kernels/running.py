@@ -2,11 +2,10 @@
 
     s_i = γ s_{i−1} + z_i,   φ_i = s_i / ‖s_i‖,   e_i = Wᵀ φ_i
 
-The sum is a chunked scan with a float32 carry. A block of rows holds L z with L_ij = γ^(i−j) for j ≤ i; what came
-before the block enters as γ^(i+1) times its carry. Three launches forward: the chunks' own sums, the carries from
-them, the scores. Back the same: ds and the chunks' adjoint sums, their carries from the end, then dz = Lᵀ ds plus what
-comes after the block. Blocks are short (32 rows): products that small stay on instructions that the compiler gets
-right, and the kernels wait for memory, not for them.
+The scan is that of `scan.py`. Three launches forward: the chunks' own sums, the carries from them, the scores. Back
+the same: ds and the chunks' adjoint sums, their carries from the end, then dz = Lᵀ ds plus what comes after the block.
+Blocks are short (32 rows): products that small stay on instructions that the compiler gets right, and the kernels wait
+for memory, not for them.
 The gradient of log γ is Σ_i dz_i · (s_i − z_i). Layouts as in `scores.py`; a lane is (head, side).
 """
 
@@ -17,105 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .config import ceil_div, precision, running_tiles, stored_rank
+from .config import running_tiles
 from .products import dot
+from .scan import Plan, last_row, powers, sums_within, triangle_of
 from .scores import EPS
-from .sequences import CHUNK, Sequences
-
-
-@triton.jit
-def _powers(log_decay, exponent, DECAY: tl.constexpr):
-    """γ^exponent."""
-    return tl.exp(log_decay * exponent.to(tl.float32)) if DECAY else exponent.to(tl.float32) * 0.0 + 1.0
-
-
-@triton.jit
-def _triangle(log_decay, BT: tl.constexpr, DECAY: tl.constexpr):
-    """L, (BT, BT) float32."""
-    i, j = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None]
-    return tl.where(i >= j, _powers(log_decay, tl.maximum(i - j, 0), DECAY), 0.0)
-
-
-@triton.jit
-def _sums_within(z, triangle, DECAY: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.constexpr):
-    """L z. Without decay L is ones, exact in any type; with decay its powers need more than 16 bits."""
-    if DECAY:
-        return dot(triangle, z.to(tl.float32), FINE)
-    return dot(triangle.to(z.dtype), z, PRECISION)
-
-
-@triton.jit
-def _chunk_sums(
-    qk, sums, log_decay, chunk_start, chunk_end,
-    HEADS: tl.constexpr, P: tl.constexpr, BT: tl.constexpr, BP: tl.constexpr, DECAY: tl.constexpr,
-):  # fmt: skip
-    """Σ_j γ^(m−1−j) z_j of each chunk of m rows."""
-    chunk, lane = tl.program_id(0), tl.program_id(1)
-    head, side = lane // 2, lane % 2
-    start, end = tl.load(chunk_start + chunk), tl.load(chunk_end + chunk)
-    p, t = tl.arange(0, BP), tl.arange(0, BT)
-    column = (side * HEADS + head) * P + p
-    rate = tl.load(log_decay + head) if DECAY else 0.0
-    parts = tl.zeros((BT, BP), tl.float32)
-    for first in range(start, end, BT):
-        row = first + t
-        inside = (row < end)[:, None] & (p[None] < P)
-        z = tl.load(qk + row[:, None] * (2 * HEADS * P) + column[None], mask=inside, other=0.0).to(tl.float32)
-        parts += z * _powers(rate, tl.maximum(end - 1 - row, 0), DECAY)[:, None] if DECAY else z
-    place = (chunk.to(tl.int64) * (2 * HEADS) + lane) * P + p
-    tl.store(sums + place, tl.sum(parts, 0), mask=p < P)
-
-
-@triton.jit
-def _carries(
-    sums, carries, initial, final, log_decay, first_chunk, lengths,
-    HEADS: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, BC: tl.constexpr,
-    DECAY: tl.constexpr, REVERSE: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr,
-):  # fmt: skip
-    """What stands before each chunk (or, reversed, after it): a scan over the chunks' sums, `BC` columns a program."""
-    sequence, lane = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    column = tl.program_id(2) * BC + tl.arange(0, BC)
-    first = tl.load(first_chunk + sequence)
-    count = tl.load(first_chunk + sequence + 1) - first
-    length = tl.load(lengths + sequence)
-    rate = tl.load(log_decay + lane // 2) if DECAY else 0.0
-    here, other = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None]
-    state_place = (sequence * (2 * HEADS) + lane) * P + column
-    carry = tl.load(initial + state_place, mask=column < P, other=0.0) if INITIAL else tl.zeros((BC,), tl.float32)
-    for group in range(0, count, 64):
-        if REVERSE:
-            # The same scan with the chunks numbered from the end.
-            k, j = count - 1 - group - here, count - 1 - group - other
-            far = tl.minimum((count - group) * ROWS, length)
-            near = tl.minimum(tl.maximum(count - group - 64, 0) * ROWS, length)
-            gap = tl.minimum(j * ROWS, length) - tl.minimum((k + 1) * ROWS, length)
-            kept = far - tl.minimum((k + 1) * ROWS, length)
-            tail = tl.minimum(j * ROWS, length) - near
-            whole = far - near
-        else:
-            k, j = group + here, group + other
-            far, near = tl.minimum((group + 64) * ROWS, length), tl.minimum(group * ROWS, length)
-            gap = tl.minimum(k * ROWS, length) - tl.minimum((j + 1) * ROWS, length)
-            kept = tl.minimum(k * ROWS, length) - near
-            tail = far - tl.minimum((j + 1) * ROWS, length)
-            whole = far - near
-        index = tl.reshape(j, (64,))
-        inside = (index >= 0) & (index < count)
-        part = tl.load(
-            sums + ((first + index)[:, None] * (2 * HEADS) + lane) * P + column[None],
-            mask=inside[:, None] & (column[None] < P), other=0.0,
-        )  # fmt: skip
-        mix = tl.where(other < here, _powers(rate, tl.maximum(gap, 0), DECAY), 0.0)
-        result = tl.dot(mix, part, input_precision="ieee") + _powers(rate, kept, DECAY) * carry[None]
-        target = tl.reshape(k, (64,))
-        tl.store(
-            carries + ((first + target)[:, None] * (2 * HEADS) + lane) * P + column[None], result,
-            mask=((target >= 0) & (target < count))[:, None] & (column[None] < P),
-        )  # fmt: skip
-        weight = tl.reshape(_powers(rate, tl.maximum(tail, 0), DECAY), (64,))
-        carry = carry * _powers(rate, whole, DECAY) + tl.sum(part * weight[:, None], 0)
-    if FINAL:
-        tl.store(final + state_place, carry, mask=column < P)
+from .sequences import Sequences
 
 
 @triton.jit
@@ -123,12 +28,6 @@ def _weights_block(wx, lane, rank_block, like, P: tl.constexpr, S: tl.constexpr,
     p, s = tl.arange(0, BP), rank_block * BS + tl.arange(0, BS)
     inside = (p[:, None] < P) & (s[None] < S)
     return tl.load(wx + lane * (P * S) + p[:, None] * S + s[None], mask=inside, other=0.0).to(like.dtype.element_ty)
-
-
-@triton.jit
-def _last_row(sums, BT: tl.constexpr):
-    """What a full block hands on to the next."""
-    return tl.sum(tl.where(tl.arange(0, BT)[:, None] == BT - 1, sums, 0.0), 0)
 
 
 @triton.jit
@@ -143,8 +42,8 @@ def _running_scores(
     start, end = tl.load(chunk_start + chunk), tl.load(chunk_end + chunk)
     p, t = tl.arange(0, BP), tl.arange(0, BT)
     rate = tl.load(log_decay + head) if DECAY else 0.0
-    triangle = _triangle(rate, BT, DECAY)
-    fade = _powers(rate, t + 1, DECAY)
+    triangle = triangle_of(rate, BT, DECAY)
+    fade = powers(rate, t + 1, DECAY)
     qk += (side * HEADS + head) * P
     for rank_block in tl.static_range(NS):
         s = rank_block * BS + tl.arange(0, BS)
@@ -155,8 +54,8 @@ def _running_scores(
             row = first + t
             live = row < end
             z = tl.load(qk + row[:, None] * (2 * HEADS * P) + p[None], mask=live[:, None] & (p[None] < P), other=0.0)
-            sums = _sums_within(z, triangle, DECAY, PRECISION, FINE) + fade[:, None] * carry[None]
-            carry = _last_row(sums, BT)
+            sums = sums_within(z, triangle, DECAY, PRECISION, FINE) + fade[:, None] * carry[None]
+            carry = last_row(sums, BT)
             inverse = 1.0 / tl.maximum(tl.sqrt(tl.sum(sums * sums, 1)), EPS)
             e = dot((sums * inverse[:, None]).to(z.dtype), w, PRECISION)
             total += tl.sum(tl.where(live[:, None], e * e, 0.0), 0)
@@ -190,7 +89,7 @@ def _adjoint_of_sums(
     DECAY: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
     """A block's sums s, φ, ds, and de of the last block of directions. w: the weights' first block."""
-    sums = _sums_within(z, triangle, DECAY, PRECISION, FINE) + fade[:, None] * carry[None]
+    sums = sums_within(z, triangle, DECAY, PRECISION, FINE) + fade[:, None] * carry[None]
     norm = tl.sqrt(tl.sum(sums * sums, 1))
     inverse = 1.0 / tl.maximum(norm, EPS)
     wide = sums * inverse[:, None]
@@ -230,8 +129,8 @@ def _adjoint_sums(
     p, t, s = tl.arange(0, BP), tl.arange(0, BT), tl.arange(0, BS)
     column = ((lane % 2) * HEADS + lane // 2) * P + p
     rate = tl.load(log_decay + lane // 2) if DECAY else 0.0
-    triangle = _triangle(rate, BT, DECAY)
-    fade = _powers(rate, t + 1, DECAY)
+    triangle = triangle_of(rate, BT, DECAY)
+    fade = powers(rate, t + 1, DECAY)
     w = _weights_block(wx, lane, 0, qk, P, S, BP, BS)
     sum_w = tl.zeros((BS, BP), tl.float32)
     parts = tl.zeros((BT, BP), tl.float32)
@@ -248,8 +147,8 @@ def _adjoint_sums(
             z, w, wx, carry, grad_scores, grad_energy, triangle, fade, row, live, lane, sequence,
             HEADS, P, S, RANK, BT, BP, BS, NS, DECAY, PRECISION, FINE,
         )  # fmt: skip
-        carry = _last_row(rows, BT)
-        parts += grad * _powers(rate, row - start, DECAY)[:, None] if DECAY else grad
+        carry = last_row(rows, BT)
+        parts += grad * powers(rate, row - start, DECAY)[:, None] if DECAY else grad
         if not DECAY:
             inside = live[:, None] & (p[None] < P)
             tl.store(grad_sums + row[:, None] * (2 * HEADS * P) + column[None], grad.to(z.dtype), mask=inside)
@@ -277,8 +176,8 @@ def _running_rows(
     p, t = tl.arange(0, BP), tl.arange(0, BT)
     column = ((lane % 2) * HEADS + lane // 2) * P + p
     rate = tl.load(log_decay + lane // 2) if DECAY else 0.0
-    triangle = _triangle(rate, BT, DECAY)
-    fade = _powers(rate, t + 1, DECAY)
+    triangle = triangle_of(rate, BT, DECAY)
+    fade = powers(rate, t + 1, DECAY)
     w = _weights_block(wx, lane, 0, qk, P, S, BP, BS)
     sum_b = tl.zeros((BP,), tl.float32)
     sum_decay = tl.zeros((BP,), tl.float32)
@@ -290,7 +189,7 @@ def _running_rows(
         live = row < end
         inside = live[:, None] & (p[None] < P)
         place = row[:, None] * (2 * HEADS * P) + column[None]
-        ahead = _powers(rate, tl.maximum(tl.minimum(end - first, BT) - t, 0), DECAY)
+        ahead = powers(rate, tl.maximum(tl.minimum(end - first, BT) - t, 0), DECAY)
         if DECAY:
             block = (chunk.to(tl.int64) * BLOCKS + blocks - 1 - back) * (2 * HEADS) + lane
             carry = tl.load(block_carries + block * P + p, mask=p < P, other=0.0)
@@ -328,8 +227,8 @@ def _running_weights(
     p, t, s = tl.arange(0, BP), tl.arange(0, BT), rank_block * BS + tl.arange(0, BS)
     column = ((lane % 2) * HEADS + lane // 2) * P + p
     rate = tl.load(log_decay + lane // 2) if DECAY else 0.0
-    triangle = _triangle(rate, BT, DECAY)
-    fade = _powers(rate, t + 1, DECAY)
+    triangle = triangle_of(rate, BT, DECAY)
+    fade = powers(rate, t + 1, DECAY)
     w = _weights_block(wx, lane, rank_block, qk, P, S, BP, BS)
     sum_w = tl.zeros((BS, BP), tl.float32)
     carry = tl.load(carries + (chunk.to(tl.int64) * (2 * HEADS) + lane) * P + p, mask=p < P, other=0.0)
@@ -337,8 +236,8 @@ def _running_weights(
         row = first + t
         live = row < end
         z = tl.load(qk + row[:, None] * (2 * HEADS * P) + column[None], mask=live[:, None] & (p[None] < P), other=0.0)
-        sums = _sums_within(z, triangle, DECAY, PRECISION, FINE) + fade[:, None] * carry[None]
-        carry = _last_row(sums, BT)
+        sums = sums_within(z, triangle, DECAY, PRECISION, FINE) + fade[:, None] * carry[None]
+        carry = last_row(sums, BT)
         phi = (sums / tl.maximum(tl.sqrt(tl.sum(sums * sums, 1)), EPS)[:, None]).to(z.dtype)
         _, de = _score_gradient(
             phi, w, grad_scores, grad_energy, row, live, lane, sequence, rank_block, HEADS, S, RANK, BS, PRECISION
@@ -347,40 +246,6 @@ def _running_weights(
     out = chunk.to(tl.int64) * (2 * HEADS) + lane
     fits = (p[None] < P) & (s[:, None] < S)
     tl.store(grad_wx + out * (P * S) + p[None] * S + s[:, None], sum_w, mask=fits)
-
-
-class _Plan:
-    """What the launches share."""
-
-    def __init__(self, qk: Tensor, wx: Tensor, log_decay: Tensor | None, seqs: Sequences, rank: int) -> None:
-        self.heads, self.p, self.stored = wx.shape[1], wx.shape[3], stored_rank(rank)
-        self.size = running_tiles(qk.dtype, self.p, rank)
-        self.blocks = CHUNK // self.size.tokens
-        self.chunks, self.batch = seqs.chunk_start.shape[0], seqs.starts.shape[0]
-        self.rate = qk if log_decay is None else log_decay  # never read without decay
-        self.seqs, self.device = seqs, qk.device
-        # Powers of γ and float32 gradients, whose small differences make the gradient of γ: TF32 alone loses them.
-        fine = precision(qk.dtype) if qk.dtype == torch.float32 else "tf32x3"
-        self.shape = {"HEADS": self.heads, "P": self.p, "DECAY": log_decay is not None}
-        self.full = {
-            **self.shape, "S": self.stored, "RANK": rank, "BT": self.size.tokens, "BP": self.size.width,
-            "BS": self.size.rank, "PRECISION": precision(qk.dtype), "FINE": fine,
-            "num_stages": 3 if self.size.rank_blocks == 1 and self.size.width <= 64 else 1,
-        }  # fmt: skip
-        self.warps = self.size.warps
-
-    def sums(self, per_chunk: int = 1) -> Tensor:
-        shape = (self.chunks * per_chunk, self.heads, 2, self.p)
-        return torch.empty(shape, dtype=torch.float32, device=self.device)
-
-    def carries(self, sums: Tensor, reverse: bool, initial: Tensor | None, final: Tensor | None) -> Tensor:
-        carries = torch.empty_like(sums)
-        _carries[(self.batch, 2 * self.heads, ceil_div(self.p, 16))](
-            sums, carries, sums if initial is None else initial, sums if final is None else final, self.rate,
-            self.seqs.first_chunk, self.seqs.lengths, **self.shape, ROWS=CHUNK, BC=16, REVERSE=reverse,
-            INITIAL=initial is not None, FINAL=final is not None,
-        )  # fmt: skip
-        return carries
 
 
 def running_forward(
@@ -397,19 +262,16 @@ def running_forward(
 
     initial, final: (B, H, 2, p) float32, the sums before the first token, and where to write those after the last.
     """
-    plan = _Plan(qk, wx, log_decay, seqs, rank)
+    plan = Plan(qk, wx, log_decay, seqs, rank, running_tiles(qk.dtype, wx.shape[3], rank))
     make = torch.empty if whole else torch.zeros
     scores = make((qk.shape[0], plan.heads, 2, plan.stored), dtype=qk.dtype, device=qk.device)
     energy = torch.empty((plan.chunks, plan.heads, 2, plan.stored), dtype=torch.float32, device=qk.device)
-    sums = plan.sums()
     if not plan.chunks:
-        return scores, energy, sums
-    grid, starts = (plan.chunks, 2 * plan.heads), (seqs.chunk_start, seqs.chunk_end)
-    _chunk_sums[grid](qk, sums, plan.rate, *starts, **plan.shape, BT=32, BP=plan.size.width)
-    carries = plan.carries(sums, False, initial, final)
-    _running_scores[grid](
-        qk, wx, carries, scores, energy, plan.rate, *starts, **plan.full, NS=plan.size.rank_blocks,
-        num_warps=max(1, plan.warps // 2),
+        return scores, energy, plan.sums()
+    carries = plan.forward_carries(qk, initial, final)
+    _running_scores[(plan.chunks, 2 * plan.heads)](
+        qk, wx, carries, scores, energy, plan.rate, seqs.chunk_start, seqs.chunk_end, **plan.full,
+        NS=plan.size.rank_blocks, num_warps=max(1, plan.size.warps // 2),
     )  # fmt: skip
     return scores, energy, carries
 
@@ -430,7 +292,7 @@ def running_backward(
 
     spend: grad_qk may take the place of qk, as in `scores_backward`.
     """
-    plan = _Plan(qk, wx, log_decay, seqs, rank)
+    plan = Plan(qk, wx, log_decay, seqs, rank, running_tiles(qk.dtype, wx.shape[3], rank))
     spend = spend and whole and plan.size.rank_blocks == 1
     grad_qk = qk if spend else (torch.empty_like if whole else torch.zeros_like)(qk)
     shapes = ((plan.heads, 2, plan.p, plan.stored), (2 * plan.heads * plan.p,), (plan.heads, 2))
@@ -443,15 +305,15 @@ def running_backward(
     sums, block_carries = plan.sums(), plan.sums(0 if log_decay is None else plan.blocks)
     _adjoint_sums[grid](
         qk, wx, carries, grad_scores, grad_energy, grad_qk, block_carries, sums, grad_wx, *tables,
-        **plan.full, BLOCKS=plan.blocks, NS=rank_blocks, num_warps=plan.warps,
+        **plan.full, BLOCKS=plan.blocks, NS=rank_blocks, num_warps=plan.size.warps,
     )  # fmt: skip
     after = plan.carries(sums, True, None, None)
     _running_rows[grid](
         qk, wx, block_carries, after, grad_scores, grad_energy, grad_qk, grad_bias, grad_decay, *tables,
-        **plan.full, BLOCKS=plan.blocks, NS=rank_blocks, num_warps=plan.warps,
+        **plan.full, BLOCKS=plan.blocks, NS=rank_blocks, num_warps=plan.size.warps,
     )  # fmt: skip
     if rank_blocks > 1:
         _running_weights[(plan.chunks, 2 * plan.heads, rank_blocks)](
-            qk, wx, carries, grad_scores, grad_energy, grad_wx, *tables, **plan.full, num_warps=plan.warps
+            qk, wx, carries, grad_scores, grad_energy, grad_wx, *tables, **plan.full, num_warps=plan.size.warps
         )  # fmt: skip
     return grad_qk, grad_wx, grad_bias, grad_decay

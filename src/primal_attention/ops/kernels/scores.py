@@ -8,8 +8,8 @@ and u = W_{·|X}ᵀ z it uses e = u / ‖z‖, so the normalised row is never st
 
 Sums over a chunk are written as partial sums and added in a fixed order: bit-reproducible from run to run.
 
-Layouts: qk (rows, 2·H·p) as the projection wrote it; wx (B or 1, H, 2, p, S) float32; scores (rows, H, 2, S), with S
-the stored rank.
+Layouts: qk (rows, 2·H·p) as the projection wrote it; wx (B or 1, H, 2, p, S) float32 or as qk; scores (rows, H, 2, S),
+with S the stored rank.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ def _scores_backward(
         tl.store(grad_qk + row[:, None] * (2 * HEADS * P) + column[None], dz.to(z.dtype), mask=inside)
     out = chunk.to(tl.int64) * (2 * HEADS) + lane
     tl.store(
-        grad_wx + out * (P * S) + p[:, None] * S + s[None], sum_w, mask=(p[:, None] < P) & (s[None] < S)
+        grad_wx + out * (P * S) + p[:, None] * S + s[None], sum_w.to(grad_wx.dtype.element_ty),
+        mask=(p[:, None] < P) & (s[None] < S),
     )  # fmt: skip
     tl.store(grad_bias + chunk.to(tl.int64) * (2 * HEADS * P) + column, sum_b, mask=p < P)
 
@@ -190,7 +191,8 @@ def _scores_backward_weights(
         sum_w += dot(tl.trans(z), (de * inverse[:, None]).to(z.dtype), PRECISION)
     out = chunk.to(tl.int64) * (2 * HEADS) + lane
     tl.store(
-        grad_wx + out * (P * S) + p[:, None] * S + s[None], sum_w, mask=(p[:, None] < P) & (s[None] < S)
+        grad_wx + out * (P * S) + p[:, None] * S + s[None], sum_w.to(grad_wx.dtype.element_ty),
+        mask=(p[:, None] < P) & (s[None] < S),
     )  # fmt: skip
 
 
@@ -221,11 +223,13 @@ def scores_backward(
     grad_energy: Tensor,
     seqs: Sequences,
     rank: int,
+    depends: bool,
     whole: bool,
     spend: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """grad_qk like qk, and per chunk the partial sums of grad_wx (chunks, H, 2, p, S) and of the bias' gradient.
 
+    depends: each sequence has weights of its own; with a single chunk each, its sum is their gradient, in their dtype.
     spend: grad_qk may take the place of qk: a program reads and writes its own rows and columns alone.
     """
     heads, p, stored = wx.shape[1], wx.shape[3], stored_rank(rank)
@@ -233,7 +237,8 @@ def scores_backward(
     size = tiles(qk.dtype, p, rank)
     spend = spend and whole and size.rank_blocks == 1  # several blocks of directions read qk twice
     grad_qk = qk if spend else (torch.empty_like if whole else torch.zeros_like)(qk)
-    grad_wx = torch.empty((chunks, heads, 2, p, stored), dtype=torch.float32, device=qk.device)
+    kind = wx.dtype if depends and seqs.single else torch.float32
+    grad_wx = torch.empty((chunks, heads, 2, p, stored), dtype=kind, device=qk.device)
     grad_bias = torch.empty((chunks, 2 * heads * p), dtype=torch.float32, device=qk.device)
     if not chunks:
         return grad_qk, grad_wx, grad_bias

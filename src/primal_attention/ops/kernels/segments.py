@@ -1,4 +1,4 @@
-"""Add up what the chunks left: (chunks, width) partial sums → (B, width) or (width,), in a fixed order."""
+"""Sums over rows in a fixed order: of what the chunks left, per sequence or in all, and of matrices of many rows."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def _segment_sum(parts, sums, first_chunk, width, BW: tl.constexpr):
     total = tl.zeros((BW,), tl.float32)
     for chunk in range(tl.load(first_chunk + sequence), tl.load(first_chunk + sequence + 1)):
         total += tl.load(parts + chunk * width + column, mask=column < width, other=0.0)
-    tl.store(sums + sequence * width + column, total, mask=column < width)
+    tl.store(sums + sequence * width + column, total.to(sums.dtype.element_ty), mask=column < width)
 
 
-def segment_sum(parts: Tensor, seqs: Sequences) -> Tensor:
-    """parts: (chunks, …) float32 → (B, …)."""
+def segment_sum(parts: Tensor, seqs: Sequences, dtype: torch.dtype = torch.float32) -> Tensor:
+    """parts: (chunks, …) float32 → (B, …) in `dtype`; parts in `dtype` already where no sequence has a second chunk."""
     if seqs.single:
         return parts
-    sums = torch.empty((seqs.starts.shape[0], *parts.shape[1:]), dtype=torch.float32, device=parts.device)
+    sums = torch.empty((seqs.starts.shape[0], *parts.shape[1:]), dtype=dtype, device=parts.device)
     width = parts.shape[1:].numel()
     if sums.shape[0]:
         block = 256
@@ -50,3 +50,27 @@ def column_sum(parts: Tensor, dtype: torch.dtype) -> Tensor:
     total = torch.empty(parts.shape[1], dtype=dtype, device=parts.device)
     _column_sum[(ceil_div(parts.shape[1], 32),)](parts, total, parts.shape[0], parts.shape[1], BR=64, BW=32)
     return total
+
+
+@triton.jit
+def _tall_sum(matrix, parts, count, width, per_split, BR: tl.constexpr, BW: tl.constexpr):
+    split, r = tl.program_id(0).to(tl.int64), tl.arange(0, BR)
+    column = tl.program_id(1) * BW + tl.arange(0, BW)
+    begins = split * per_split
+    ends = tl.minimum(begins + per_split, count)
+    sums = tl.zeros((BR, BW), tl.float32)
+    for first in range(begins, ends, BR):
+        row = first + r
+        inside = (row < ends)[:, None] & (column < width)[None]
+        sums += tl.load(matrix + row[:, None] * width + column[None], mask=inside, other=0.0).to(tl.float32)
+    tl.store(parts + split * width + column, tl.sum(sums, 0), mask=column < width)
+
+
+def tall_sum(matrix: Tensor) -> Tensor:
+    """matrix: (rows, width) of many rows → (width,) float32, at the speed of reading it once."""
+    rows, width = matrix.shape
+    columns = ceil_div(width, 128)
+    splits = max(1, min(ceil_div(rows, 64), ceil_div(1024, columns)))
+    parts = torch.empty((splits, width), dtype=torch.float32, device=matrix.device)
+    _tall_sum[(splits, columns)](matrix, parts, rows, width, ceil_div(rows, splits), BR=32, BW=128)
+    return column_sum(parts, torch.float32)

@@ -1,0 +1,169 @@
+"""The operators of heads whose rank is large against their width (`kernels/wide.py`), and their output map.
+
+From q and k the heads' outputs come at once, without scores in between. What is kept for the way back is q and k, and
+each head's output for the gradient of W_out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .kernels import running_wide
+from .kernels import wide as mixing
+from .kernels.config import stored_rank
+from .kernels.segments import segment_sum, tall_sum
+from .library import Operator, Tables, floats, gradient_of_weights, sequences_of, weights_again
+
+
+def mix(
+    qk: Tensor,
+    wx: Tensor,
+    score_weight: Tensor,
+    score_bias: Tensor | None,
+    bias: Tensor | None,
+    origin: list[Tensor],
+    tables: Tables,
+    single: bool,
+    whole: bool,
+    measured: bool,
+) -> tuple[Tensor, Tensor]:
+    """The heads' outputs (rows, H·p) and, where measured, energies (B, H, 2, S). bias, origin: for the way back."""
+    seqs = sequences_of(tables, single)
+    each, parts = mixing.mix_forward(qk, wx, score_weight, score_bias, seqs, whole, measured)
+    return each, segment_sum(parts, seqs) if measured else parts
+
+
+def _fake_mix(
+    qk: Tensor, wx: Tensor, score_weight: Tensor, score_bias: Any, bias: Any, origin: Any, tables: Tables, single: bool,
+    whole: bool, measured: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    energy = floats(qk, tables[0].shape[0] if measured else 0, wx.shape[1], 2, wx.shape[4])
+    return qk.new_empty(qk.shape[0], qk.shape[1] // 2), energy
+
+
+def mix_backward(
+    qk: Tensor,
+    origin: list[Tensor],
+    score_weight: Tensor,
+    grad_each: Tensor,
+    grad_energy: Tensor | None,
+    tables: Tables,
+    single: bool,
+    whole: bool,
+    exact: bool,
+    spend: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of qk, of wx, of the score map and of the projection's bias; arguments as in `score_backward`."""
+    wx, depends = weights_again(origin, exact)
+    seqs = sequences_of(tables, single)
+    return mixing.mix_backward(
+        qk, wx, score_weight, grad_each, grad_energy, seqs, depends, whole, spend, spend_wx=depends
+    )
+
+
+def _fake_mix_backward(
+    qk: Tensor, origin: list[Tensor], score_weight: Tensor, grad_each: Tensor, grad_energy: Tensor | None,
+    tables: Tables, single: bool, whole: bool, exact: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    p, rank = score_weight.shape[0], score_weight.shape[1] // 2
+    grad_wx = gradient_of_weights(qk, origin, qk.shape[1] // (2 * p), stored_rank(rank), exact)
+    return torch.empty_like(qk), grad_wx, torch.empty_like(score_weight), qk.new_empty(qk.shape[1])
+
+
+def running_mix(
+    qk: Tensor,
+    wx: Tensor,
+    score_weight: Tensor,
+    score_bias: Tensor | None,
+    bias: Tensor | None,
+    log_decay: Tensor | None,
+    initial: Tensor | None,
+    tables: Tables,
+    single: bool,
+    whole: bool,
+    measured: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `mix`, of the causal running sums; the chunks' carries for the way back, and the sums after the last token."""
+    seqs = sequences_of(tables, single)
+    final = floats(qk, tables[0].shape[0], wx.shape[1], 2, wx.shape[3])
+    each, parts, carries = running_wide.running_mix_forward(
+        qk, wx, score_weight, score_bias, log_decay, seqs, whole, measured, initial, final
+    )
+    return each, segment_sum(parts, seqs) if measured else parts, carries, final
+
+
+def _fake_running_mix(
+    qk: Tensor, wx: Tensor, score_weight: Tensor, score_bias: Any, bias: Any, log_decay: Any, initial: Any,
+    tables: Tables, single: bool, whole: bool, measured: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    heads, _, p = wx.shape[1:4]
+    each, energy = _fake_mix(qk, wx, score_weight, score_bias, bias, None, tables, single, whole, measured)
+    return each, energy, floats(qk, tables[4].shape[0], heads, 2, p), floats(qk, tables[0].shape[0], heads, 2, p)
+
+
+def running_mix_backward(
+    qk: Tensor,
+    wx: Tensor,
+    score_weight: Tensor,
+    log_decay: Tensor | None,
+    carries: Tensor,
+    grad_each: Tensor,
+    grad_energy: Tensor | None,
+    tables: Tables,
+    single: bool,
+    whole: bool,
+    spend: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """As `mix_backward`, and the gradient of log γ."""
+    grad_qk, grad_wx, grad_score, grad_bias, parts = running_wide.running_mix_backward(
+        qk, wx, score_weight, log_decay, carries, grad_each, grad_energy, sequences_of(tables, single), whole, spend
+    )
+    heads = wx.shape[1]
+    grad_decay = floats(qk, heads) if log_decay is None else parts.view(-1, heads, 2).sum((0, 2))
+    return grad_qk, grad_wx, grad_score, grad_bias, grad_decay
+
+
+def _fake_running_mix_backward(qk: Tensor, wx: Tensor, score_weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    like = [torch.empty_like(t) for t in (qk, wx, score_weight)]
+    return *like, qk.new_empty(qk.shape[1]), floats(qk, wx.shape[1])
+
+
+def output(each: Tensor, score_bias: Tensor | None, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """y from the heads' outputs. score_bias is in them already: it enters for its gradient alone."""
+    return F.linear(each, weight, bias)
+
+
+def _fake_output(each: Tensor, score_bias: Any, weight: Tensor, bias: Any) -> Tensor:
+    return each.new_empty(each.shape[0], weight.shape[0])
+
+
+def output_backward(
+    grad_y: Tensor, each: Tensor, weight: Tensor, width: int, biased: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of the heads' outputs, of W_out and, where biased, of b_out and of b_o, which has `width` numbers.
+
+    Every token adds b_o in each head and W_out follows, so its gradient is W_outᵀ times that of b_out.
+    """
+    grad_each, grad_weight = grad_y @ weight, grad_y.mT @ each
+    if not biased:
+        return grad_each, grad_weight, grad_y.new_empty(weight.shape[0]), grad_y.new_empty(width)
+    total = tall_sum(grad_y)  # float32
+    of_score = (total[:, None] * weight).view(len(weight), -1, width).sum((0, 1))
+    return grad_each, grad_weight, total.to(grad_y.dtype), of_score.to(grad_y.dtype)
+
+
+def _fake_output_backward(grad_y: Tensor, each: Tensor, weight: Tensor, width: int, biased: bool) -> tuple[Tensor, ...]:
+    like = torch.empty_like(each), torch.empty_like(weight)
+    return *like, grad_y.new_empty(weight.shape[0]), grad_y.new_empty(width)
+
+
+MIX = Operator(mix, _fake_mix)
+MIX_BACKWARD = Operator(mix_backward, _fake_mix_backward)
+RUNNING_MIX = Operator(running_mix, _fake_running_mix)
+RUNNING_MIX_BACKWARD = Operator(running_mix_backward, _fake_running_mix_backward)
+OUTPUT = Operator(output, _fake_output)
+OUTPUT_BACKWARD = Operator(output_backward, _fake_output_backward)
