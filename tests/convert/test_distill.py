@@ -12,7 +12,7 @@ from torch import nn
 from convert.test_torch_and_timm import Block, encoder
 from primal_attention import distill, primalize
 from primal_attention.convert.errors import relative_error
-from primal_attention.convert.fitting import rate
+from primal_attention.convert.fitting import NEW, rate
 
 pytest.importorskip("lightning")
 SMALL = {"rank": 5, "landmarks": 6}
@@ -78,6 +78,23 @@ def test_only_what_was_asked_for_moves(train, moved) -> None:
     frozen = [name for name, p in student.named_parameters() if not p.requires_grad]
     assert frozen == ["layers.1.linear1.weight"]
     assert all(p.requires_grad for p in teacher.parameters())
+
+
+def test_weights_trained_before_learn_at_the_rate_of_their_name() -> None:
+    """Adam's first step is its rate, whatever the gradient's size."""
+    teacher = encoder(2)
+    student = primalize(teacher, copy=True, **SMALL).model
+    before = {name: p.detach().clone() for name, p in student.named_parameters()}
+    rates = {"layers.0.linear1.weight": 0.25, "layers.1.linear1.weight": 0.5}
+    settings = SHORT | {"block_steps": 0, "end_steps": 1, "end_lr": 1e-2}
+    distill(
+        student, teacher, [torch.randn(4, 9, 32)], train="all", kept_rate=lambda name: rates.get(name, 0), **settings
+    )
+    moved = {name: (p.detach() - before[name]).abs() for name, p in student.named_parameters()}
+    kept = {name for name, change in moved.items() if change.any() and not any(part in name for part in NEW)}
+    assert kept == set(rates)
+    for name, part in rates.items():
+        assert float(moved[name].median()) == pytest.approx(part * 1e-2, rel=1e-3)
 
 
 def test_match_says_what_is_compared() -> None:

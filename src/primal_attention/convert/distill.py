@@ -41,7 +41,7 @@ def distill(
     end_steps: int = 200,
     lr: float = 1e-3,
     end_lr: float = 5e-4,
-    kept_rate: float = 0.3,
+    kept_rate: float | Callable[[str], float] = 0.3,
     train: Literal["layers", "blocks", "all"] = "blocks",
     match: Match | None = None,
     ksvd: float = 0.0,
@@ -58,8 +58,8 @@ def distill(
         start_batches: what the new weights' start is computed from; fewer than 2 leave them as they are.
         block_steps, end_steps: of the two stages; 0 leaves a stage out.
         lr, end_lr: highest learning rates of the new weights in the two stages.
-        kept_rate: the rate of weights that were trained before, as a part of these. Long runs with train="all" on much
-            data learn faster with 1.
+        kept_rate: the rate of weights that were trained before, as a part of these: one number, or a function of a
+            weight's name in the model, where 0 leaves a weight as it is.
         train: what the second stage trains: the replaced layers, the blocks around them, or all.
         match: the tensor to compare, or several, from a model's output and the batch; None takes the first tensor.
         ksvd: weight of the KSVD objective J² beside the error.
@@ -70,6 +70,7 @@ def distill(
     pairs = matched(model, teacher)
     last = _trained(model, pairs, train)
     result = Distilled(model)
+    names = {parameter: name for name, parameter in model.named_parameters()}
     modes = {m: m.training for top in (model, teacher) for m in top.modules()}
     grads = {p: p.requires_grad for top in (model, teacher) for p in top.parameters()}
     teacher.eval()
@@ -82,11 +83,14 @@ def distill(
         if start_batches > 1:
             result.started = start(teacher, pairs, repeated(data, start_batches))
 
+        def kept(parameter: nn.Parameter) -> float:
+            return kept_rate(names[parameter]) if callable(kept_rate) else kept_rate
+
         def stage(what: str, chosen: nn.Module, error: Callable[[Any], Tensor], steps: int, lr: float) -> list[float]:
             model.requires_grad_(False)  # nothing is kept for the way back but for what is trained
             whole = error if not ksvd else lambda batch: error(batch) + ksvd * ksvd_loss(model)
             how: dict[str, Any] = {"precision": precision, "graph": graph, "progress": progress}
-            return fit(chosen, grads, data, whole, steps, lr=lr, kept_rate=kept_rate, what=what, **how)
+            return fit(chosen, grads, data, whole, steps, lr=lr, kept_rate=kept, what=what, **how)
 
         layers = nn.ModuleList(student for student, _ in pairs.values())
         blocks, end = block_error(teacher, pairs), end_error(model, teacher, match)

@@ -33,7 +33,7 @@ def fit(
     steps: int,
     *,
     lr: float,
-    kept_rate: float,
+    kept_rate: Callable[[nn.Parameter], float],
     what: str,
     precision: str = "32-true",
     graph: bool = True,
@@ -47,25 +47,27 @@ def fit(
         raise ValueError(f"precision must be '32-true' or 'bf16-mixed' (got {precision!r})")
     if steps < 1:
         return []
-    new: list[nn.Parameter] = []
-    kept: list[nn.Parameter] = []
+    groups: dict[float, list[nn.Parameter]] = {}  # by the highest rate
     for name, parameter in chosen.named_parameters():
-        if allowed.get(parameter):
+        new = any(part in NEW for part in name.split("."))
+        top = lr if new else lr * kept_rate(parameter)
+        if allowed.get(parameter) and top > 0:
             parameter.requires_grad_(True)
-            (new if any(part in NEW for part in name.split(".")) else kept).append(parameter)
-    before = [p.detach().clone() for p in (*new, *kept)]
-    groups = [(group, top) for group, top in ((new, lr), (kept, kept_rate * lr)) if group]
+            groups.setdefault(top, []).append(parameter)
+    if not groups:
+        raise ValueError(f"nothing can learn {what}: every weight has requires_grad False or rate 0")
+    before = {p: p.detach().clone() for group in groups.values() for p in group}
     rates = [rate(step, steps) for step in range(steps)]
-    work = Steps(chosen, groups, error, rates, half=precision == "bf16-mixed", graph=graph)
     try:
+        work = Steps(chosen, groups, error, rates, half=precision == "bf16-mixed", graph=graph)
         return _run(work, repeated(data, steps), steps, what, progress)
     except NotFiniteError as problem:
         with torch.no_grad():
-            for parameter, value in zip((*new, *kept), before, strict=True):
+            for parameter, value in before.items():
                 parameter.copy_(value)
         raise ValueError(str(problem)) from None
     finally:
-        for parameter in (*new, *kept):
+        for parameter in before:
             parameter.grad = None
 
 

@@ -6,7 +6,7 @@ one. So the steps of a batch shape that comes again are recorded (`engine.record
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -21,12 +21,12 @@ BETAS = (0.9, 0.98)  # the errors fall so fast at first that squares of a thousa
 
 
 class Steps(Recorder):
-    """The steps of one stage: they lower `error` by the weights in `groups`, each with its highest rate."""
+    """The steps of one stage: they lower `error` by the weights in `groups`, which are keyed by their highest rates."""
 
     def __init__(
         self,
         chosen: nn.Module,
-        groups: list[tuple[list[nn.Parameter], float]],
+        groups: Mapping[float, list[nn.Parameter]],
         error: Callable[[Any], Tensor],
         rates: list[float],
         *,
@@ -34,14 +34,14 @@ class Steps(Recorder):
         graph: bool,
     ) -> None:
         """rates: of every step, as a part of the highest."""
-        self.weights = [p for group, _ in groups for p in group]
+        self.weights = [p for group in groups.values() for p in group]
         super().__init__(self.weights[0].device)
         self.records = self.records and graph
         self.layers = list(primal_layers(chosen).values())
         self.error, self.half, self.schedule = error, half, rates
-        self.tops = [top for _, top in groups]
+        self.tops = list(groups)
         recordable = {"fused": True, "capturable": True} if self.on_gpu else {}
-        each = [{"params": group, "lr": top} for group, top in groups]
+        each = [{"params": group, "lr": top} for top, group in groups.items()]
         self.optimizer = torch.optim.AdamW(each, betas=BETAS, weight_decay=0.0, **recordable)  # type: ignore[arg-type]
         # torch would warn that the first steps, before the recording, are not recorded.
         self.optimizer._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]
