@@ -2,7 +2,7 @@
 
 Weights that start from nothing learn at the full rate, those trained before at a part of it; both rise over the first
 tenth of the steps and fall along a cosine. The student is no part of Lightning's module: it stays where it is. A turn
-of Lightning's loop is several steps (`fitting_steps`), since a turn costs the host as much as one of them.
+of Lightning's loop is several steps (`fitting_steps`) on a GPU, since a turn costs the host as much as one of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .fitting_steps import Steps
 
 NEW = ("w_e", "w_r", "sqrt_lambda", "score_proj", "decay_logit")
 WARM_UP = 0.1
-TURN = 20  # steps between two looks at the errors: each look waits for the device
+TURN = 20  # steps between two looks at the errors on a GPU, which each look waits for
 
 
 def fit(
@@ -105,7 +105,7 @@ def _run(work: Steps, batches: Iterator[Any], steps: int, what: str, progress: b
         from lightning.pytorch.plugins.environments import LightningEnvironment
     except ImportError as missing:
         raise ImportError("distill needs lightning: pip install 'primal-attention[train]'") from missing
-    device = work.device
+    device, turn = work.device, TURN if work.on_gpu else 1
     history: list[float] = []
 
     class Stage(pl.LightningModule):
@@ -113,8 +113,8 @@ def _run(work: Steps, batches: Iterator[Any], steps: int, what: str, progress: b
             super().__init__()
             self.automatic_optimization = False  # the steps bring their optimiser along
 
-        def training_step(self, turn: int) -> None:
-            coming = itertools.islice(batches, min(TURN, steps - work.done))
+        def training_step(self, number: int) -> None:
+            coming = itertools.islice(batches, min(turn, steps - work.done))
             work.run(self.transfer_batch_to_device(batch, device, 0) for batch in coming)
             for value in work.losses(len(history)):
                 history.append(value)
@@ -138,7 +138,7 @@ def _run(work: Steps, batches: Iterator[Any], steps: int, what: str, progress: b
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        trainer.fit(Stage(), train_dataloaders=range(-(-steps // TURN)))
+        trainer.fit(Stage(), train_dataloaders=range(-(-steps // turn)))
     return history
 
 

@@ -96,9 +96,11 @@ class Recorder:
             return
         usual = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(usual)
-        with torch.cuda.stream(self.stream):
-            yield
-        usual.wait_stream(self.stream)
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        finally:
+            usual.wait_stream(self.stream)
 
     def _recording(self, batch: Any) -> Recording | None:
         """The recording of the batch's shape, made now if it is time for it; None runs the step as usual."""
