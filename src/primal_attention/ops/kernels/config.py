@@ -59,6 +59,24 @@ def running_tiles(dtype: torch.dtype, head_dim: int, rank: int) -> Tiles:
     return Tiles(32 if width <= 128 else 16, width, block, blocks, warps, 3 if blocks == 1 and width <= 64 else 1)
 
 
+def landmark_tiles(head_dim: int, rank: int) -> Tiles:
+    """For W_{·|X} and its way back to x; `tokens` are landmarks. Blocks of the rank that leave little of it empty."""
+    width, stored = power_of_two(head_dim), stored_rank(rank)
+    fits = ceil_div(stored, 64) * 64 == ceil_div(stored, 32) * 32 and width <= 128
+    block = min(power_of_two(stored), 64 if fits else 32)
+    return Tiles(64 if width <= 64 else 32, width, block, ceil_div(stored, block), 4)
+
+
+def landmark_sum_tiles(dtype: torch.dtype, head_dim: int, rank: int, landmarks: int) -> Tiles:
+    """For the way back to W, where large tiles spare reading rows and gradients again and again."""
+    size = landmark_tiles(head_dim, rank)
+    if dtype == torch.float32 or size.width > 64:
+        return size
+    block = min(power_of_two(stored_rank(rank)), 128)
+    marks = 128 if landmarks > 64 else 64
+    return Tiles(marks, size.width, block, ceil_div(stored_rank(rank), block), 8 if marks * block > 64 * 128 else 4)
+
+
 def wide_tiles(dtype: torch.dtype, head_dim: int, rank: int) -> Tiles:
     """As `tiles`, for `wide.py`: no rank in the loop over tokens, and short blocks of it before and after."""
     width, block = power_of_two(head_dim), min(32, power_of_two(stored_rank(rank)))

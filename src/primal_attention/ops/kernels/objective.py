@@ -38,7 +38,7 @@ def _objective(
 @triton.jit
 def _objective_backward(
     grad, energy, sqrt_lambda, tokens, grad_energy, grad_lambda, grad_trace, length, batch,
-    HEADS: tl.constexpr, RANK: tl.constexpr, S: tl.constexpr, BS: tl.constexpr,
+    HEADS: tl.constexpr, RANK: tl.constexpr, S: tl.constexpr, BS: tl.constexpr, BB: tl.constexpr,
     RAGGED: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
     """The first B programs write dE of a sequence, the others dL and dTr of a head."""
@@ -53,18 +53,24 @@ def _objective_backward(
             tl.store(place + S, root * root * scale, mask=s < S)
     else:
         head = program - batch
-        total = tl.zeros((BS,), tl.float32)
-        sum_grad = 0.0
-        for sequence in range(batch):
-            g = tl.load(grad + sequence)
-            sum_grad += g
-            count = tl.maximum(tl.load(tokens + sequence), 1).to(tl.float32) if RAGGED else length
-            place = energy + (sequence * HEADS + head) * (2 * S) + s
-            both = tl.load(place, mask=s < RANK, other=0.0) + tl.load(place + S, mask=s < RANK, other=0.0)
-            total += both * (g * (1.0 / HEADS if SUM else 1.0 / (HEADS * count)))
+        total = tl.zeros((BB, BS), tl.float32)
+        grads = tl.zeros((BB,), tl.float32)
+        for first in range(0, batch, BB):
+            sequence = first + tl.arange(0, BB)
+            there = sequence < batch
+            g = tl.load(grad + sequence, mask=there, other=0.0)
+            grads += g
+            if RAGGED and not SUM:
+                g /= tl.maximum(tl.load(tokens + sequence, mask=there, other=1), 1).to(tl.float32)
+            place = energy + (sequence * HEADS + head)[:, None] * (2 * S) + s[None]
+            inside = there[:, None] & (s < RANK)[None]
+            both = tl.load(place, mask=inside, other=0.0) + tl.load(place + S, mask=inside, other=0.0)
+            total += both * g[:, None]
+        scale = 1.0 / HEADS if SUM or RAGGED else 1.0 / (HEADS * length)
         root = tl.load(sqrt_lambda + head * RANK + s, mask=s < RANK, other=0.0).to(tl.float32)
-        tl.store(grad_lambda + head * RANK + s, (total * root).to(grad_lambda.dtype.element_ty), mask=s < RANK)
-        tl.store(grad_trace + head, -sum_grad / HEADS)
+        of_root = tl.sum(total, 0) * root * scale
+        tl.store(grad_lambda + head * RANK + s, of_root.to(grad_lambda.dtype.element_ty), mask=s < RANK)
+        tl.store(grad_trace + head, -tl.sum(grads, 0) / HEADS)
 
 
 def objective_forward(energy: Tensor, sqrt_lambda: Tensor, trace: Tensor, tokens: Tensor | int, summed: bool) -> Tensor:
@@ -92,7 +98,7 @@ def objective_backward(
     _objective_backward[(batch + heads,)](
         grad, energy, sqrt_lambda, tokens if ragged else energy, grad_energy, grad_lambda, grad_trace,
         0.0 if ragged else float(max(tokens, 1)), batch,
-        HEADS=heads, RANK=sqrt_lambda.shape[1], S=stored, BS=power_of_two(stored), RAGGED=ragged, SUM=summed,
-        num_warps=1,
+        HEADS=heads, RANK=sqrt_lambda.shape[1], S=stored, BS=power_of_two(stored), BB=16,
+        RAGGED=ragged, SUM=summed, num_warps=4,
     )  # fmt: skip
     return grad_energy, grad_lambda, grad_trace

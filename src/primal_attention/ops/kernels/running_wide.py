@@ -24,9 +24,8 @@ from .wide import Parts, energy_map, output_map, store_energies, weight_gradient
 @triton.jit
 def _no_sums(BP: tl.constexpr):
     """Halves of a (BP, BP) sum; all of it in the first where it is small."""
-    if BP >= 64:
-        return tl.zeros((BP // 2, BP), tl.float32), tl.zeros((BP // 2, BP), tl.float32)
-    return tl.zeros((BP, BP), tl.float32), tl.zeros((16, 16), tl.float32)
+    ROWS: tl.constexpr = BP // 2 if BP >= 64 else BP
+    return tl.zeros((ROWS, BP), tl.float32), tl.zeros((ROWS if BP >= 64 else 16, BP), tl.float32)
 
 
 @triton.jit
@@ -43,9 +42,10 @@ def _add_product(low, high, left, right, BT: tl.constexpr, BP: tl.constexpr, PRE
 
 @triton.jit
 def _in_one(low, high, BP: tl.constexpr):
+    whole = low
     if BP >= 64:
-        return tl.reshape(tl.permute(tl.join(low, high), (2, 0, 1)), (BP, BP))
-    return low
+        whole = tl.reshape(tl.permute(tl.join(low, high), (2, 0, 1)), (BP, BP))
+    return whole
 
 
 @triton.jit
@@ -268,7 +268,7 @@ def running_mix_forward(
     carries = plan.forward_carries(qk, initial, final)
     _running_mix[(plan.chunks * plan.heads,)](
         qk, wx, carries, score_weight, score_weight if score_bias is None else score_bias, each, energy, plan.rate,
-        seqs.chunk_start, seqs.chunk_end, **plan.full, NS=plan.size.rank_blocks,
+        seqs.chunk_start, seqs.chunk_end, **{**plan.full, "num_stages": 1}, NS=plan.size.rank_blocks,
         BIAS=score_bias is not None, ENERGY=measured, num_warps=plan.size.warps,
     )  # fmt: skip
     return each, energy, carries
@@ -290,7 +290,7 @@ def running_mix_backward(
     rank = score_weight.shape[1] // 2
     plan = _plan(qk, wx, log_decay, seqs, rank)
     parts = Parts(qk, wx, plan.chunks, False)
-    grad_qk = qk if spend and whole else (torch.empty_like if whole else torch.zeros_like)(qk)
+    grad_qk = qk if spend else (torch.empty_like if whole else torch.zeros_like)(qk)
     grad_bias, grad_decay = (
         torch.empty((plan.chunks, width), dtype=torch.float32, device=qk.device)
         for width in (2 * plan.heads * plan.p, 2 * plan.heads)

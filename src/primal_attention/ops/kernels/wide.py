@@ -260,7 +260,7 @@ class Parts:
 
     def __init__(self, qk: Tensor, wx: Tensor, chunks: int, depends: bool) -> None:
         _, heads, _, p, stored = wx.shape
-        few = max(1, min(PROGRAMS // (2 * heads), qk.shape[0] // (2 * stored)))
+        few = max(1, min(PROGRAMS // (2 * heads), qk.shape[0] // stored))
         self.per_group = max(1, ceil_div(chunks, few))
         self.groups = ceil_div(chunks, self.per_group)
         self.shape, self.device = wx.shape, qk.device
@@ -327,12 +327,13 @@ def mix_backward(
     """Gradients of qk, of wx in its dtype, of the score map, and of the projection's bias.
 
     depends: each sequence has weights of its own. spend, spend_wx: the gradient may take the place of qk, of wx:
-    a program reads and writes its own parts of them alone.
+    a program reads and writes its own parts of them alone. Rows of qk between the sequences then stay as they are:
+    x is zero there, and nobody asks for their gradient.
     """
     heads, p, rank = wx.shape[1], wx.shape[3], score_weight.shape[1] // 2
     chunks = seqs.chunk_start.shape[0]
     parts = Parts(qk, wx, chunks, depends)
-    grad_qk = qk if spend and whole else (torch.empty_like if whole else torch.zeros_like)(qk)
+    grad_qk = qk if spend else (torch.empty_like if whole else torch.zeros_like)(qk)
     if not depends:
         grad_wx = parts.of_wx
     elif seqs.single:
