@@ -116,6 +116,7 @@ def on_four() -> Iterator[tuple[str, Callable[[], Differences]]]:
 FUSED = [
     ("data_dependent", None, False),
     ("causal", None, False),
+    ("causal", "learned", False),
     ("causal", "learned", True),
     ("causal_data_dependent", "learned", True),
 ]

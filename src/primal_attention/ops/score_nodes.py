@@ -76,8 +76,10 @@ class RunningScore(Node):
     def backward(ctx: Any, grad_scores: Tensor | None, grad_energy: Tensor | None, *_: Any) -> Gradients:
         qk, wx, log_decay, carries, *tables = ctx.saved_tensors
         grads = _present(ctx, grad_scores, grad_energy, qk)
+        # Initial sums that have a gradient come from other ranks' q and k, and theirs from these: they read qk later.
+        spend = _spent() and not ctx.needs_input_grad[4]
         grad_qk, grad_wx, grad_bias, grad_decay = ops.RUNNING_SCORE_BACKWARD(
-            qk, wx, log_decay, carries, *grads, list(tables), ctx.single, ctx.rank, ctx.whole, spend=_spent()
+            qk, wx, log_decay, carries, *grads, list(tables), ctx.single, ctx.rank, ctx.whole, spend=spend
         )
         grad_bias = grad_bias if ctx.needs_input_grad[2] else None
         grad_initial = _of_initial(grad_qk, log_decay, wx.shape, tables) if ctx.needs_input_grad[4] else None
@@ -160,8 +162,9 @@ class RunningMix(Node):
     def backward(ctx: Any, grad_each: Tensor | None, grad_energy: Tensor | None, *_: Any) -> Gradients:
         qk, wx, score_weight, log_decay, carries, *tables = ctx.saved_tensors
         grads = _of_outputs(qk, grad_each, grad_energy)
+        spend = _spent() and not ctx.needs_input_grad[6]  # as in `RunningScore`
         grad_qk, grad_wx, grad_score, grad_bias, grad_decay = wide.RUNNING_MIX_BACKWARD(
-            qk, wx, score_weight, log_decay, carries, *grads, list(tables), ctx.single, ctx.whole, spend=_spent()
+            qk, wx, score_weight, log_decay, carries, *grads, list(tables), ctx.single, ctx.whole, spend=spend
         )
         grad_bias = grad_bias if ctx.needs_input_grad[4] else None
         grad_decay = None if log_decay is None else grad_decay
