@@ -1,7 +1,6 @@
 """The causal running sums (`running.py`) of heads whose rank is large against their width (`wide.py`).
 
-Blocks of 32 rows as in `running.py`; the p × p sums C and D are added up in halves of their rows, so that no product is
-tall enough for the warp-group instructions that the compiler gets wrong in these loops.
+Blocks of 32 rows as in `running.py`, with the sums C and D in halves (`no_sums`).
 """
 
 from __future__ import annotations
@@ -18,34 +17,16 @@ from .scan import Plan, last_row, powers, sums_within, triangle_of
 from .scores import EPS
 from .segments import column_sum
 from .sequences import Sequences
-from .wide import Parts, energy_map, output_map, store_energies, weight_gradients
-
-
-@triton.jit
-def _no_sums(BP: tl.constexpr):
-    """Halves of a (BP, BP) sum; all of it in the first where it is small."""
-    ROWS: tl.constexpr = BP // 2 if BP >= 64 else BP
-    return tl.zeros((ROWS, BP), tl.float32), tl.zeros((ROWS if BP >= 64 else 16, BP), tl.float32)
-
-
-@triton.jit
-def _add_product(low, high, left, right, BT: tl.constexpr, BP: tl.constexpr, PRECISION: tl.constexpr):
-    """leftᵀ right onto both halves."""
-    if BP >= 64:
-        upper, lower = tl.split(tl.permute(tl.reshape(left, (BT, 2, BP // 2)), (0, 2, 1)))
-        low += dot(tl.trans(upper), right, PRECISION)
-        high += dot(tl.trans(lower), right, PRECISION)
-    else:
-        low += dot(tl.trans(left), right, PRECISION)
-    return low, high
-
-
-@triton.jit
-def _in_one(low, high, BP: tl.constexpr):
-    whole = low
-    if BP >= 64:
-        whole = tl.reshape(tl.permute(tl.join(low, high), (2, 0, 1)), (BP, BP))
-    return whole
+from .wide import (
+    Parts,
+    add_product,
+    energy_map,
+    in_one,
+    no_sums,
+    output_map,
+    store_energies,
+    weight_gradients,
+)
 
 
 @triton.jit
@@ -77,8 +58,8 @@ def _running_mix(
     a_q = output_map(w_q, score_weight, qk, P, S, RANK, BP, BS, NS, PRECISION)
     a_k = output_map(w_k, score_weight + RANK, qk, P, S, RANK, BP, BS, NS, PRECISION)
     shift = tl.load(score_bias + p, mask=p < P, other=0.0).to(tl.float32) if BIAS else tl.zeros((BP,), tl.float32)
-    low_q, high_q = _no_sums(BP)
-    low_k, high_k = _no_sums(BP)
+    low_q, high_q = no_sums(BT, BP)
+    low_k, high_k = no_sums(BT, BP)
     carries += program.to(tl.int64) * (2 * P)
     carry_q = tl.load(carries + p, mask=p < P, other=0.0)
     carry_k = tl.load(carries + P + p, mask=p < P, other=0.0)
@@ -100,13 +81,13 @@ def _running_mix(
         phi_k = tl.where(live, wide, 0.0).to(z_k.dtype)
         out = dot(phi_q, a_q, PRECISION) + dot(phi_k, a_k, PRECISION) + shift[None]
         if ENERGY:
-            low_q, high_q = _add_product(low_q, high_q, phi_q, phi_q, BT, BP, PRECISION)
-            low_k, high_k = _add_product(low_k, high_k, phi_k, phi_k, BT, BP, PRECISION)
+            low_q, high_q = add_product(low_q, high_q, phi_q, phi_q, BT, BP, PRECISION)
+            low_k, high_k = add_product(low_k, high_k, phi_k, phi_k, BT, BP, PRECISION)
         tl.store(each + row[:, None] * (HEADS * P) + p[None], out.to(z_q.dtype), mask=inside)
     if ENERGY:
         energy += program.to(tl.int64) * (2 * S)
-        store_energies(_in_one(low_q, high_q, BP), w_q, energy, qk, P, S, BP, BS, NS, PRECISION)
-        store_energies(_in_one(low_k, high_k, BP), w_k, energy + S, qk, P, S, BP, BS, NS, PRECISION)
+        store_energies(in_one(low_q, high_q, BT, BP), w_q, energy, qk, P, S, BP, BS, NS, PRECISION)
+        store_energies(in_one(low_k, high_k, BT, BP), w_k, energy + S, qk, P, S, BP, BS, NS, PRECISION)
 
 
 @triton.jit
@@ -151,8 +132,8 @@ def _adjoint_mix(
         b, most = a, 0.0
         if ENERGY:
             b, most = energy_map(w, of_energy, qk, P, S, RANK, BP, BS, NS, BR, PRECISION)
-        low, high = _no_sums(BP)
-        gram_low, gram_high = _no_sums(BP)
+        low, high = no_sums(BT, BP)
+        gram_low, gram_high = no_sums(BT, BP)
         own = (chunk * (2 * HEADS) + lane) * P
         carry = tl.load(carries + own + p, mask=p < P, other=0.0)
         total = tl.zeros((BP,), tl.float32)
@@ -177,13 +158,13 @@ def _adjoint_mix(
             else:
                 total += tl.sum(grad, 0)
                 tl.store(grad_sums + begin + place, grad.to(z.dtype), mask=inside)
-            low, high = _add_product(low, high, phi, g, BT, BP, PRECISION)
+            low, high = add_product(low, high, phi, g, BT, BP, PRECISION)
             if ENERGY:
-                gram_low, gram_high = _add_product(gram_low, gram_high, phi, phi, BT, BP, PRECISION)
+                gram_low, gram_high = add_product(gram_low, gram_high, phi, phi, BT, BP, PRECISION)
         tl.store(sums + own + p, total, mask=p < P)
         weight_gradients(
-            _in_one(low, high, BP), _in_one(gram_low, gram_high, BP), w, score_weight, of_energy, grad_wx, grad_score,
-            chunk > begins, qk, P, S, RANK, BP, BS, NS, False, ENERGY, PRECISION,
+            in_one(low, high, BT, BP), in_one(gram_low, gram_high, BT, BP), w, score_weight, of_energy,
+            grad_wx, grad_score, chunk > begins, qk, P, S, RANK, BP, BS, NS, False, ENERGY, PRECISION,
         )  # fmt: skip
 
 

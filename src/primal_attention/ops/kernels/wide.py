@@ -150,6 +150,37 @@ def weight_gradients(
 
 
 @triton.jit
+def no_sums(BT: tl.constexpr, BP: tl.constexpr):
+    """Room for a (BP, BP) sum over blocks of BT rows.
+
+    In halves of its rows where blocks are short: then no product of the loop is tall enough for the warp-group
+    instructions, which the compiler gets wrong in some loops. Otherwise all of it is in the first.
+    """
+    ROWS: tl.constexpr = BP // 2 if BT < 64 and BP >= 64 else BP
+    return tl.zeros((ROWS, BP), tl.float32), tl.zeros((ROWS if ROWS < BP else 16, BP), tl.float32)
+
+
+@triton.jit
+def add_product(low, high, left, right, BT: tl.constexpr, BP: tl.constexpr, PRECISION: tl.constexpr):
+    """leftᵀ right onto such a sum."""
+    if BT < 64 and BP >= 64:
+        upper, lower = tl.split(tl.permute(tl.reshape(left, (BT, 2, BP // 2)), (0, 2, 1)))
+        low += dot(tl.trans(upper), right, PRECISION)
+        high += dot(tl.trans(lower), right, PRECISION)
+    else:
+        low += dot(tl.trans(left), right, PRECISION)
+    return low, high
+
+
+@triton.jit
+def in_one(low, high, BT: tl.constexpr, BP: tl.constexpr):
+    whole = low
+    if BT < 64 and BP >= 64:
+        whole = tl.reshape(tl.permute(tl.join(low, high), (2, 0, 1)), (BP, BP))
+    return whole
+
+
+@triton.jit
 def normalised(z):
     """φ in float32, the norm, and one over it."""
     wide = z.to(tl.float32)
@@ -175,8 +206,8 @@ def _mix(
     a_q = output_map(w_q, score_weight, qk, P, S, RANK, BP, BS, NS, PRECISION)
     a_k = output_map(w_k, score_weight + RANK, qk, P, S, RANK, BP, BS, NS, PRECISION)
     shift = tl.load(score_bias + p, mask=p < P, other=0.0).to(tl.float32) if BIAS else tl.zeros((BP,), tl.float32)
-    gram_q = tl.zeros((BP, BP), tl.float32)
-    gram_k = tl.zeros((BP, BP), tl.float32)
+    low_q, high_q = no_sums(BT, BP)
+    low_k, high_k = no_sums(BT, BP)
     qk += start * (2 * HEADS * P) + head * P
     each += start * (HEADS * P) + head * P
     rows = (end - start).to(tl.int32)
@@ -191,13 +222,13 @@ def _mix(
         phi_q, phi_k = wide_q.to(z_q.dtype), wide_k.to(z_k.dtype)
         out = dot(phi_q, a_q, PRECISION) + dot(phi_k, a_k, PRECISION) + shift[None]
         if ENERGY:
-            gram_q += dot(tl.trans(phi_q), phi_q, PRECISION)
-            gram_k += dot(tl.trans(phi_k), phi_k, PRECISION)
+            low_q, high_q = add_product(low_q, high_q, phi_q, phi_q, BT, BP, PRECISION)
+            low_k, high_k = add_product(low_k, high_k, phi_k, phi_k, BT, BP, PRECISION)
         tl.store(each + row[:, None] * (HEADS * P) + p[None], out.to(z_q.dtype), mask=inside)
     if ENERGY:
         energy += program.to(tl.int64) * (2 * S)
-        store_energies(gram_q, w_q, energy, qk, P, S, BP, BS, NS, PRECISION)
-        store_energies(gram_k, w_k, energy + S, qk, P, S, BP, BS, NS, PRECISION)
+        store_energies(in_one(low_q, high_q, BT, BP), w_q, energy, qk, P, S, BP, BS, NS, PRECISION)
+        store_energies(in_one(low_k, high_k, BT, BP), w_k, energy + S, qk, P, S, BP, BS, NS, PRECISION)
 
 
 @triton.jit
@@ -225,8 +256,8 @@ def _mix_backward(
         a = output_map(w, score_weight, qk, P, S, RANK, BP, BS, NS, PRECISION)
         if ENERGY:
             b, most = energy_map(w, of_energy, qk, P, S, RANK, BP, BS, NS, BR, PRECISION)
-        cross = tl.zeros((BP, BP), tl.float32)
-        gram = tl.zeros((BP, BP), tl.float32)
+        low, high = no_sums(BT, BP)  # D
+        gram_low, gram_high = no_sums(BT, BP)  # C
         begin = start * (2 * HEADS * P) + first_column
         from_out = grad_each + start * (HEADS * P) + head * P
         rows = (end - start).to(tl.int32)
@@ -239,18 +270,19 @@ def _mix_backward(
             wide, norm, inverse = normalised(z)
             phi = wide.to(z.dtype)
             grad = dot(g, tl.trans(a), PRECISION)
-            cross += dot(tl.trans(phi), g, PRECISION)
+            low, high = add_product(low, high, phi, g, BT, BP, PRECISION)
             if ENERGY:
                 grad += dot(phi, b, PRECISION) * most
-                gram += dot(tl.trans(phi), phi, PRECISION)
+                gram_low, gram_high = add_product(gram_low, gram_high, phi, phi, BT, BP, PRECISION)
             along = tl.where(norm > EPS, tl.sum(wide * grad, 1), 0.0)
             dz = (grad - wide * along[:, None]) * inverse[:, None]
             sum_b += tl.sum(dz, 0)
             tl.store(grad_qk + begin + place, dz.to(z.dtype), mask=inside)
         owner = chunk if DEPENDS else group
         weight_gradients(
-            cross, gram, w, score_weight, of_energy, grad_wx + (owner * (2 * HEADS) + lane) * (P * S), grad_score,
-            chunk > begins, qk, P, S, RANK, BP, BS, NS, DEPENDS, ENERGY, PRECISION,
+            in_one(low, high, BT, BP), in_one(gram_low, gram_high, BT, BP), w, score_weight, of_energy,
+            grad_wx + (owner * (2 * HEADS) + lane) * (P * S), grad_score, chunk > begins, qk,
+            P, S, RANK, BP, BS, NS, DEPENDS, ENERGY, PRECISION,
         )  # fmt: skip
     tl.store(grad_bias + group * (2 * HEADS * P) + first_column + p, sum_b, mask=p < P)
 
