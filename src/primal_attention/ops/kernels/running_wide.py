@@ -17,16 +17,8 @@ from .scan import Plan, last_row, powers, sums_within, triangle_of
 from .scores import EPS
 from .segments import column_sum
 from .sequences import Sequences
-from .wide import (
-    Parts,
-    add_product,
-    energy_map,
-    in_one,
-    no_sums,
-    output_map,
-    store_energies,
-    weight_gradients,
-)
+from .square import add_product, energy_map, in_one, no_sums, output_map, store_energies, weight_gradients
+from .wide import Parts
 
 
 @triton.jit
