@@ -77,6 +77,41 @@ def test_transformers_and_half_precision_are_recorded() -> None:
     assert replayed.block_errors + replayed.end_errors == plain.block_errors + plain.end_errors
 
 
+def test_what_is_recorded_of_an_encoder_has_no_mask_where_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers", minversion="5")
+    from transformers import masking_utils
+
+    from convert.hf_models import make
+
+    seen: list[tuple[Any, Any, Any]] = []
+    x, padding = torch.randn(2, 5, 32), torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]])
+
+    def masks() -> tuple[Any, Any, Any]:
+        encoder = masking_utils.create_bidirectional_mask
+        decoder = masking_utils.create_causal_mask(teacher.config, x, None, past_key_values=None)
+        return encoder(teacher.config, x, None), encoder(teacher.config, x, padding), decoder
+
+    class Looks(Again):
+        def __init__(self, work: Callable[[], Any], stream: Any, pool: Any = None) -> None:
+            super().__init__(work, stream, pool)
+            seen.append(masks())
+
+    teacher = make("bert")
+    student = primalize(teacher, copy=True, rank=5, landmarks=6, dropout=0.0).model
+    monkeypatch.setattr(recording, "recordable", lambda device: True)
+    monkeypatch.setattr(recording, "capture", Looks)
+    # What a recording is to transformers 5.17: a trace, in which no mask is left out.
+    for name in ("_ignore_bidirectional_mask_sdpa", "_ignore_causal_mask_sdpa"):
+        monkeypatch.setattr(masking_utils, name, lambda *args: False)
+    distill(student, teacher, [{"input_ids": torch.randint(2, 48, (4, 9))}], **(STAGES | {"block_steps": 0}))
+    [(none, padded, causal)] = seen
+    assert none is None
+    written, usual, order = masks()
+    assert written is not None, "as before, afterwards"
+    assert torch.equal(padded, usual)
+    assert torch.equal(causal, order)
+
+
 @pytest.mark.usefixtures("recorded")
 def test_shapes_that_never_come_again_are_not_recorded() -> None:
     teacher = encoder(2)

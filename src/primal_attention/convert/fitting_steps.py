@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..engine.recording import Recorder, rates_on_device
+from ..engine.recording import Recorder, Recording, rates_on_device
 from ..nn.objective import primal_layers
+from .hf_recording import without_idle_masks
 
 CLIP = 1.0
 BETAS = (0.9, 0.98)  # the errors fall so fast at first that squares of a thousand steps ago say little
@@ -74,6 +75,10 @@ class Steps(Recorder):
             self.place.add_(1)
         for layer in self.layers:
             layer._objective = None  # it holds the step's graph, which holds on to the stream that it was made on
+
+    def _record(self, batch: Any) -> Recording:
+        with without_idle_masks():
+            return super()._record(batch)
 
     def clear(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
