@@ -15,7 +15,7 @@ What else the layer needs to work in a language model: short causal convolutions
 token can be filed under its predecessor; scores brought to one size in each head, since what a head holds varies; and a
 gate SiLU(W_g x) on the scores before W_o. The state is the two matrices and the convolution's last inputs.
 
-On a GPU the layer runs on fused kernels (`ops/written_fused.py`) between its linear maps; backend="reference" is plain
+On a GPU the layer runs on fused kernels (`ops/fused/delta.py`) between its linear maps; backend="reference" is plain
 torch, backend="fused" insists on the kernels.
 """
 
@@ -155,7 +155,7 @@ class DeltaPrimalAttention(SelectivePrimalAttention):
         return phi.permute(0, 2, 3, 1, 4), h.unflatten(-1, (2, self.num_heads, -1)).permute(0, 2, 3, 1, 4), conv
 
     def _fused_features(self, x: Tensor, conv: CausalConv) -> tuple[Tensor, Tensor, Tensor]:
-        from ..ops.written_fused import features
+        from ..ops.fused.delta import features
 
         qk, dual = self.qk_proj, self.dual_proj  # joining their weights is cheaper than joining what they make
         bias = None if qk.bias is None else torch.cat([qk.bias, qk.bias.new_zeros(dual.out_features)])
@@ -168,7 +168,7 @@ class DeltaPrimalAttention(SelectivePrimalAttention):
         scores = both.permute(0, 3, 2, 1, 4).flatten(3)  # (B, N, H, 2s)
         gate = None if self.gate_proj is None else self.gate_proj(x).unflatten(-1, (self.num_heads, -1))
         if fused and (gate is None or gate.dtype == scores.dtype):
-            from ..ops.written_fused import gated
+            from ..ops.fused.delta import gated
 
             shown, energies = gated(scores, gate, self.score_norm, EPS)
         else:

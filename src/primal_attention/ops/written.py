@@ -7,8 +7,8 @@ place instead of adding to it. Inside a chunk the corrections solve a triangular
 by W ↦ M W + B, the only thing done one after the other. Every exponent is ≤ 0, so nothing overflows, and nothing waits
 for the device.
 
-This is the plain form, for any device and dtype; `fused` asks for the kernels of `written_fused`, which do the same in
-few launches.
+This is the plain form, for any device and dtype; `fused` asks for the kernels of `ops/fused/delta.py`, which do the
+same in few launches.
 
 Yang et al., "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", 2024, and with a fading
 "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2025.
@@ -103,7 +103,7 @@ def fuses(backend: str, x: Tensor, head_dim: int, rank: int) -> bool:
 def _by_kernels(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor, start: Tensor | None, crossed: bool
 ) -> tuple[Tensor, Tensor]:
-    from .written_fused import written
+    from .fused.delta import written
 
     if q.ndim == 5:
         return written(q, k, v, log_decay, strength, start, crossed)

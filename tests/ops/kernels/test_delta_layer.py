@@ -17,8 +17,8 @@ from kernel_cases import CANCELLED, SAME
 from primal_attention import ksvd_loss
 from primal_attention.nn.conv import ShiftedProducts
 from primal_attention.nn.delta import EPS, TINY, DeltaPrimalAttention
-from primal_attention.ops import written_fused as ops
-from primal_attention.ops.library import Operator
+from primal_attention.ops.fused import delta as ops
+from primal_attention.ops.fused.library import Operator
 
 pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from primal_attention.ops import library as ops
-from primal_attention.ops import wide
+from primal_attention.ops.fused import library as ops
+from primal_attention.ops.fused import wide
 from primal_attention.ops.kernels import sequences
 
 ROWS, HEADS, P, RANK, STORED, LANDMARKS = 10, 2, 16, 5, 8, 3

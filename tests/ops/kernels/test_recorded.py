@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kernel_cases import Layer, Results, make, tokens
-from primal_attention.ops import fused, recorded
+from primal_attention.ops.fused import attention, recorded
 
 MODES = ["data_dependent", "learned_decay", "growing"]
 
@@ -53,7 +53,7 @@ def recording(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
 
         monkeypatch.setattr(recorded, "capture", capture)
         monkeypatch.setattr(recorded, "_stream", lambda: (0, 0))
-        monkeypatch.setattr(fused, "worthwhile", lambda x: not busy and x.numel() <= recorded.LARGEST)
+        monkeypatch.setattr(attention, "worthwhile", lambda x: not busy and x.numel() <= recorded.LARGEST)
 
 
 def plainly(layer: Layer, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> Results:

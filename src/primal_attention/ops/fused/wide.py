@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .kernels import running_wide
-from .kernels import wide as mixing
-from .kernels.config import stored_rank
-from .kernels.segments import segment_sum, tall_sum
+from ..kernels import running_wide
+from ..kernels import wide as mixing
+from ..kernels.config import stored_rank
+from ..kernels.segments import segment_sum, tall_sum
 from .library import Operator, Tables, floats, gradient_of_weights, sequences_of, weights_again
 
 

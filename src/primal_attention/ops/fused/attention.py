@@ -22,19 +22,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..kernels import sequences
+from ..kernels.sequences import Sequences
+from ..layer import Attended, Energies, Objective, Weights
+from ..modes import Mode, State
+from ..reference import RunningState, Scores
+from ..sampling import landmark_indices
 from . import library as ops
 from .heads import Heads, held
-from .kernels import sequences
-from .kernels.sequences import Sequences
-from .layer import Attended, Energies, Objective, Weights
-from .modes import Mode, State
 from .nodes import Measure, Move, Pack, Project, through
 from .recorded import replayed, worthwhile
-from .reference import RunningState, Scores
-from .sampling import landmark_indices
 
 if TYPE_CHECKING:
-    from ..parallel.context import Stretch
+    from ...parallel.context import Stretch
 
 
 def fused_attention(

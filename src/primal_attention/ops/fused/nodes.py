@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..once import once
 from . import library as ops
 from . import wide
-from .once import once
 
 Gradients = tuple[Tensor | None, ...]
 

@@ -11,10 +11,10 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.nn import functional as F
 
-from .kernels.fold import foldable
-from .kernels.wide import wide
-from .layer import Weights
-from .modes import Mode
+from ..kernels.fold import foldable
+from ..kernels.wide import wide
+from ..layer import Weights
+from ..modes import Mode
 from .nodes import Combine, Output, through
 from .score_nodes import GrowingScore, Mix, RunningMix, RunningScore, Score
 

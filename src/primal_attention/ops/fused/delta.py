@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .backends import current
-from .kernels.delta import Plan, delta_forward
-from .kernels.delta_backward import delta_backward
-from .kernels.delta_features import features_backward, features_forward
-from .kernels.delta_heads import gated_backward, gated_forward
+from ..backends import current
+from ..kernels.delta import Plan, delta_forward
+from ..kernels.delta_backward import delta_backward
+from ..kernels.delta_features import features_backward, features_forward
+from ..kernels.delta_heads import gated_backward, gated_forward
 from .library import Operator
 from .nodes import Gradients, Node, through
 

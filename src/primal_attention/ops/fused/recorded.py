@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
 
-from .layer import Attended, Objective, Weights
-from .modes import Mode
-from .once import once
+from ..layer import Attended, Objective, Weights
+from ..modes import Mode
+from ..once import once
 
 LARGEST = 2**22  # numbers in x beyond which the GPU, not the host, sets the pace; 0 turns recording off
 AFTER = 3  # calls of one shape before it is recorded: the first ones compile and tune
@@ -150,9 +150,7 @@ class Replay(torch.autograd.Function):
     @staticmethod
     @once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return None, *ctx.recording.backward(
-            ctx.saved_tensors, [g for g in grads if g is not None], ctx.fill
-        )
+        return None, *ctx.recording.backward(ctx.saved_tensors, [g for g in grads if g is not None], ctx.fill)
 
 
 class Recordings:

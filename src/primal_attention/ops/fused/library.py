@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .kernels import decode as decoding
-from .kernels import fold as folding
-from .kernels import growing, landmarks, objective, running
-from .kernels import rows as moving
-from .kernels import scores as scoring
-from .kernels.config import stored_rank
-from .kernels.segments import column_sum, segment_sum, tall_sum
-from .kernels.sequences import CHUNK, Sequences
+from ..kernels import decode as decoding
+from ..kernels import fold as folding
+from ..kernels import growing, landmarks, objective, running
+from ..kernels import rows as moving
+from ..kernels import scores as scoring
+from ..kernels.config import stored_rank
+from ..kernels.segments import column_sum, segment_sum, tall_sum
+from ..kernels.sequences import CHUNK, Sequences
 
 WIDE_PRODUCTS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)  # torch.mm with an output type
 
