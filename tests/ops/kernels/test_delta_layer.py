@@ -18,7 +18,7 @@ from primal_attention import ksvd_loss
 from primal_attention.nn.conv import ShiftedProducts
 from primal_attention.nn.delta import EPS, TINY, DeltaPrimalAttention
 from primal_attention.ops.fused import delta as ops
-from primal_attention.ops.fused.library import Operator
+from primal_attention.ops.fused.operator import Operator
 
 pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from primal_attention.ops.fused import library as ops
-from primal_attention.ops.fused import wide
+from primal_attention.ops.fused import operators as ops
+from primal_attention.ops.fused import score_operators, wide
+from primal_attention.ops.fused.operator import Operator
 from primal_attention.ops.kernels import sequences
 
 ROWS, HEADS, P, RANK, STORED, LANDMARKS = 10, 2, 16, 5, 8, 3
@@ -180,7 +181,8 @@ ARGUMENTS: dict[str, Callable[[Inputs], tuple[Any, ...]]] = {
 }
 
 
-OPERATORS = {name: one for module in (ops, wide) for name, one in vars(module).items() if isinstance(one, ops.Operator)}
+MODULES = (ops, score_operators, wide)
+OPERATORS = {name: one for module in MODULES for name, one in vars(module).items() if isinstance(one, Operator)}
 
 
 def test_every_operator_is_checked() -> None:

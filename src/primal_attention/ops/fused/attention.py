@@ -28,7 +28,7 @@ from ..layer import Attended, Energies, Objective, Weights
 from ..modes import Mode, State
 from ..reference import RunningState, Scores
 from ..sampling import landmark_indices
-from . import library as ops
+from . import operators as ops
 from .heads import Heads, held
 from .nodes import Measure, Move, Pack, Project, through
 from .recorded import replayed, worthwhile

@@ -17,8 +17,8 @@ from ..kernels.delta import Plan, delta_forward
 from ..kernels.delta_backward import delta_backward
 from ..kernels.delta_features import features_backward, features_forward
 from ..kernels.delta_heads import gated_backward, gated_forward
-from .library import Operator
 from .nodes import Gradients, Node, through
+from .operator import Operator
 
 
 def delta_features(z: Tensor, weight: Tensor, bias: Tensor, heads: int, rank: int) -> tuple[Tensor, Tensor]:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from ..once import once
-from . import library as ops
+from . import operators as ops
 from . import wide
+from .operator import Operator
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -20,7 +21,7 @@ Gradients = tuple[Tensor | None, ...]
 class Node(torch.autograd.Function):
     """An operator with its way back: `remember` keeps what `backward` needs."""
 
-    operator: ops.Operator
+    operator: Operator
 
     def __init_subclass__(cls) -> None:
         backward, run, remember = cls.backward, cls.operator.run, cls.remember

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import library as ops
+from . import score_operators as ops
 from . import wide
 from .nodes import Gradients, Node
 

@@ -16,7 +16,8 @@ from ..kernels import running_wide
 from ..kernels import wide as mixing
 from ..kernels.config import stored_rank
 from ..kernels.segments import segment_sum, tall_sum
-from .library import Operator, Tables, floats, gradient_of_weights, sequences_of, weights_again
+from .operator import Operator, Tables, floats, sequences_of
+from .score_operators import gradient_of_weights, weights_again
 
 
 def mix(
