@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ FACTOR, FACTOR_OF_A_HANDFUL = 1.2, 3.0
 HANDFUL = 32
 # Half of what one rounding costs (RMS 0.2 eps): below it the equations were merely lucky, as with J in float32.
 FLOOR = 0.1
+TF32 = 2.0**-10  # its ten bits after the first
 
 
 @pytest.mark.usefixtures("bfloat16_rounds")
@@ -40,6 +43,29 @@ def test_the_gradient_of_the_decay_survives_long_sums_in_half_precision(device: 
         results(one, x)["gradient of decay_logit"] for one in (twin(layer), twin(layer, torch.float16), layer)
     )
     assert_close(fused, truth, FACTOR * rms_ratio(eager, truth))
+
+
+@pytest.fixture
+def _tf32_is_allowed() -> Iterator[None]:
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.mark.usefixtures("_tf32_is_allowed")
+@pytest.mark.parametrize(("head_dim", "rank"), [(16, 5), (64, 96)], ids=["narrow", "wide"])
+@pytest.mark.parametrize("mode", ["data_dependent", "plain", "causal", "learned_decay"])
+def test_where_tf32_is_allowed_operands_are_rounded_and_not_cut(
+    device: torch.device, mode: str, head_dim: int, rank: int
+) -> None:
+    """Cut off, they would all be too small, and J, which is made of squares, by twice as much."""
+    torch.manual_seed(0)
+    layer = make(mode, head_dim=head_dim, rank=rank).to(device)
+    x = tokens(layer, 2, 60)
+    truth, fused = (results(one, x, scored=False) for one in (twin(layer), layer))
+    for name, value in fused.items():
+        assert_close(value, truth[name], 3e-4 if name == "J" else TF32, name)
 
 
 def test_autocast_runs_the_kernels_in_its_dtype(device: torch.device) -> None:
