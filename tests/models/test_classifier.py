@@ -41,6 +41,14 @@ def test_padding_never_matters_nan_included(kind, attention, batch):
         assert_close(logits[i], model(x[i : i + 1, :n])[0], 1e-10, f"case of length {n}")
 
 
+def test_padding_never_matters_with_differences_either(batch):
+    x, mask = batch
+    model = small("modern", differences=True).eval()
+    logits = model(x.masked_fill(mask.unsqueeze(-1), torch.nan), mask)
+    for i, n in enumerate(LENGTHS):
+        assert_close(logits[i], model(x[i : i + 1, :n])[0], 1e-10, f"case of length {n}")
+
+
 @pytest.mark.parametrize("kind", ["paper", "modern"])
 def test_every_weight_gets_a_gradient_from_the_task_and_the_objective(kind, batch):
     x, mask = batch

@@ -122,7 +122,7 @@ def tiny_classifier(kind: str) -> nn.Module:
         "attention_kwargs": {"primal": {"rank": 3, "landmarks": 5}},
     }  # fmt: skip
     if kind == "modern":
-        return modern_classifier(2, 3, stem_kernel=7, local_kernel=5, **given).double()
+        return modern_classifier(2, 3, stem_kernel=7, local_kernel=5, differences=True, **given).double()
     if kind == "paper":
         return paper_classifier(2, 3, LENGTH + 2, **given).double()
     return LRAClassifier(11, 3, LENGTH, **given).double()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +13,12 @@ import torch
 pytest.importorskip("aeon")
 
 from aeon.testing.estimator_checking import parametrize_with_checks
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
+from primal_attention.engine.timeseries import estimator
 from primal_attention.engine.timeseries.estimator import PrimalClassifier
+from primal_attention.engine.timeseries.uea import modern_recipe
 
 SMALL = {**PrimalClassifier._get_test_params(), "embed_dim": 16, "epochs": 30, "learning_rate": 1e-2, "random_state": 0}
 
@@ -71,6 +77,40 @@ def test_saved_and_loaded_it_predicts_the_same(fitted, waves, tmp_path: Path):
     (tmp_path / "other.safetensors").write_bytes(b"no weights")
     with pytest.raises(ValueError, match="not a safetensors file"):
         PrimalClassifier.load(tmp_path / "other.safetensors")
+
+
+def test_a_file_from_before_the_recipe_changed_predicts_as_it_did(waves, tmp_path: Path, monkeypatch):
+    def old_recipe(name: str):
+        recipe = modern_recipe(name)
+        return replace(recipe, model=replace(recipe.model, local_kernel=7, differences=False))
+
+    with monkeypatch.context() as before:
+        before.setattr(estimator, "modern_recipe", old_recipe)
+        model = PrimalClassifier(**{**SMALL, "epochs": 1}).fit(*waves)
+        expected = model.predict_proba(waves[0])
+        new = model.save(tmp_path / "new.safetensors")
+    np.testing.assert_array_equal(PrimalClassifier.load(new).predict_proba(waves[0]), expected)
+    with safe_open(new, "np") as opened:  # format 1 did not tell the network
+        about = json.loads(opened.metadata()["primal_attention"])
+        arrays = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
+    del about["network"]
+    save_file(arrays, tmp_path / "old.safetensors", {"primal_attention": json.dumps({**about, "format": 1})})
+    np.testing.assert_array_equal(PrimalClassifier.load(tmp_path / "old.safetensors").predict_proba(waves[0]), expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [({"format": 3}, "format 1 to 2"), ({"network": {"depth": 3}}, "depth")],
+    ids=["later-format", "unknown-field"],
+)
+def test_a_file_that_tells_what_is_not_known_is_refused(fitted, tmp_path: Path, changes, complaint):
+    file = fitted.save(tmp_path / "model.safetensors")
+    with safe_open(file, "np") as opened:
+        about = json.loads(opened.metadata()["primal_attention"])
+        arrays = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
+    save_file(arrays, file, {"primal_attention": json.dumps({**about, **changes})})
+    with pytest.raises(ValueError, match=complaint):
+        PrimalClassifier.load(file)
 
 
 def test_the_same_seed_gives_the_same_model_and_leaves_the_callers_numbers_alone(waves):

@@ -29,12 +29,32 @@ def warp_time(x: Tensor, mask: Tensor, strength: float, knots: int = 4, crop: fl
     return warped.masked_fill(mask.unsqueeze(-1), 0.0)
 
 
-def scale_and_shift(x: Tensor, deviation: float) -> Tensor:
-    """A random factor around 1 and a random offset around 0 for each case and channel."""
+def scale_and_shift(x: Tensor, deviation: float, offset: float | None = None) -> Tensor:
+    """A random factor around 1 and a random offset around 0 for each case and channel, both of one deviation or two."""
     batch, _, channels = x.shape
     factor = 1 + deviation * torch.randn(batch, 1, channels, device=x.device)
-    offset = deviation * torch.randn(batch, 1, channels, device=x.device)
-    return x * factor + offset
+    shift = (deviation if offset is None else offset) * torch.randn(batch, 1, channels, device=x.device)
+    return x * factor + shift
+
+
+def blend_channels(x: Tensor, deviation: float) -> Tensor:
+    """Add to every channel a random combination of all: what a turned body or a tilted sensor does.
+
+    What is added has about `deviation` of the channels' own size, however many there are.
+    """
+    batch, _, channels = x.shape
+    blend = torch.randn(batch, channels, channels, device=x.device, dtype=x.dtype)
+    return x + x @ (blend * (deviation / channels**0.5))
+
+
+def cut_out(x: Tensor, mask: Tensor, part: float) -> Tensor:
+    """Zero one stretch of each series, of at most `part` of its valid steps, at a random place among them."""
+    batch, steps, _ = x.shape
+    lengths = (~mask).sum(dim=1, keepdim=True)  # (B, 1)
+    width = part * lengths * torch.rand(batch, 1, device=x.device)
+    start = (lengths - width) * torch.rand(batch, 1, device=x.device)
+    step = torch.arange(steps, device=x.device)
+    return x.masked_fill(((step >= start) & (step < start + width)).unsqueeze(-1), 0.0)
 
 
 def jitter(x: Tensor, deviation: float) -> Tensor:

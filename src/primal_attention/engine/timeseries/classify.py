@@ -6,7 +6,7 @@ A batch is (series (B, N, C), padding mask (B, N), labels (B,)).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from primal_attention.engine.config import Recipe, require
 from primal_attention.engine.module import Batch, TrainingModule
-from primal_attention.engine.timeseries.augment import jitter, mix, scale_and_shift, warp_time
+from primal_attention.engine.timeseries.augment import blend_channels, cut_out, jitter, mix, scale_and_shift, warp_time
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,15 @@ class AugmentConfig:
     crop: float = 0.1
     """The most that a warp cuts off the two ends together, as a part of the series."""
     unequal: bool = True
-    """Warp, scale and jitter also where the series of a set differ in length."""
+    """Do all of this but mixup also where the series of a set differ in length."""
     scale: float = 0.0
-    """Deviation of a random factor and offset per channel."""
+    """Deviation of a random factor per channel, and of a random offset if that has none of its own."""
+    offset: float | None = None
+    """Deviation of the random offset per channel; None takes the factor's."""
+    blend: float = 0.0
+    """Strength of a random combination of all channels that is added to each."""
+    cut: float = 0.0
+    """The longest stretch that is zeroed, as a part of the series."""
     jitter: float = 0.0
     """Deviation of noise added to every value."""
     mixup: float = 0.0
@@ -37,10 +43,12 @@ class AugmentConfig:
     label_smoothing: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("warp", "scale", "jitter", "mixup"):
+        for name in ("warp", "scale", "offset", "blend", "jitter", "mixup"):
             value = getattr(self, name)
-            require(value >= 0, f"augment.{name} must not be negative (got {value})")
-        require(0 <= self.crop < 1, f"augment.crop must lie in [0, 1) (got {self.crop})")
+            require(value is None or value >= 0, f"augment.{name} must not be negative (got {value})")
+        for name in ("crop", "cut"):
+            value = getattr(self, name)
+            require(0 <= value < 1, f"augment.{name} must lie in [0, 1) (got {value})")
         require(
             0 <= self.label_smoothing < 1, f"augment.label-smoothing must lie in [0, 1) (got {self.label_smoothing})"
         )
@@ -58,7 +66,7 @@ class ClassificationModule(TrainingModule):
     def __init__(self, model: nn.Module, recipe: Recipe, augment: AugmentConfig, *, padded: bool = True) -> None:
         super().__init__(model, recipe)
         plain = padded and not augment.unequal
-        self.augment = replace(augment, warp=0.0, scale=0.0, jitter=0.0) if plain else augment
+        self.augment = AugmentConfig(mixup=augment.mixup, label_smoothing=augment.label_smoothing) if plain else augment
         self.padded = padded
 
     def _seen(self, mask: Tensor) -> Tensor | None:
@@ -69,10 +77,14 @@ class ClassificationModule(TrainingModule):
         config = self.augment
         if config.warp:
             x = warp_time(x, mask, config.warp, crop=config.crop)
-        if config.scale:
-            x = scale_and_shift(x, config.scale)
+        if config.blend:
+            x = blend_channels(x, config.blend)
+        if config.scale or config.offset:
+            x = scale_and_shift(x, config.scale, config.offset)
         if config.jitter:
             x = jitter(x, config.jitter)
+        if config.cut:
+            x = cut_out(x, mask, config.cut)
         if not config.mixup:
             logits = self.model(*self.tokens(x, self._seen(mask)))
             return F.cross_entropy(logits, y, label_smoothing=config.label_smoothing)

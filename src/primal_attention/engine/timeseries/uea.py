@@ -87,8 +87,12 @@ class ClassifierConfig:
     """Let Primal-Attention's r-scores reach its output; off is the paper's ablation (they stay in the objective)."""
     stem_kernel: int = 7
     """Kernel of the stem's convolutions (modern)."""
+    differences: bool = False
+    """Give the stem the steps from one value to the next beside the values (modern)."""
     local_kernel: int = 7
     """Kernel of the convolution beside attention (modern); 0 leaves it out."""
+    drop_path: float = 0.0
+    """How often a training case skips a branch of a block (modern)."""
     attend_to_padding: bool = False
     """Let attention see the padding, as the published research code does (paper)."""
 
@@ -96,7 +100,9 @@ class ClassifierConfig:
         for name in ("embed_dim", "num_heads", "layers", "ffn_dim", "rank", "landmarks", "stem_kernel"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"model.{name.replace('_', '-')} must be at least 1 (got {value})")
-        require(0 <= self.dropout < 1, f"model.dropout must lie in [0, 1) (got {self.dropout})")
+        for name in ("dropout", "drop_path"):
+            value = getattr(self, name)
+            require(0 <= value < 1, f"model.{name.replace('_', '-')} must lie in [0, 1) (got {value})")
         require(len(self.attention) > 0, "model.attention must name at least one kind")
         require(self.local_kernel >= 0, f"model.local-kernel must not be negative (got {self.local_kernel})")
 
@@ -207,7 +213,9 @@ def make_model(config: ClassifierConfig, channels: int, classes: int, max_length
             ffn_dim=config.ffn_dim,
             dropout=config.dropout,
             stem_kernel=config.stem_kernel,
+            differences=config.differences,
             local_kernel=config.local_kernel or None,
+            drop_path=config.drop_path,
             attention_kwargs=keywords,
         )
     return model if config.r_scores else without_r_scores(model)
