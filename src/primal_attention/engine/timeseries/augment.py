@@ -29,22 +29,12 @@ def warp_time(x: Tensor, mask: Tensor, strength: float, knots: int = 4, crop: fl
     return warped.masked_fill(mask.unsqueeze(-1), 0.0)
 
 
-def scale_and_shift(x: Tensor, deviation: float, offset: float | None = None) -> Tensor:
-    """A random factor around 1 and a random offset around 0 for each case and channel, both of one deviation or two."""
+def scale_and_shift(x: Tensor, deviation: float) -> Tensor:
+    """A random factor around 1 and a random offset around 0 for each case and channel."""
     batch, _, channels = x.shape
     factor = 1 + deviation * torch.randn(batch, 1, channels, device=x.device)
-    shift = (deviation if offset is None else offset) * torch.randn(batch, 1, channels, device=x.device)
-    return x * factor + shift
-
-
-def blend_channels(x: Tensor, deviation: float) -> Tensor:
-    """Add to every channel a random combination of all: what a turned body or a tilted sensor does.
-
-    What is added has about `deviation` of the channels' own size, however many there are.
-    """
-    batch, _, channels = x.shape
-    blend = torch.randn(batch, channels, channels, device=x.device, dtype=x.dtype)
-    return x + x @ (blend * (deviation / channels**0.5))
+    offset = deviation * torch.randn(batch, 1, channels, device=x.device)
+    return x * factor + offset
 
 
 def cut_out(x: Tensor, mask: Tensor, part: float) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from primal_attention.engine.config import Recipe, require
 from primal_attention.engine.module import Batch, TrainingModule
-from primal_attention.engine.timeseries.augment import blend_channels, cut_out, jitter, mix, scale_and_shift, warp_time
+from primal_attention.engine.timeseries.augment import cut_out, jitter, mix, scale_and_shift, warp_time
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,7 @@ class AugmentConfig:
     unequal: bool = True
     """Do all of this but mixup also where the series of a set differ in length."""
     scale: float = 0.0
-    """Deviation of a random factor per channel, and of a random offset if that has none of its own."""
-    offset: float | None = None
-    """Deviation of the random offset per channel; None takes the factor's."""
-    blend: float = 0.0
-    """Strength of a random combination of all channels that is added to each."""
+    """Deviation of a random factor and offset per channel."""
     cut: float = 0.0
     """The longest stretch that is zeroed, as a part of the series."""
     jitter: float = 0.0
@@ -43,9 +39,9 @@ class AugmentConfig:
     label_smoothing: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("warp", "scale", "offset", "blend", "jitter", "mixup"):
+        for name in ("warp", "scale", "jitter", "mixup"):
             value = getattr(self, name)
-            require(value is None or value >= 0, f"augment.{name} must not be negative (got {value})")
+            require(value >= 0, f"augment.{name} must not be negative (got {value})")
         for name in ("crop", "cut"):
             value = getattr(self, name)
             require(0 <= value < 1, f"augment.{name} must lie in [0, 1) (got {value})")
@@ -77,10 +73,8 @@ class ClassificationModule(TrainingModule):
         config = self.augment
         if config.warp:
             x = warp_time(x, mask, config.warp, crop=config.crop)
-        if config.blend:
-            x = blend_channels(x, config.blend)
-        if config.scale or config.offset:
-            x = scale_and_shift(x, config.scale, config.offset)
+        if config.scale:
+            x = scale_and_shift(x, config.scale)
         if config.jitter:
             x = jitter(x, config.jitter)
         if config.cut:
