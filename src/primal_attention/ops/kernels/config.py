@@ -22,6 +22,7 @@ class Tiles(NamedTuple):
     rank_blocks: int  # how many blocks cover the stored rank
     warps: int
     stages: int = 3  # of a loop's loads in flight
+    registers: int | None = None  # most for a thread, where the compiler would take more than pays
 
 
 def ceil_div(value: int, by: int) -> int:
@@ -81,7 +82,13 @@ def wide_tiles(dtype: torch.dtype, head_dim: int, rank: int) -> Tiles:
     """As `tiles`, for `wide.py`: no rank in the loop over tokens, and short blocks of it before and after."""
     width, block = power_of_two(head_dim), min(32, power_of_two(stored_rank(rank)))
     blocks = ceil_div(stored_rank(rank), block)
-    return Tiles(32, width, block, blocks, 8, 1) if dtype == torch.float32 else Tiles(64, width, block, blocks, 4)
+    return Tiles(32, width, block, blocks, 8, 1) if dtype == torch.float32 else Tiles(64, width, block, blocks, 4, 1)
+
+
+def wide_back_tiles(dtype: torch.dtype, head_dim: int, rank: int) -> Tiles:
+    """As `wide_tiles`, for the way back."""
+    size = wide_tiles(dtype, head_dim, rank)
+    return size if dtype == torch.float32 else size._replace(stages=3)
 
 
 def wide_running_tiles(dtype: torch.dtype, head_dim: int, rank: int, decay: bool) -> Tiles:
@@ -93,10 +100,12 @@ def wide_running_tiles(dtype: torch.dtype, head_dim: int, rank: int, decay: bool
 def precision(dtype: torch.dtype) -> str:
     """How products are formed: those of float32 exactly, unless the user allowed TF32.
 
+    Then in three passes of it. One would cut the last bits off every operand, and what is a sum of squares, an energy
+    for one, would come out a thousandth too small; the kernels wait for memory more than for these products.
     Triton's interpreter cannot multiply bfloat16, which numpy lacks: there the operands are widened first.
     """
     if INTERPRETED and dtype == torch.bfloat16:
         return "widened"
     if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32:
-        return "tf32"
+        return "tf32x3"
     return "ieee"

@@ -62,6 +62,23 @@ def _landmark_weights(
 
 
 @triton.jit
+def _with_followers(own_e, own_r, w_e, w_r, rows, row, mark, leads, n, s, RANK: tl.constexpr):
+    """To the weights of landmarks that lead, those of the equal rows behind them."""
+    sum_e, sum_r = own_e.to(tl.float32), own_r.to(tl.float32)
+    step = 0
+    follows = leads.to(tl.int32)
+    while tl.max(follows, 0) > 0:
+        step += 1
+        ahead = mark + step
+        same = tl.load(rows + ahead, mask=(follows > 0) & (ahead < n), other=-2) == row
+        follows = (same & (follows > 0)).to(tl.int32)
+        place, inside = ahead[:, None] * RANK + s[None], (follows > 0)[:, None] & (s[None] < RANK)
+        sum_e += tl.load(w_e + place, mask=inside, other=0.0).to(tl.float32)
+        sum_r += tl.load(w_r + place, mask=inside, other=0.0).to(tl.float32)
+    return sum_e.to(own_e.dtype), sum_r.to(own_r.dtype)
+
+
+@triton.jit
 def _to_rows(
     grad_wx, rows, w_e, w_r, grad_x, n, per_program,
     HEADS: tl.constexpr, P: tl.constexpr, RANK: tl.constexpr, S: tl.constexpr,
@@ -82,21 +99,15 @@ def _to_rows(
         row = tl.load(rows + mark, mask=mark < n, other=-1)
         before = tl.load(rows + mark - 1, mask=(mark < n) & (mark > 0), other=-1)
         leads = (row >= 0) & (row != before)
+        follower = tl.load(rows + mark + 1, mask=mark + 1 < n, other=-2)
+        repeated = tl.max((leads & (follower == row)).to(tl.int32), 0)
         grad = tl.zeros((BN, BP), tl.float32)
         for block in range(NS):
             s = block * BS + tl.arange(0, BS)
-            own_e = tl.zeros((BN, BS), tl.float32)
-            own_r = tl.zeros((BN, BS), tl.float32)
-            step = 0
-            follows = leads.to(tl.int32)
-            while tl.max(follows, 0) > 0:
-                place, inside = (mark + step)[:, None] * RANK + s[None], (follows > 0)[:, None] & (s[None] < RANK)
-                own_e += tl.load(w_e + place, mask=inside, other=0.0).to(tl.float32)
-                own_r += tl.load(w_r + place, mask=inside, other=0.0).to(tl.float32)
-                step += 1
-                ahead = mark + step
-                same = tl.load(rows + ahead, mask=(follows > 0) & (ahead < n), other=-2) == row
-                follows = (same & (follows > 0)).to(tl.int32)
+            place, inside = mark[:, None] * RANK + s[None], leads[:, None] & (s[None] < RANK)
+            own_e, own_r = tl.load(w_e + place, mask=inside, other=0.0), tl.load(w_r + place, mask=inside, other=0.0)
+            if repeated > 0:
+                own_e, own_r = _with_followers(own_e, own_r, w_e, w_r, rows, row, mark, leads, n, s, RANK)
             source = grad_wx + p[None] * S + s[:, None]
             fits = (p[None] < P) & (s[:, None] < S)
             grad += dot(own_e.to(kind), tl.load(source, mask=fits, other=0.0).to(kind), PRECISION)

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .config import ceil_div, power_of_two, precision, wide_tiles
+from .config import ceil_div, power_of_two, precision, wide_back_tiles, wide_tiles
 from .fold import foldable
 from .products import dot
 from .scores import EPS
@@ -200,7 +200,8 @@ def mix_forward(
             qk, wx, score_weight, score_weight if score_bias is None else score_bias, each, energy,
             seqs.chunk_sequence, seqs.chunk_start, seqs.chunk_end, wx.stride(0) if wx.shape[0] > 1 else 0,
             **sizes(qk, wx, rank), BT=size.tokens, BP=size.width, BS=size.rank, NS=size.rank_blocks,
-            BIAS=score_bias is not None, ENERGY=measured, num_warps=size.warps, num_stages=size.stages,
+            BIAS=score_bias is not None, ENERGY=measured,
+            num_warps=size.warps, num_stages=size.stages, maxnreg=size.registers,
         )  # fmt: skip
     return each, energy
 
@@ -235,7 +236,7 @@ def mix_backward(
         grad_wx = torch.empty((chunks, *wx.shape[1:]), dtype=torch.float32, device=qk.device)
     assert grad_wx is not None
     grad_bias = torch.empty((parts.groups, 2 * heads * p), dtype=torch.float32, device=qk.device)
-    size = wide_tiles(qk.dtype, p, rank)
+    size = wide_back_tiles(qk.dtype, p, rank)
     if chunks:
         _mix_backward[(parts.groups * 2 * heads,)](
             qk, wx, score_weight, grad_each, qk if grad_energy is None else grad_energy, grad_qk, grad_wx,
@@ -243,7 +244,7 @@ def mix_backward(
             wx.stride(0) if wx.shape[0] > 1 else 0, chunks, parts.per_group,
             **sizes(qk, wx, rank), BT=size.tokens, BP=size.width, BS=size.rank, NS=size.rank_blocks,
             BR=power_of_two(rank), DEPENDS=depends, ENERGY=grad_energy is not None,
-            num_warps=size.warps, num_stages=size.stages,
+            num_warps=size.warps, num_stages=size.stages, maxnreg=size.registers,
         )  # fmt: skip
     grad_wx = segment_sum(grad_wx, seqs, wx.dtype) if depends else parts.weight_gradient()
     return grad_qk, grad_wx, parts.score_gradient(score_weight), column_sum(grad_bias, qk.dtype)
