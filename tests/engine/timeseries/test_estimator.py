@@ -82,7 +82,8 @@ def test_saved_and_loaded_it_predicts_the_same(fitted, waves, tmp_path: Path):
 def test_a_file_from_before_the_recipe_changed_predicts_as_it_did(waves, tmp_path: Path, monkeypatch):
     def old_recipe(name: str):
         recipe = modern_recipe(name)
-        return replace(recipe, model=replace(recipe.model, local_kernel=7, differences=False))
+        model = replace(recipe.model, local_kernel=7, differences=False)
+        return replace(recipe, model=model, data=replace(recipe.data, whiten=False))
 
     with monkeypatch.context() as before:
         before.setattr(estimator, "modern_recipe", old_recipe)

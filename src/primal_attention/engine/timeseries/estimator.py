@@ -24,6 +24,7 @@ from sklearn.utils import check_random_state
 
 from primal_attention.data.errors import DataError
 from primal_attention.data.series import SeriesData, Split, Standardizer, interpolate_missing, pad
+from primal_attention.data.whitening import Whitener
 from primal_attention.engine import runner
 from primal_attention.engine.batches import derive_seed
 from primal_attention.engine.callbacks import Bar, Row
@@ -200,7 +201,7 @@ class PrimalClassifier(BaseClassifier):
         self.network_ = recipe.model
         self.n_channels_ = data.channels
         self.max_length_ = data.max_length
-        self.mean_, self.std_ = standard.mean, standard.std
+        self.standard_ = standard
         self.weights_ = {name: tensor.detach().cpu().numpy().copy() for name, tensor in state.items()}
         self.history_ = memory.rows
         return self
@@ -215,8 +216,7 @@ class PrimalClassifier(BaseClassifier):
         with torch.random.fork_rng():
             model = make_model(self.network_, self.n_channels_, self.n_classes_, self.max_length_)
         model.load_state_dict({name: torch.from_numpy(array.copy()) for name, array in self.weights_.items()})
-        standard = Standardizer(self.mean_, self.std_)
-        values, mask = pad([standard(s) for s in series], length=self.max_length_, clip=False)
+        values, mask = pad([self.standard_(s) for s in series], length=self.max_length_, clip=False)
         where = runner.pick_device(self.recipe().trainer)
         model.to(where).eval()
         parts = []
@@ -253,7 +253,7 @@ class PrimalClassifier(BaseClassifier):
             "max_length": self.max_length_,
         }
         arrays = {f"weights/{name}": array for name, array in self.weights_.items()}
-        arrays |= {"mean": self.mean_, "std": self.std_}
+        arrays |= vars(self.standard_)  # mean, std, and the basis of a whitener
         arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
         content = save(arrays, metadata={"primal_attention": json.dumps(about)})
         write_atomically(Path(file), lambda out: out.write(content))
@@ -279,7 +279,8 @@ class PrimalClassifier(BaseClassifier):
         self.n_classes_ = len(self.classes_)
         self._class_dictionary = {label: i for i, label in enumerate(self.classes_)}
         self.n_channels_, self.max_length_ = about["n_channels"], about["max_length"]
-        self.mean_, self.std_ = arrays.pop("mean"), arrays.pop("std")
+        mean, std, basis = arrays.pop("mean"), arrays.pop("std"), arrays.pop("basis", None)
+        self.standard_ = Standardizer(mean, std) if basis is None else Whitener(mean, std, basis)
         self.weights_ = {name.removeprefix("weights/"): array for name, array in arrays.items()}
         self.network_ = self._network(about.get("network"), file)
         self.history_ = []

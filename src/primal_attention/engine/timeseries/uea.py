@@ -60,6 +60,8 @@ class UEAData:
     """Part of the training cases, class by class, that the validation protocol holds out."""
     clip: bool = True
     """Cut test series to the longest training series, as the paper does."""
+    whiten: bool = False
+    """Turn the channels to the principal directions of the training cases, each of unit variance."""
 
     def __post_init__(self) -> None:
         require(0 < self.holdout < 1, f"data.holdout must lie between 0 and 1 (got {self.holdout})")
@@ -233,6 +235,7 @@ def build_from(recipe: UEARecipe, data: SeriesData) -> Experiment:
     import torch
 
     from primal_attention.data.series import Split, Standardizer, pad, stratified_holdout
+    from primal_attention.data.whitening import Whitener
     from primal_attention.engine.batches import Batches
     from primal_attention.engine.experiment import Experiment
     from primal_attention.engine.timeseries.classify import ClassificationModule
@@ -241,7 +244,7 @@ def build_from(recipe: UEARecipe, data: SeriesData) -> Experiment:
     if recipe.protocol == "validation":
         kept, out = stratified_holdout(train.labels, recipe.data.holdout, recipe.seed)
         train, held = train.take(kept), train.take(out)
-    standard = Standardizer.fit(train.series)
+    standard = (Whitener if recipe.data.whiten else Standardizer).fit(train.series)
     size = recipe.trainer.batch_size
     wide = max(size, EVALUATED_TOKENS // data.max_length)  # nothing depends on how an evaluation is cut
     clip = recipe.data.clip or recipe.model.kind == "paper"  # the paper's network has a fixed length
