@@ -83,7 +83,7 @@ def test_a_file_from_before_the_recipe_changed_predicts_as_it_did(waves, tmp_pat
     def old_recipe(name: str):
         recipe = modern_recipe(name)
         model = replace(recipe.model, local_kernel=7, differences=False)
-        return replace(recipe, model=model, data=replace(recipe.data, whiten=False))
+        return replace(recipe, model=model, data=replace(recipe.data, principal=False))
 
     with monkeypatch.context() as before:
         before.setattr(estimator, "modern_recipe", old_recipe)

@@ -23,8 +23,8 @@ from lightning.pytorch.callbacks import Callback
 from sklearn.utils import check_random_state
 
 from primal_attention.data.errors import DataError
+from primal_attention.data.principal import PrincipalChannels
 from primal_attention.data.series import SeriesData, Split, Standardizer, interpolate_missing, pad
-from primal_attention.data.whitening import Whitener
 from primal_attention.engine import runner
 from primal_attention.engine.batches import derive_seed
 from primal_attention.engine.callbacks import Bar, Row
@@ -213,10 +213,10 @@ class PrimalClassifier(BaseClassifier):
         series = to_series(X)
         if series[0].shape[1] != self.n_channels_:
             raise ValueError(f"X has {series[0].shape[1]} channels, the classifier was fitted on {self.n_channels_}")
-        with torch.random.fork_rng():
-            model = make_model(self.network_, self.n_channels_, self.n_classes_, self.max_length_)
-        model.load_state_dict({name: torch.from_numpy(array.copy()) for name, array in self.weights_.items()})
         values, mask = pad([self.standard_(s) for s in series], length=self.max_length_, clip=False)
+        with torch.random.fork_rng():
+            model = make_model(self.network_, values.shape[-1], self.n_classes_, self.max_length_)
+        model.load_state_dict({name: torch.from_numpy(array.copy()) for name, array in self.weights_.items()})
         where = runner.pick_device(self.recipe().trainer)
         model.to(where).eval()
         parts = []
@@ -253,7 +253,7 @@ class PrimalClassifier(BaseClassifier):
             "max_length": self.max_length_,
         }
         arrays = {f"weights/{name}": array for name, array in self.weights_.items()}
-        arrays |= vars(self.standard_)  # mean, std, and the basis of a whitener
+        arrays |= vars(self.standard_)  # mean, std, and the basis of principal channels
         arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
         content = save(arrays, metadata={"primal_attention": json.dumps(about)})
         write_atomically(Path(file), lambda out: out.write(content))
@@ -280,7 +280,7 @@ class PrimalClassifier(BaseClassifier):
         self._class_dictionary = {label: i for i, label in enumerate(self.classes_)}
         self.n_channels_, self.max_length_ = about["n_channels"], about["max_length"]
         mean, std, basis = arrays.pop("mean"), arrays.pop("std"), arrays.pop("basis", None)
-        self.standard_ = Standardizer(mean, std) if basis is None else Whitener(mean, std, basis)
+        self.standard_ = Standardizer(mean, std) if basis is None else PrincipalChannels(mean, std, basis)
         self.weights_ = {name.removeprefix("weights/"): array for name, array in arrays.items()}
         self.network_ = self._network(about.get("network"), file)
         self.history_ = []

@@ -60,8 +60,8 @@ class UEAData:
     """Part of the training cases, class by class, that the validation protocol holds out."""
     clip: bool = True
     """Cut test series to the longest training series, as the paper does."""
-    whiten: bool = False
-    """Turn the channels to the principal directions of the training cases, each of unit variance."""
+    principal: bool = False
+    """Set the principal directions of the channels, each of unit variance, beside the channels."""
 
     def __post_init__(self) -> None:
         require(0 < self.holdout < 1, f"data.holdout must lie between 0 and 1 (got {self.holdout})")
@@ -234,8 +234,8 @@ def build_from(recipe: UEARecipe, data: SeriesData) -> Experiment:
     """The experiment of a resolved recipe on data that is already in memory."""
     import torch
 
+    from primal_attention.data.principal import PrincipalChannels
     from primal_attention.data.series import Split, Standardizer, pad, stratified_holdout
-    from primal_attention.data.whitening import Whitener
     from primal_attention.engine.batches import Batches
     from primal_attention.engine.experiment import Experiment
     from primal_attention.engine.timeseries.classify import ClassificationModule
@@ -244,7 +244,7 @@ def build_from(recipe: UEARecipe, data: SeriesData) -> Experiment:
     if recipe.protocol == "validation":
         kept, out = stratified_holdout(train.labels, recipe.data.holdout, recipe.seed)
         train, held = train.take(kept), train.take(out)
-    standard = (Whitener if recipe.data.whiten else Standardizer).fit(train.series)
+    standard = (PrincipalChannels if recipe.data.principal else Standardizer).fit(train.series)
     size = recipe.trainer.batch_size
     wide = max(size, EVALUATED_TOKENS // data.max_length)  # nothing depends on how an evaluation is cut
     clip = recipe.data.clip or recipe.model.kind == "paper"  # the paper's network has a fixed length
@@ -256,7 +256,7 @@ def build_from(recipe: UEARecipe, data: SeriesData) -> Experiment:
 
     fit, test = batches(train, recipe.seed, recipe.trainer.steps_per_epoch), batches(data.test)
     watched = {"test": test} if held is None else {"val": batches(held)}
-    model = make_model(recipe.model, data.channels, len(data.classes), data.max_length)
+    model = make_model(recipe.model, fit.tensors[0].shape[-1], len(data.classes), data.max_length)
     padded = any(bool(b.tensors[1].any()) for b in (fit, test, *watched.values()))
     return Experiment(
         module=ClassificationModule(model, recipe, recipe.augment, padded=padded),

@@ -1,4 +1,4 @@
-"""Channels turned to their principal directions, each of about unit variance.
+"""Principal directions of the channels, each of about unit variance, beside the channels themselves.
 
 Channels of one body or one machine often move together, and what tells two classes apart may be a small difference
 between them: a thumb beside its hand. Standardised channel by channel such a difference is tiny, and noise on the
@@ -18,13 +18,16 @@ FLOOR = 1e-3  # added to a direction's variance, in units of a channel's: direct
 
 
 @dataclass(frozen=True)
-class Whitener(Standardizer):
-    """Per-channel z-score, then the principal directions of the training cases' time steps."""
+class PrincipalChannels(Standardizer):
+    """Per-channel z-score, and beside it the same steps along the principal directions of the training cases' steps.
+
+    (time, channels) → (time, 2 · channels)
+    """
 
     basis: np.ndarray  # (channels, channels): one direction per column, divided by its deviation
 
     @classmethod
-    def fit(cls, series: Sequence[np.ndarray]) -> Whitener:
+    def fit(cls, series: Sequence[np.ndarray]) -> PrincipalChannels:
         plain = Standardizer.fit(series)
         steps = np.concatenate([plain(s) for s in series])  # (total time, channels)
         variance, directions = np.linalg.eigh(steps.T @ steps / max(len(steps) - 1, 1))
@@ -36,4 +39,5 @@ class Whitener(Standardizer):
         return cls(plain.mean, plain.std, directions / np.sqrt(variance.clip(min=0.0) + FLOOR))
 
     def __call__(self, series: np.ndarray) -> np.ndarray:
-        return super().__call__(series) @ self.basis
+        plain = super().__call__(series)
+        return np.concatenate([plain, plain @ self.basis], axis=1)
