@@ -31,13 +31,19 @@ class PrincipalChannels(Standardizer):
         plain = Standardizer.fit(series)
         steps = np.concatenate([plain(s) for s in series])  # (total time, channels)
         variance, directions = np.linalg.eigh(steps.T @ steps / max(len(steps) - 1, 1))
-        # A direction and its opposite are the same. Which of them comes must not depend on the machine or on rounding,
-        # so the first large entry is positive; the largest one may have a twin.
-        size = np.abs(directions)
-        first = (size > 0.5 * size.max(axis=0)).argmax(axis=0, keepdims=True)
-        directions = directions * np.where(np.take_along_axis(directions, first, axis=0) < 0, -1.0, 1.0)
-        return cls(plain.mean, plain.std, directions / np.sqrt(variance.clip(min=0.0) + FLOOR))
+        basis = with_settled_signs(directions) / np.sqrt(variance.clip(min=0.0) + FLOOR)
+        return cls(plain.mean, plain.std, basis)
 
     def __call__(self, series: np.ndarray) -> np.ndarray:
         plain = super().__call__(series)
         return np.concatenate([plain, plain @ self.basis], axis=1)
+
+
+def with_settled_signs(directions: np.ndarray) -> np.ndarray:
+    """Unit vectors in columns, each or its opposite: which of them must not depend on the machine or on rounding.
+
+    So the first large entry is positive; the largest one may have a twin.
+    """
+    size = np.abs(directions)
+    first = (size > 0.5 * size.max(axis=0)).argmax(axis=0, keepdims=True)
+    return directions * np.where(np.take_along_axis(directions, first, axis=0) < 0, -1.0, 1.0)

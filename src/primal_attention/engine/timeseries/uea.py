@@ -58,6 +58,8 @@ class UEAData:
     """Folder of the archive; None is $PRIMAL_UEA or data/uea. JapaneseVowels comes with aeon."""
     holdout: float = 0.2
     """Part of the training cases, class by class, that the validation protocol holds out."""
+    held: Literal["random", "edge"] = "random"
+    """Which cases: any, or those at an edge of their class, one of four by the seed (primal_attention.data.edges)."""
     clip: bool = True
     """Cut test series to the longest training series, as the paper does."""
     principal: bool = False
@@ -234,6 +236,7 @@ def build_from(recipe: UEARecipe, data: SeriesData) -> Experiment:
     """The experiment of a resolved recipe on data that is already in memory."""
     import torch
 
+    from primal_attention.data.edges import edge_holdout
     from primal_attention.data.principal import PrincipalChannels
     from primal_attention.data.series import Split, Standardizer, pad, stratified_holdout
     from primal_attention.engine.batches import Batches
@@ -242,7 +245,10 @@ def build_from(recipe: UEARecipe, data: SeriesData) -> Experiment:
 
     train, held = data.train, None
     if recipe.protocol == "validation":
-        kept, out = stratified_holdout(train.labels, recipe.data.holdout, recipe.seed)
+        if recipe.data.held == "edge":
+            kept, out = edge_holdout(train, recipe.data.holdout, recipe.seed)
+        else:
+            kept, out = stratified_holdout(train.labels, recipe.data.holdout, recipe.seed)
         train, held = train.take(kept), train.take(out)
     standard = (PrincipalChannels if recipe.data.principal else Standardizer).fit(train.series)
     size = recipe.trainer.batch_size
