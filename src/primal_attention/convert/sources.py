@@ -44,7 +44,7 @@ def _run(folder: Path, cases: int, batch: int) -> Source:
     _, recipe = run_folder.read(folder)
     (_, phase), *_ = recipe.phases()
     # Hooks into compiled blocks would not be called.
-    experiment = runner.build(override(phase, {"trainer.compile": False}))
+    experiment = runner.build(override(phase, {"trainer.compile": "off"}))
     model = experiment.module.final_model
     runner.load_weights(model, folder / "model.safetensors")
     tests = experiment.test

@@ -89,8 +89,8 @@ class TrainerConfig:
     """Batches between two checkpoints within an epoch; 0 writes none there."""
     graph: Literal["auto", "on", "off"] = "auto"
     """Record a training step as one CUDA graph and replay it; auto: on one GPU, where nothing speaks against it."""
-    compile: bool = False
-    """Run the model through torch.compile."""
+    compile: Literal["auto", "on", "off"] = "off"
+    """Run the model through torch.compile; auto: on one GPU, since elsewhere compiling takes longer than it saves."""
     deterministic: bool = False
     """Only deterministic CUDA kernels. A CPU run is deterministic without it."""
     progress: bool = True
@@ -112,6 +112,9 @@ class TrainerConfig:
             f"trainer.context must divide trainer.devices (got {self.context} and {self.devices})",
         )
         require(self.early_stop >= 0, f"trainer.early-stop must not be negative (got {self.early_stop})")
+        for name in ("graph", "compile"):
+            value = getattr(self, name)
+            require(value in ("auto", "on", "off"), f"trainer.{name} must be auto, on or off (got {value!r})")
 
 
 @dataclass(frozen=True)
@@ -177,6 +180,8 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
             return None
         return _convert(next(a for a in args if a is not type(None)), value, where)
     if origin is Literal:
+        if isinstance(value, bool) and {"on", "off"} <= set(args):  # YAML's own reading of the two words
+            value = "on" if value else "off"
         require(value in args, f"{where} must be one of {', '.join(map(str, args))} (got {value!r})")
         return value
     if origin is tuple:

@@ -18,12 +18,14 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
+from primal_attention.engine import compiling
 from primal_attention.engine.batches import Batches, derive_seed
 from primal_attention.engine.config import OptimConfig, Recipe
 from primal_attention.engine.errors import DivergedError, RunError
 from primal_attention.engine.recordable import RecordableRAdam
 from primal_attention.engine.scale import distributed
 from primal_attention.nn.objective import ksvd_loss, primal_layers
+from primal_attention.nn.rivals.draws import RandomBuffers
 
 if TYPE_CHECKING:
     from primal_attention.engine.graphed import RecordedStep
@@ -52,6 +54,9 @@ class TrainingModule(pl.LightningModule):
     splits_sequences: ClassVar[bool] = False
     """Whether `task_loss` and `scores` hand the model its `tokens`, so that processes can share a sequence."""
 
+    evaluates_compiled: ClassVar[bool] = True
+    """Whether a compiled model is measured compiled too: where evaluations have one shape, not many."""
+
     def __init__(self, model: nn.Module, recipe: Recipe) -> None:
         super().__init__()
         self.model = model
@@ -59,8 +64,9 @@ class TrainingModule(pl.LightningModule):
         self.has_primal = bool(primal_layers(model))
         # The average starts as a copy: deep copies are taken before the first forward, while no layer holds a graph.
         self.averaged = copy.deepcopy(model).requires_grad_(False) if recipe.trainer.ema else None
-        if recipe.trainer.compile:
-            model.compile()
+        self.compiled = compiling.suits(recipe.trainer)
+        if self.compiled:
+            compiling.start(model)
         self._sums: dict[str, Tensor] = {}
         self._steps = 0
         self._sharded = False
@@ -161,6 +167,10 @@ class TrainingModule(pl.LightningModule):
             return None
         if self.layout is not None:
             self._part = self.trainer.train_dataloader.part(number)  # type: ignore[union-attr]
+        if self.compiled:  # which leaves the counting of forwards to others
+            for layer in self.model.modules():
+                if isinstance(layer, RandomBuffers):
+                    layer.count_forward()
         parts = self.losses(batch)
         self.add_to_sums(parts)
         self.count_step(batch)
@@ -266,7 +276,8 @@ class TrainingModule(pl.LightningModule):
         was_training = model.training
         model.eval()
         found: dict[str, list[Tensor]] = {}
-        with precision_context(self.recipe.trainer.precision, next(model.parameters()).device):
+        as_written = compiling.eagerly(self.compiled and not self.evaluates_compiled)
+        with precision_context(self.recipe.trainer.precision, next(model.parameters()).device), as_written:
             for batch in batches:
                 if self.watcher is not None:
                     self.watcher.while_measuring()
@@ -319,7 +330,7 @@ class TrainingModule(pl.LightningModule):
 
         hooks = [m.register_forward_hook(look(n)) for n, m in self.model.named_modules() if n]
         try:
-            with torch.no_grad():
+            with torch.no_grad(), compiling.eagerly(self.compiled):
                 self.task_loss(batch)
         finally:
             for hook in hooks:

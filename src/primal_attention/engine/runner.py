@@ -26,8 +26,8 @@ import lightning.pytorch as pl
 import torch
 
 import primal_attention
+from primal_attention.engine import compiling, graphed
 from primal_attention.engine import folder as run_folder
-from primal_attention.engine import graphed
 from primal_attention.engine.batches import derive_seed
 from primal_attention.engine.callbacks import Bar, RunState
 from primal_attention.engine.checkpoint import AtomicCheckpointIO, latest, read_any
@@ -88,6 +88,10 @@ def run_phase(recipe: Recipe, experiment: Experiment, folder: Path, title: str) 
             if stop.code == preempt.CODE:
                 raise
             raise KeyboardInterrupt from None  # Lightning's answer to Ctrl-C
+        except Exception as error:
+            if (why := compiling.failure(error)) is None:
+                raise
+            raise RunError(f"torch.compile cannot take this model here ({why}): add --trainer.compile off") from error
         module.watcher = None
         if config.strategy == "fsdp":  # the trained module is in pieces: take the whole one from the checkpoint
             layout = module.layout

@@ -30,20 +30,24 @@ FEW = 512  # tokens of a vocabulary up to which a one-hot product is cheaper tha
 
 
 class Lookup(torch.autograd.Function):
-    """Rows of a table, whose gradient is one product with the one-hot tokens, sequence by sequence."""
+    """Rows of a table, whose gradient is one product with the one-hot tokens, sequence by sequence.
+
+    dtype: of that product's factors and of its result for a sequence; sums over sequences have the table's.
+    """
 
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, table: Tensor) -> Tensor:
+    def forward(ctx: Any, ids: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(ids)
-        ctx.rows = len(table)
+        ctx.rows, ctx.dtype = len(table), dtype
         return F.embedding(ids, table)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:  # type: ignore[override]
         (ids,) = ctx.saved_tensors
         chosen = ids.unsqueeze(-1) == torch.arange(ctx.rows, device=ids.device)  # (B, N, rows)
         with torch.autocast(grad.device.type, enabled=False):
-            return None, torch.bmm(chosen.to(grad.dtype).mT, grad).sum(dim=0)
+            each = torch.bmm(chosen.to(ctx.dtype).mT, grad.to(ctx.dtype))
+        return None, each.sum(dim=0, dtype=grad.dtype), None
 
 
 class FewTokens(nn.Embedding):
@@ -55,7 +59,9 @@ class FewTokens(nn.Embedding):
 
     def forward(self, ids: Tensor) -> Tensor:
         if ids.is_cuda and self.num_embeddings <= FEW and torch.is_grad_enabled():
-            return Lookup.apply(ids, self.weight)  # type: ignore[no-any-return]
+            # As autocast multiplies for the gradients of linear maps. Float16's range would need care.
+            half = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") == torch.bfloat16
+            return Lookup.apply(ids, self.weight, torch.bfloat16 if half else self.weight.dtype)  # type: ignore[no-any-return]
         return super().forward(ids)
 
 
@@ -104,6 +110,18 @@ def _mix_as_published(attention: nn.Module, x: Tensor, padding: Tensor) -> Tenso
     raise ValueError(f"published_padding is known for primal and softmax layers only (got {type(attention).__name__})")
 
 
+class TokenMean(nn.Module):
+    """The mean of the normalised tokens, (B, N, d) → (B, d): no parameters of its own, so that it can be compiled."""
+
+    def forward(
+        self, x: Tensor, norm: nn.Module, key_padding_mask: Tensor | None, context: Context | None, count_padding: bool
+    ) -> Tensor:
+        x = norm(x)
+        if key_padding_mask is not None and count_padding:
+            x, key_padding_mask = x.masked_fill(key_padding_mask.unsqueeze(-1), 0.0), None
+        return masked_mean(x, key_padding_mask, context)
+
+
 class Head(nn.Sequential):
     """Linear, ReLU, Linear."""
 
@@ -149,6 +167,7 @@ class LRAClassifier(nn.Module):
             attention_kwargs=attention_kwargs,
             block=LRABlock,
         )
+        self.mean = TokenMean()
         self.head = Head(4 * embed_dim if pairs else embed_dim, ffn_dim, classes)
         self.pairs = pairs
         self.published_padding = published_padding
@@ -185,7 +204,12 @@ class LRAClassifier(nn.Module):
 
     def encode(self, ids: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """The mean of the encoded tokens, (B, N) → (B, d)."""
-        x = self.encoder(self.stem(ids), key_padding_mask)
-        if key_padding_mask is not None and self.published_padding:
-            x, key_padding_mask = x.masked_fill(key_padding_mask.unsqueeze(-1), 0.0), None
-        return masked_mean(x, key_padding_mask, self.context)
+        x = self.stem(ids)
+        for block in self.encoder.blocks:
+            x = block(x, key_padding_mask)
+        return self.mean(x, self.encoder.norm, key_padding_mask, self.context, self.published_padding)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """torch.compile of all that passes over the tokens, part by part: blocks of one kind are compiled once."""
+        for part in (self.stem, *self.encoder.blocks, self.mean):
+            part.compile(*args, **kwargs)

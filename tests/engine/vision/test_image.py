@@ -52,7 +52,7 @@ SMALL = {
     "trainer.epochs": 3,
     "trainer.batch_size": 8,
     "trainer.precision": "32-true",
-    "trainer.compile": False,
+    "trainer.compile": "off",
     "trainer.accelerator": "cpu",
     "trainer.progress": False,
     "trainer.tensorboard": False,

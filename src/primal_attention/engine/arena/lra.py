@@ -161,6 +161,7 @@ def paper_recipe(task: str) -> LRARecipe:
             steps_per_epoch=known.evaluate_every,
             batch_size=known.batch_size,
             precision="bf16-mixed",
+            compile="auto",
         ),
     )
 

@@ -21,6 +21,7 @@ class SequenceModule(TrainingModule):
 
     splits_sequences: ClassVar[bool] = True
     ksvd_reduction: ClassVar[Literal["sample", "batch"]] = "batch"
+    evaluates_compiled: ClassVar[bool] = False
 
     def __init__(self, model: nn.Module, recipe: Recipe, *, padded: bool) -> None:
         super().__init__(model, recipe)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # The protocol decides which scores a result has, which is asked for separately; the others say nothing about a number.
 NOT_COMPARED = {*run_folder.FREE, "protocol", "watch_test", "seed"}
-NOT_COMPARED |= {"trainer.accelerator", "trainer.graph", "trainer.tf32"}  # how a device computes
+NOT_COMPARED |= {"trainer.accelerator", "trainer.graph", "trainer.compile", "trainer.tf32"}  # how a device computes
 NOT_COMPARED |= {"trainer.checkpoint_every", "trainer.checkpoint_steps"}  # what is kept on the way
 # How long a training was and how often it was measured: left out of the comparison only where that is asked for.
 LENGTH = frozenset({"trainer.epochs", "trainer.steps_per_epoch", "trainer.evaluate_every"})

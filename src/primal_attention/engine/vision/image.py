@@ -113,7 +113,7 @@ def deit_small() -> ImageRecipe:
     # Steps of this size keep the device busy: recording them would only hold more memory.
     return ImageRecipe(
         optim=OptimConfig(name="adamw", lr=1e-3, weight_decay=0.05, schedule="onecycle", warmup=5 / 300, clip=0.0),
-        trainer=TrainerConfig(epochs=300, batch_size=1024, precision="bf16-mixed", compile=True, graph="off"),
+        trainer=TrainerConfig(epochs=300, batch_size=1024, precision="bf16-mixed", compile="on", graph="off"),
     )
 
 
@@ -125,7 +125,7 @@ def imagenette() -> ImageRecipe:
         data=ImageFolder(size=112, cache="device"),
         model=ImageModel(patch_size=8),
         optim=OptimConfig(name="adamw", lr=5e-4, weight_decay=0.05, schedule="onecycle", warmup=0.1, clip=1.0),
-        trainer=TrainerConfig(epochs=40, batch_size=256, precision="bf16-mixed", compile=True),
+        trainer=TrainerConfig(epochs=40, batch_size=256, precision="bf16-mixed", compile="on"),
     )
 
 
