@@ -37,16 +37,6 @@ def scale_and_shift(x: Tensor, deviation: float) -> Tensor:
     return x * factor + offset
 
 
-def cut_out(x: Tensor, mask: Tensor, part: float) -> Tensor:
-    """Zero one stretch of each series, of at most `part` of its valid steps, at a random place among them."""
-    batch, steps, _ = x.shape
-    lengths = (~mask).sum(dim=1, keepdim=True)  # (B, 1)
-    width = part * lengths * torch.rand(batch, 1, device=x.device)
-    start = (lengths - width) * torch.rand(batch, 1, device=x.device)
-    step = torch.arange(steps, device=x.device)
-    return x.masked_fill(((step >= start) & (step < start + width)).unsqueeze(-1), 0.0)
-
-
 def jitter(x: Tensor, deviation: float) -> Tensor:
     """Independent noise on every value."""
     return x + deviation * torch.randn_like(x)

@@ -6,7 +6,7 @@ A batch is (series (B, N, C), padding mask (B, N), labels (B,)).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from primal_attention.engine.config import Recipe, require
 from primal_attention.engine.module import Batch, TrainingModule
-from primal_attention.engine.timeseries.augment import cut_out, jitter, mix, scale_and_shift, warp_time
+from primal_attention.engine.timeseries.augment import jitter, mix, scale_and_shift, warp_time
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,9 @@ class AugmentConfig:
     crop: float = 0.1
     """The most that a warp cuts off the two ends together, as a part of the series."""
     unequal: bool = True
-    """Do all of this but mixup also where the series of a set differ in length."""
+    """Warp, scale and jitter also where the series of a set differ in length."""
     scale: float = 0.0
     """Deviation of a random factor and offset per channel."""
-    cut: float = 0.0
-    """The longest stretch that is zeroed, as a part of the series."""
     jitter: float = 0.0
     """Deviation of noise added to every value."""
     mixup: float = 0.0
@@ -42,9 +40,7 @@ class AugmentConfig:
         for name in ("warp", "scale", "jitter", "mixup"):
             value = getattr(self, name)
             require(value >= 0, f"augment.{name} must not be negative (got {value})")
-        for name in ("crop", "cut"):
-            value = getattr(self, name)
-            require(0 <= value < 1, f"augment.{name} must lie in [0, 1) (got {value})")
+        require(0 <= self.crop < 1, f"augment.crop must lie in [0, 1) (got {self.crop})")
         require(
             0 <= self.label_smoothing < 1, f"augment.label-smoothing must lie in [0, 1) (got {self.label_smoothing})"
         )
@@ -62,7 +58,7 @@ class ClassificationModule(TrainingModule):
     def __init__(self, model: nn.Module, recipe: Recipe, augment: AugmentConfig, *, padded: bool = True) -> None:
         super().__init__(model, recipe)
         plain = padded and not augment.unequal
-        self.augment = AugmentConfig(mixup=augment.mixup, label_smoothing=augment.label_smoothing) if plain else augment
+        self.augment = replace(augment, warp=0.0, scale=0.0, jitter=0.0) if plain else augment
         self.padded = padded
 
     def _seen(self, mask: Tensor) -> Tensor | None:
@@ -77,8 +73,6 @@ class ClassificationModule(TrainingModule):
             x = scale_and_shift(x, config.scale)
         if config.jitter:
             x = jitter(x, config.jitter)
-        if config.cut:
-            x = cut_out(x, mask, config.cut)
         if not config.mixup:
             logits = self.model(*self.tokens(x, self._seen(mask)))
             return F.cross_entropy(logits, y, label_smoothing=config.label_smoothing)

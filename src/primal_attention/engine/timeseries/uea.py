@@ -164,7 +164,7 @@ def modern_recipe(name: str) -> UEARecipe:
     """One recipe for every set, Primal-Attention with the KSVD loss in all layers; nothing is tuned per set."""
     return UEARecipe(
         eta=0.1,
-        data=UEAData(name=name, clip=False),
+        data=UEAData(name=name, clip=False, principal=True),
         model=ClassifierConfig(
             kind="modern",
             embed_dim=128,
@@ -174,7 +174,9 @@ def modern_recipe(name: str) -> UEARecipe:
             dropout=0.2,
             rank=16,
             landmarks=64,
+            differences=True,
             local_kernel=15,
+            drop_path=0.1,
         ),
         augment=AugmentConfig(warp=0.4, scale=0.1, jitter=0.03, mixup=0.2, label_smoothing=0.1),
         optim=OptimConfig(name="adamw", lr=1e-3, weight_decay=0.05, schedule="onecycle", clip=1.0),
