@@ -52,17 +52,17 @@ class Inputs:
 
 def project(i: Inputs) -> tuple[Any, ...]:
     given = i.draw(ROWS, WIDTH), i.draw(2 * WIDTH, WIDTH), i.draw(2 * WIDTH, grad=False)
-    return *given, *i.weights(LANDMARKS), i.rows, True
+    return *given, *i.weights(LANDMARKS), i.rows, True, 0
 
 
 def project_backward(i: Inputs) -> tuple[Any, ...]:
-    x, weight, _, w_e, w_r, rows = (t.detach() for t in project(i)[:-1])
-    return x, weight, w_e, w_r, rows, i.qk(False), i.wx(2, False), i.draw(HEADS, grad=False)
+    x, weight, _, w_e, w_r, rows = (t.detach() for t in project(i)[:-2])
+    return x, weight, w_e, w_r, rows, i.qk(False), i.wx(2, False), i.draw(HEADS, grad=False), 0
 
 
 def origin(i: Inputs) -> list[Tensor]:
     """What wx is rebuilt from."""
-    x, _, _, w_e, w_r, rows = (t.detach() for t in project(i)[:-1])
+    x, _, _, w_e, w_r, rows = (t.detach() for t in project(i)[:-2])
     return [x, rows, w_e, w_r]
 
 

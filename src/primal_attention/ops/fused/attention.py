@@ -91,9 +91,11 @@ def fused_attention(
         found, energy = heads.grow(flat, log_decay, rows, grid)
         wx, trace = through(Pack, "pack", weights.w_e, weights.w_r)
     elif mode.data_dependent:
+        shortest = x.shape[1] if valid is None and cu_seqlens is None else 0
         qk, wx, trace = through(
-            Project, "project", flat, weights.qk_weight, held(weights.qk_bias), weights.w_e, weights.w_r, rows, exact
-        )
+            Project, "project", flat, weights.qk_weight, held(weights.qk_bias), weights.w_e, weights.w_r, rows, exact,
+            shortest,
+        )  # fmt: skip
         found, energy = heads.attend(qk, wx, [t.detach() for t in (flat, rows, weights.w_e, weights.w_r)])
     else:
         qk = F.linear(flat, weights.qk_weight, held(weights.qk_bias))
@@ -147,7 +149,7 @@ def _on_a_stretch(
         rows = stretch.landmarks(x, mode.landmarks).view(-1, d)
         place = torch.arange(len(rows), device=x.device).view(batch, -1)
         _, wx, trace = through(
-            Project, "project", rows, weights.qk_weight, None, weights.w_e, weights.w_r, place, exact
+            Project, "project", rows, weights.qk_weight, None, weights.w_e, weights.w_r, place, exact, mode.landmarks
         )  # fmt: skip
         origin = [t.detach() for t in (rows, place, weights.w_e, weights.w_r)]
         return *heads.attend(qk, wx, origin), wx, trace

@@ -73,7 +73,7 @@ class Project(Node):
 
     @staticmethod
     def remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        x, weight, _, w_e, w_r, rows, _ = inputs
+        x, weight, _, w_e, w_r, rows, _, ctx.shortest = inputs
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight, w_e, w_r, rows)
         ctx.like = output[1].shape, output[1].dtype
@@ -84,9 +84,9 @@ class Project(Node):
         grad_qk = x.new_zeros(x.shape[0], weight.shape[0]) if grad_qk is None else grad_qk
         grad_wx = x.new_zeros(ctx.like[0], dtype=ctx.like[1]) if grad_wx is None else grad_wx
         grad_x, grad_weight, grad_e, grad_r = ops.PROJECT_BACKWARD(
-            x, weight, w_e, w_r, rows, grad_qk.contiguous(), grad_wx.contiguous(), _dense(grad_trace)
+            x, weight, w_e, w_r, rows, grad_qk.contiguous(), grad_wx.contiguous(), _dense(grad_trace), ctx.shortest
         )
-        return grad_x, grad_weight, None, grad_e, grad_r, None, None
+        return grad_x, grad_weight, None, grad_e, grad_r, None, None, None
 
 
 class Pack(Node):

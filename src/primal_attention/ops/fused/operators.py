@@ -38,15 +38,25 @@ def move(x: Tensor, to: Tensor, back: Tensor) -> Tensor:
 
 
 def project(
-    x: Tensor, weight: Tensor, bias: Tensor | None, w_e: Tensor, w_r: Tensor, rows: Tensor, exact: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    w_e: Tensor,
+    w_r: Tensor,
+    rows: Tensor,
+    exact: bool,
+    shortest: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q and k side by side, wx, and the traces. exact: wx in float32, not in the dtype in which kernels multiply it."""
+    """q and k side by side, wx, and the traces. exact: wx in float32, not in the dtype in which kernels multiply it.
+
+    shortest: tokens that every sequence is sure to have; for the way back, where rows that repeat cost more.
+    """
     wx, trace = landmarks.landmark_weights(x, rows, w_e, w_r, torch.float32 if exact else x.dtype)
     return F.linear(x, weight, bias), wx, trace
 
 
 def _fake_project(
-    x: Tensor, weight: Tensor, bias: Any, w_e: Tensor, w_r: Tensor, rows: Tensor, exact: bool
+    x: Tensor, weight: Tensor, bias: Any, w_e: Tensor, w_r: Tensor, rows: Tensor, exact: bool, shortest: int
 ) -> tuple[Tensor, ...]:
     heads, _, rank = w_e.shape
     shape = (rows.shape[0], heads, 2, x.shape[1] // heads, stored_rank(rank))
@@ -63,10 +73,13 @@ def project_backward(
     grad_qk: Tensor,
     grad_wx: Tensor,
     grad_trace: Tensor | None,
+    shortest: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, of the projection, of w_e and of w_r."""
     grad_x = grad_qk @ weight
-    grad_e, grad_r = landmarks.landmark_weights_backward(x, rows, w_e, w_r, grad_wx, grad_trace, grad_x)
+    grad_e, grad_r = landmarks.landmark_weights_backward(
+        x, rows, w_e, w_r, grad_wx, grad_trace, grad_x, distinct=shortest >= rows.shape[1]
+    )
     return grad_x, grad_qk.mT @ x, grad_e, grad_r
 
 

@@ -68,6 +68,15 @@ def landmark_tiles(head_dim: int, rank: int) -> Tiles:
     return Tiles(64 if width <= 64 else 32, width, block, ceil_div(stored, block), 4)
 
 
+def landmark_weight_tiles(dtype: torch.dtype, head_dim: int, rank: int) -> Tiles:
+    """For W_{·|X} itself: all of the rank at once where 16 bits let it fit, so that rows are read once."""
+    size = landmark_tiles(head_dim, rank)
+    if dtype == torch.float32 or size.width > 64:
+        return size
+    block = min(power_of_two(stored_rank(rank)), 128)
+    return Tiles(32, size.width, block, ceil_div(stored_rank(rank), block), 4) if block > size.rank else size
+
+
 def landmark_sum_tiles(dtype: torch.dtype, head_dim: int, rank: int, landmarks: int) -> Tiles:
     """For the way back to W, where large tiles spare reading rows and gradients again and again."""
     size = landmark_tiles(head_dim, rank)
@@ -79,21 +88,27 @@ def landmark_sum_tiles(dtype: torch.dtype, head_dim: int, rank: int, landmarks: 
 
 
 def wide_tiles(dtype: torch.dtype, head_dim: int, rank: int) -> Tiles:
-    """As `tiles`, for `wide.py`: no rank in the loop over tokens, and short blocks of it before and after."""
-    width, block = power_of_two(head_dim), min(32, power_of_two(stored_rank(rank)))
-    blocks = ceil_div(stored_rank(rank), block)
-    return Tiles(32, width, block, blocks, 8, 1) if dtype == torch.float32 else Tiles(64, width, block, blocks, 4, 1)
+    """As `tiles`, for `wide.py`: no rank in the loop over tokens, and blocks of it before and after.
+
+    Measured on an H200 at head width 64, rank 96: 168 registers let three programs stand side by side, 136 → 110 µs.
+    """
+    size = wide_back_tiles(dtype, head_dim, rank)
+    if dtype == torch.float32:
+        return size
+    block = min(64, power_of_two(stored_rank(rank)))
+    return size._replace(rank=block, rank_blocks=ceil_div(stored_rank(rank), block), stages=2, registers=168)
 
 
 def wide_back_tiles(dtype: torch.dtype, head_dim: int, rank: int) -> Tiles:
-    """As `wide_tiles`, for the way back."""
-    size = wide_tiles(dtype, head_dim, rank)
-    return size if dtype == torch.float32 else size._replace(stages=3)
+    """As `wide_tiles`, for the way back; taller blocks meet the errors of `square.no_sums`."""
+    width, block = power_of_two(head_dim), min(32, power_of_two(stored_rank(rank)))
+    blocks = ceil_div(stored_rank(rank), block)
+    return Tiles(32, width, block, blocks, 8, 1) if dtype == torch.float32 else Tiles(64, width, block, blocks, 4)
 
 
 def wide_running_tiles(dtype: torch.dtype, head_dim: int, rank: int, decay: bool) -> Tiles:
-    """As `wide_tiles`, for the causal scan."""
-    size, exact = wide_tiles(dtype, head_dim, rank), dtype == torch.float32
+    """As `wide_back_tiles`, for the causal scan."""
+    size, exact = wide_back_tiles(dtype, head_dim, rank), dtype == torch.float32
     return size._replace(tokens=32, warps=8 if exact or decay else 4, stages=2 if exact else 1)
 
 

@@ -15,7 +15,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .config import ceil_div, landmark_sum_tiles, landmark_tiles, power_of_two, precision, stored_rank
+from .config import (
+    ceil_div,
+    landmark_sum_tiles,
+    landmark_tiles,
+    landmark_weight_tiles,
+    power_of_two,
+    precision,
+    stored_rank,
+)
 from .products import dot
 
 FULL = 288  # programs that fill a large GPU
@@ -82,7 +90,8 @@ def _with_followers(own_e, own_r, w_e, w_r, rows, row, mark, leads, n, s, RANK: 
 def _to_rows(
     grad_wx, rows, w_e, w_r, grad_x, n, per_program,
     HEADS: tl.constexpr, P: tl.constexpr, RANK: tl.constexpr, S: tl.constexpr,
-    BN: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, NS: tl.constexpr, PRECISION: tl.constexpr,
+    BN: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, NS: tl.constexpr, DISTINCT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     head, sequence = program % HEADS, (program // HEADS).to(tl.int64)
@@ -97,16 +106,16 @@ def _to_rows(
     for first in range(begins, tl.minimum(begins + per_program, n), BN):
         mark = first + j
         row = tl.load(rows + mark, mask=mark < n, other=-1)
-        before = tl.load(rows + mark - 1, mask=(mark < n) & (mark > 0), other=-1)
-        leads = (row >= 0) & (row != before)
-        follower = tl.load(rows + mark + 1, mask=mark + 1 < n, other=-2)
-        repeated = tl.max((leads & (follower == row)).to(tl.int32), 0)
+        leads = row >= 0
+        if not DISTINCT:
+            before = tl.load(rows + mark - 1, mask=(mark < n) & (mark > 0), other=-1)
+            leads = leads & (row != before)
         grad = tl.zeros((BN, BP), tl.float32)
         for block in range(NS):
             s = block * BS + tl.arange(0, BS)
             place, inside = mark[:, None] * RANK + s[None], leads[:, None] & (s[None] < RANK)
             own_e, own_r = tl.load(w_e + place, mask=inside, other=0.0), tl.load(w_r + place, mask=inside, other=0.0)
-            if repeated > 0:
+            if not DISTINCT:
                 own_e, own_r = _with_followers(own_e, own_r, w_e, w_r, rows, row, mark, leads, n, s, RANK)
             source = grad_wx + p[None] * S + s[:, None]
             fits = (p[None] < P) & (s[:, None] < S)
@@ -195,7 +204,7 @@ def landmark_weights(x: Tensor, rows: Tensor, w_e: Tensor, w_r: Tensor, dtype: t
     """
     heads, n, rank = w_e.shape
     p, stored = x.shape[1] // heads, stored_rank(rank)
-    size = landmark_tiles(p, rank)
+    size = landmark_weight_tiles(x.dtype, p, rank)
     wx = torch.empty((rows.shape[0], heads, 2, p, stored), dtype=dtype, device=x.device)
     trace = torch.empty((heads, size.rank_blocks), dtype=torch.float32, device=x.device)
     if not rows.shape[0]:
@@ -232,9 +241,19 @@ def finish_weights(parts: Tensor, w_e: Tensor, w_r: Tensor, grad_trace: Tensor |
 
 
 def landmark_weights_backward(
-    x: Tensor, rows: Tensor, w_e: Tensor, w_r: Tensor, grad_wx: Tensor, grad_trace: Tensor | None, grad_x: Tensor
+    x: Tensor,
+    rows: Tensor,
+    w_e: Tensor,
+    w_r: Tensor,
+    grad_wx: Tensor,
+    grad_trace: Tensor | None,
+    grad_x: Tensor,
+    distinct: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Adds to grad_x in place; returns the gradients of w_e and w_r. grad_wx: (B, H, 2, p, S)."""
+    """Adds to grad_x in place; returns the gradients of w_e and w_r. grad_wx: (B, H, 2, p, S).
+
+    distinct: no sequence is so short that it repeats rows.
+    """
     heads, n, rank = w_e.shape
     batch, p, stored = rows.shape[0], x.shape[1] // heads, stored_rank(rank)
     size, sums = landmark_tiles(p, rank), landmark_sum_tiles(x.dtype, p, rank, n)
@@ -248,7 +267,7 @@ def landmark_weights_backward(
         marks = n if batch * heads >= FULL else size.tokens
         _to_rows[(batch * heads, ceil_div(n, marks))](
             grad_wx, rows, w_e, w_r, grad_x, n, marks, **common,
-            RANK=rank, BN=size.tokens, BS=size.rank, NS=size.rank_blocks,
+            RANK=rank, BN=size.tokens, BS=size.rank, NS=size.rank_blocks, DISTINCT=distinct,
         )  # fmt: skip
         _to_weights[(splits, 2 * heads, tiles)](
             x, rows, grad_wx, parts, n, batch, ceil_div(batch, splits), **common,
