@@ -116,8 +116,9 @@ def mix(i: Inputs) -> tuple[Any, ...]:
 
 
 def mix_backward(i: Inputs) -> tuple[Any, ...]:
-    grads = i.draw(P, 2 * RANK, grad=False), i.draw(ROWS, WIDTH, grad=False), i.energy(False)
-    return i.qk(False), origin(i), *grads, i.tables, False, True, True
+    grams = i.draw(len(i.tables[4]), HEADS, 2, P, P, grad=False)
+    grads = i.draw(ROWS, WIDTH, grad=False), i.energy(False)
+    return i.qk(False), origin(i), i.draw(P, 2 * RANK, grad=False), grams, *grads, i.tables, False, True, True
 
 
 def running_mix(i: Inputs) -> tuple[Any, ...]:
