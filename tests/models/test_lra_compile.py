@@ -77,13 +77,13 @@ def test_a_compiled_step_is_the_step(attention: str, kinds: int, graphs):
     assert len(graphs) == 2 + kinds, "stem, mean, and a block of each kind"
 
 
-def test_many_lengths_are_two_graphs_of_each_part(graphs):
-    """The first length has a graph of its own, all others share one."""
-    model = make("primal", layers=3, dropout=0.1)
-    model.compile(backend=counting(graphs, "eager"))
+@pytest.mark.parametrize(("attention", "kinds"), [("primal+", 2), ("reformer", 1)])
+def test_all_lengths_share_one_graph_of_each_part(attention: str, kinds: int, graphs):
+    model = make(attention, dropout=0.1)
+    model.compile(backend=counting(graphs, "eager"), any_length=True)
     for length in (*LENGTHS, *LENGTHS):
         step(model, batch(length))
-    assert len(graphs) == 2 * 3
+    assert len(graphs) == 2 + kinds
     assert not counters["graph_break"]
 
 

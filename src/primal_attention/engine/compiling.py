@@ -24,13 +24,14 @@ def suits(config: TrainerConfig) -> bool:
     return one_gpu and config.strategy == "auto" and not config.deterministic
 
 
-def start(model: nn.Module) -> None:
-    """Compile at the first step. What earlier models of this process compiled is forgotten.
+def start(model: nn.Module, **options: Any) -> None:
+    """Let `model.compile(**options)` compile at the first step.
 
-    torch keeps a bounded number of graphs for each function, whoever's they are, and beyond it goes on eagerly.
+    torch keeps a bounded number of graphs for each function, whoever's they are, and beyond it goes on eagerly: what
+    earlier models of this process compiled is forgotten.
     """
     torch.compiler.reset()
-    model.compile()
+    model.compile(**options)
 
 
 def eagerly(compiled: bool = True) -> AbstractContextManager[Any]:

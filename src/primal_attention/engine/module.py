@@ -57,7 +57,7 @@ class TrainingModule(pl.LightningModule):
     evaluates_compiled: ClassVar[bool] = True
     """Whether a compiled model is measured compiled too: where evaluations have one shape, not many."""
 
-    def __init__(self, model: nn.Module, recipe: Recipe) -> None:
+    def __init__(self, model: nn.Module, recipe: Recipe, **compile_options: Any) -> None:
         super().__init__()
         self.model = model
         self.recipe = recipe
@@ -66,7 +66,7 @@ class TrainingModule(pl.LightningModule):
         self.averaged = copy.deepcopy(model).requires_grad_(False) if recipe.trainer.ema else None
         self.compiled = compiling.suits(recipe.trainer)
         if self.compiled:
-            compiling.start(model)
+            compiling.start(model, **compile_options)
         self._sums: dict[str, Tensor] = {}
         self._steps = 0
         self._sharded = False

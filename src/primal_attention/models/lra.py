@@ -170,6 +170,7 @@ class LRAClassifier(nn.Module):
         self.mean = TokenMean()
         self.head = Head(4 * embed_dim if pairs else embed_dim, ffn_dim, classes)
         self.pairs = pairs
+        self._any_length = False
         self.published_padding = published_padding
 
     @property
@@ -204,12 +205,26 @@ class LRAClassifier(nn.Module):
 
     def encode(self, ids: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """The mean of the encoded tokens, (B, N) → (B, d)."""
+        self._mark(ids, key_padding_mask)
         x = self.stem(ids)
         for block in self.encoder.blocks:
+            self._mark(x)
             x = block(x, key_padding_mask)
+        self._mark(x)
         return self.mean(x, self.encoder.norm, key_padding_mask, self.context, self.published_padding)
 
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """torch.compile of all that passes over the tokens, part by part: blocks of one kind are compiled once."""
+    def compile(self, *args: Any, any_length: bool = False, **kwargs: Any) -> None:
+        """torch.compile of all that passes over the tokens, part by part: blocks of one kind are compiled once.
+
+        any_length: at once for sequences of all lengths, where batches come in several.
+        """
+        self._any_length = any_length
         for part in (self.stem, *self.encoder.blocks, self.mean):
             part.compile(*args, **kwargs)
+
+    def _mark(self, *tensors: Tensor | None) -> None:
+        """Tell the compiler of what comes that its length will change."""
+        if self._any_length:
+            for t in tensors:
+                if t is not None:
+                    torch._dynamo.maybe_mark_dynamic(t, 1)

@@ -94,13 +94,15 @@ def cost(title: str, costs: Sequence[Mapping[str, Any]], command: str) -> Table:
         f"Paper: {paper.EFFICIENCY_SOURCE}, {paper.EFFICIENCY_DEVICE}; its softmax attention ran with gradient "
         "checkpointing, which costs time and saves memory. Ours runs without, through scaled_dot_product_attention.",
         "A step: forward, losses, backward, optimiser, at the paper's batch size and in bfloat16 autocast, on random "
-        "tokens with padding as long as the task's own. graph: replays of the whole step as one CUDA graph, as the "
-        "trainings run; eager: kernel by kernel. Median step between CUDA events, times 1000.",
+        "tokens with padding as long as the task's own. graph: as the trainings run, that is the model through "
+        "torch.compile and the whole step replayed as one CUDA graph (the published way: not compiled); eager: as "
+        "written, kernel by kernel. Median step between CUDA events, times 1000.",
         "× softmax, × published: how many times faster than softmax attention, graph against graph, and than the "
         "research code's way of computing Primal-Attention, which is eager, against our graph (in brackets: eager "
         "against eager).",
-        "Peak GB: the most that torch had allocated in an eager step, in 10⁹ bytes. Reformer's new hashes for every "
-        "step are drawn outside of the time.",
+        "Peak GB: the most that torch had allocated in a step that is not recorded, compiled as in the trainings, over "
+        "what it had before the model was made, in 10⁹ bytes. Reformer's new hashes for every step are drawn outside "
+        "of the time.",
         f"Device: {'; '.join(f'{d}, torch {t}' for d, t in devices)}; commit {', '.join(commits)}.",
         f"Command: `{command}`",
     ]

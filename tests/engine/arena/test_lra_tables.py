@@ -112,6 +112,18 @@ def test_the_published_layer_computes_what_ours_does():
         torch.testing.assert_close(a[key], b[key], rtol=1e-4, atol=1e-5)
 
 
+def test_the_published_step_is_as_written_and_leaves_no_graph_behind(monkeypatch: pytest.MonkeyPatch):
+    """A graph that outlives its step ties the next one to that step's stream, which no recording survives."""
+    monkeypatch.setitem(lra_cost.TASKS, "image", lra_cost.Shape(32, 20, 3))
+    step = lra_cost.Step("image", lra_cost.PUBLISHED, torch.device("cpu"), 2)
+    step()
+    module = step.recorded.module
+    assert module.recipe.trainer.compile == "off"
+    layers = [m for m in module.model.modules() if isinstance(m, PublishedPrimal)]
+    assert [layer.objective for layer in layers] == [None, None]
+    assert float(module._sums["ksvd_loss"]) > 0
+
+
 def test_a_step_is_measured_and_shown(here: Path, capsys, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(lra_cost.TASKS, "image", lra_cost.Shape(32, 20, 3))
     usual = lra_cost.measure

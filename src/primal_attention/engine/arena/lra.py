@@ -252,11 +252,12 @@ def build_from(recipe: LRARecipe, data: TokenData) -> Experiment:
         tensors = [torch.from_numpy(a) for a in (*tokens, split.labels)]
         return TokenBatches(tensors, size, shuffle_seed, steps, lengths=lengths, widths=widths)
 
+    model, train = make_model(recipe.model, data), batches(data.train, recipe.seed, recipe.trainer.steps_per_epoch)
     test = batches(data.test)
     watched = {"val": batches(data.valid)} | ({"test": test} if recipe.watch_test else {})
     return Experiment(
-        module=SequenceModule(make_model(recipe.model, data), recipe, padded=data.padded),
-        train=batches(data.train, recipe.seed, recipe.trainer.steps_per_epoch),
+        module=SequenceModule(model, recipe, padded=data.padded, any_length=len(train.widths) > 1),
+        train=train,
         test=test,
         watched=watched,
         select=("val", "accuracy"),

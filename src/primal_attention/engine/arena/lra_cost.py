@@ -3,14 +3,14 @@
     primal table lra-efficiency                                  all tasks, every attention of the paper's table
     python -m primal_attention.engine.arena.lra_cost --tasks listops text --results results
 
-The step is the trainings' own (`graphed.RecordedStep`), at the paper's batch size, on random tokens. One attention is
-known here alone: "published", Primal-Attention as the research code computes it, padding included.
+The step is the trainings' own (`graphed.RecordedStep`, compiled where the recipe compiles), at the paper's batch size,
+on random tokens. One attention is known here alone: "published", Primal-Attention as the research code computes it,
+padding included; it is never compiled.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -21,10 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from primal_attention.bench import memory
 from primal_attention.bench.provenance import git_commit
 from primal_attention.bench.published import PublishedPrimal
 from primal_attention.bench.timing import GRAPH, measure
 from primal_attention.data.tokens import TokenData, TokenSplit
+from primal_attention.engine import compiling
 from primal_attention.engine.arena import lra
 from primal_attention.engine.arena.sequences import SequenceModule
 from primal_attention.engine.config import override
@@ -83,6 +85,9 @@ class PublishedModule(SequenceModule):
         task = self.task_loss(batch)
         found = [m.objective for m in self.model.modules() if isinstance(m, PublishedLayer)]
         means = torch.stack([j.mean() for j in found if j is not None])
+        for layer in self.model.modules():
+            if isinstance(layer, PublishedLayer):
+                layer.objective = None  # kept, its graph would bind the next step to this one's stream
         ksvd = means.square().mean()
         parts = {"task_loss": task, "ksvd_loss": ksvd, "J": means.detach().mean()}
         return {**parts, "loss": task + (self.recipe.eta or 0.0) * ksvd}
@@ -91,7 +96,10 @@ class PublishedModule(SequenceModule):
 def make_module(task: str, attention: str, data: TokenData) -> SequenceModule:
     """The paper's model of a task with an attention in its layers."""
     known = "primal" if attention == PUBLISHED else attention
-    recipe = override(lra.paper_recipe(task), {"model.attention": (known,)}).resolved()
+    changes: dict[str, Any] = {"model.attention": (known,)}
+    if attention == PUBLISHED:
+        changes["trainer.compile"] = "off"
+    recipe = override(lra.paper_recipe(task), changes).resolved()
     model = lra.make_model(recipe.model, data)
     if attention != PUBLISHED:
         return SequenceModule(model, recipe, padded=data.padded)
@@ -107,25 +115,32 @@ def make_module(task: str, attention: str, data: TokenData) -> SequenceModule:
     return PublishedModule(model, recipe, padded=data.padded)
 
 
-def make_step(task: str, attention: str, device: torch.device, batch_size: int) -> Callable[[], None]:
-    """One training step on one random batch."""
-    torch.manual_seed(0)
-    data = TASKS[task].data(batch_size)
-    module = make_module(task, attention, data).to(device).train()
-    optimizer = make_optimizer(module.model, module.recipe.optim, recordable=device.type == "cuda")
-    step = RecordedStep(module, optimizer)
-    for held in step.rates:
-        held.fill_(module.recipe.optim.lr)
-    split = data.train
-    arrays = [split.tokens, *([] if split.second is None else [split.second]), split.labels]
-    batch = tuple(torch.from_numpy(a).to(device) for a in arrays)
-    return lambda: step.work(batch)
+class Step:
+    """One training step on one random batch, whenever it is called."""
+
+    def __init__(self, task: str, attention: str, device: torch.device, batch_size: int) -> None:
+        torch.manual_seed(0)
+        data = TASKS[task].data(batch_size)
+        module = make_module(task, attention, data).to(device).train()
+        optimizer = make_optimizer(module.model, module.recipe.optim, recordable=device.type == "cuda")
+        self.compiled = module.compiled
+        self.recorded = RecordedStep(module, optimizer)
+        for held in self.recorded.rates:
+            held.fill_(module.recipe.optim.lr)
+        split = data.train
+        arrays = [split.tokens, *([] if split.second is None else [split.second]), split.labels]
+        self.batch = tuple(torch.from_numpy(a).to(device) for a in arrays)
+
+    def __call__(self) -> None:
+        self.recorded.work(self.batch)
 
 
 def cost(task: str, attention: str, device: torch.device, *, repeats: int = 20, batch_size: int = 0) -> dict[str, Any]:
-    """Seconds per 1000 steps as a CUDA graph and eager, and peak bytes of an eager step."""
+    """Seconds per 1000 steps, recorded as the trainings run them and as written; bytes that a training's step needs."""
     size = batch_size or lra.TASKS[task].batch_size
-    step = make_step(task, attention, device, size)
+    memory.free(device)
+    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    step = Step(task, attention, device, size)
     found: dict[str, Any] = {"graph": None, "peak_bytes": None, "note": ""}
     if device.type == "cuda":
         for _ in range(3):
@@ -134,16 +149,19 @@ def cost(task: str, attention: str, device: torch.device, *, repeats: int = 20, 
         torch.cuda.reset_peak_memory_stats()
         step()
         torch.cuda.synchronize()
-        found["peak_bytes"] = torch.cuda.max_memory_allocated()
+        found["peak_bytes"] = torch.cuda.max_memory_allocated() - before
         graph = measure(step, device, repeats=repeats)
         found |= {"graph": 1000 * graph.median} if graph.method == GRAPH else {"note": graph.note}
-    eager = measure(step, device, eager=True, repeats=repeats)
+        memory.free(device)  # the graph's own memory, before the step takes as much again
+    with compiling.eagerly(step.compiled):
+        eager = measure(step, device, eager=True, repeats=repeats)
     return {
         "kind": KIND,
         "task": task,
         "attention": attention,
         "length": TASKS[task].length,
         "batch_size": size,
+        "compiled": step.compiled,
         "eager": 1000 * eager.median,
         **found,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
@@ -176,9 +194,6 @@ def run(
             found = cost(task, attention, device, repeats=repeats, batch_size=batch_size)
             write_json(file, {**found, "commit": commit or git_commit()})
             tell(found)
-            gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
 
 
 def read(results: Path, tasks: Sequence[str], attentions: Sequence[str]) -> list[dict[str, Any]]:
@@ -189,6 +204,7 @@ def read(results: Path, tasks: Sequence[str], attentions: Sequence[str]) -> list
 
 def say(cost: Mapping[str, Any]) -> None:
     graph = "no graph" if cost["graph"] is None else f"graph {cost['graph']:.2f} s/1K"
+    graph += " compiled" if cost["compiled"] else ""
     peak = "" if cost["peak_bytes"] is None else f", peak {cost['peak_bytes'] / 1e9:.2f} GB"
     print(
         f"{cost['task']} {cost['attention']}: {graph}, eager {cost['eager']:.2f} s/1K{peak} {cost['note']}", flush=True

@@ -17,14 +17,17 @@ from primal_attention.engine.module import Batch, TrainingModule
 
 
 class SequenceModule(TrainingModule):
-    """A classifier of token sequences in training. padded: token 0 is padding; else the model gets no mask."""
+    """A classifier of token sequences in training.
+
+    padded: token 0 is padding; else the model gets no mask. any_length: the batches come in several lengths.
+    """
 
     splits_sequences: ClassVar[bool] = True
     ksvd_reduction: ClassVar[Literal["sample", "batch"]] = "batch"
     evaluates_compiled: ClassVar[bool] = False
 
-    def __init__(self, model: nn.Module, recipe: Recipe, *, padded: bool) -> None:
-        super().__init__(model, recipe)
+    def __init__(self, model: nn.Module, recipe: Recipe, *, padded: bool, any_length: bool = False) -> None:
+        super().__init__(model, recipe, any_length=any_length)
         self.padded = padded
 
     def logits(self, model: nn.Module, sequences: tuple[Tensor, ...]) -> Tensor:
