@@ -87,6 +87,8 @@ class FeedForward(nn.Sequential):
 class DropPath(nn.Module):
     """Leave a whole branch out for a random part of the cases in training, the others scaled so that the mean stays."""
 
+    context: Context | None = None
+
     def __init__(self, rate: float) -> None:
         super().__init__()
         if not 0 <= rate < 1:
@@ -96,8 +98,10 @@ class DropPath(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # (B, N, d) → (B, N, d)
         if not self.training or not self.rate:
             return x
-        kept = torch.rand(len(x), 1, 1, device=x.device) >= self.rate
-        return x * kept / (1 - self.rate)
+        draw = torch.rand(len(x), 1, 1, device=x.device)
+        if self.context is not None:  # one draw for all parts of a sequence
+            draw = self.context.sum(draw if self.context.rank == 0 else torch.zeros_like(draw))
+        return x * (draw >= self.rate) / (1 - self.rate)
 
 
 class EncoderBlock(nn.Module):
