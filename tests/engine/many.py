@@ -30,7 +30,6 @@ from primal_attention.engine.timeseries.classify import ClassificationModule
 # Nothing random that depends on which process draws it; batches of 7 that two ranks cannot halve, and a rest of 2.
 PLAIN = {
     "model.dropout": 0.0,
-    "model.drop_path": 0.0,
     "augment.warp": 0.0,
     "augment.scale": 0.0,
     "augment.jitter": 0.0,

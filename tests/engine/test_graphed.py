@@ -22,7 +22,6 @@ from primal_attention.engine.recordable import RecordableRAdam
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 PLAIN = {
     "model__dropout": 0.0,
-    "model__drop_path": 0.0,
     "augment__warp": 0.0,
     "augment__scale": 0.0,
     "augment__jitter": 0.0,

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from closeness import assert_close
-from primal_attention.nn.encoder import DropPath, Encoder, EncoderBlock, attention_names, masked_max, masked_mean
+from primal_attention.nn.encoder import Encoder, EncoderBlock, attention_names, masked_max, masked_mean
 from primal_attention.nn.objective import primal_layers
 from primal_attention.nn.primal import PrimalAttention
 from primal_attention.nn.rivals import attention_names as known_attentions
@@ -99,29 +99,3 @@ def test_dropout_is_off_in_evaluation_and_on_in_training():
     block.eval()
     assert torch.equal(block(x), block(x))
     assert isinstance(block.dropout, nn.Dropout)
-
-
-def test_drop_path_leaves_a_whole_branch_out_case_by_case_and_keeps_the_mean():
-    torch.manual_seed(0)
-    path, x = DropPath(0.5), torch.ones(8000, 2, 3)
-    y = path.train()(x)
-    assert set(y.unique().tolist()) == {0.0, 2.0}
-    assert torch.equal(y, y[:, :1, :1].expand_as(y))
-    assert abs(float(y.mean()) - 1) < 0.03
-    assert path.eval()(x) is x
-
-
-def test_a_block_without_drop_path_is_the_block_it_was():
-    block = EncoderBlock(16, 2, "softmax").double()
-    x = torch.randn(2, 7, 16, dtype=torch.float64)
-    y = x + block.attention(block.norm1(x))
-    assert_close(block.train()(x), y + block.feed_forward(block.norm2(y)), 1e-12)
-
-
-def test_a_dropped_path_leaves_the_objective_alone():
-    torch.manual_seed(0)
-    block = EncoderBlock(16, 2, "primal", drop_path=0.99, attention_kwargs=KEYWORDS["primal"]).train()
-    block(torch.randn(3, 9, 16))
-    assert block.attention.objective.abs().min() > 0
-    with pytest.raises(ValueError, match="drop_path=1"):
-        EncoderBlock(16, 2, "softmax", drop_path=1.0)

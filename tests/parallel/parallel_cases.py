@@ -22,7 +22,6 @@ from primal_attention import PrimalAttention, ksvd_loss
 from primal_attention.models.classifier import modern_classifier, paper_classifier
 from primal_attention.models.language import LanguageConfig, LanguageModel
 from primal_attention.models.lra import LRAClassifier
-from primal_attention.nn.encoder import DropPath
 from primal_attention.nn.objective import primal_layers
 from primal_attention.parallel import Context, average_gradients, context_parallel, shard, unshard
 from primal_cases import EMBED, MODES_AND_DECAYS, inputs, make
@@ -137,19 +136,6 @@ def tiny_language(mode: str, positions: str = "sinusoidal") -> LanguageModel:
     return LanguageModel(config).double()
 
 
-def dropped(mesh: DeviceMesh) -> Differences:
-    """Drop path: every part of a sequence keeps the branch or none does, whatever random numbers a rank stands at."""
-    path = context_parallel(DropPath(0.5), mesh).train()
-    x = shard(torch.ones(64, LENGTH, 2), mesh).detach().requires_grad_()
-    with torch.random.fork_rng():  # the ranks must stand at the same numbers again afterwards
-        torch.manual_seed(mesh.get_local_rank())
-        part = path(x)
-    part.sum().backward()
-    y = unshard(part.detach(), mesh)
-    found = {"along the sequence": gap(y, y[:, :1].expand_as(y)), "0 or 2": gap(y * (y - 2), torch.zeros_like(y))}
-    return found | {"∂x": gap(x.grad, part)}
-
-
 def of_size(size: int, mesh: DeviceMesh) -> Iterator[tuple[str, Callable[[], Differences]]]:
     """All cases of a mesh, by name."""
     for mode, decay in MODES_AND_DECAYS:
@@ -169,7 +155,6 @@ def of_size(size: int, mesh: DeviceMesh) -> Iterator[tuple[str, Callable[[], Dif
             mesh, make("data_dependent", objective_form="sum", objective_trace="projections"), inputs(2, LENGTH), None
         ),
     )
-    yield "drop path", lambda: dropped(mesh)
     for kind in ("modern", "paper"):
         x, y = torch.randn(3, LENGTH, 2, dtype=torch.float64), torch.tensor([0, 2, 1])
         for mask in (None, mask_of(3, LENGTH)):

@@ -127,7 +127,6 @@ def modern_classifier(
     stem_kernel: int = 7,
     differences: bool = False,
     local_kernel: int | None = 7,
-    drop_path: float = 0.0,
     attention_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> TimeSeriesClassifier:
     """A network of this library: the same attention with a stem, local mixing and pooling that series profit from."""
@@ -140,7 +139,6 @@ def modern_classifier(
         dropout=dropout,
         norm_first=True,
         local_kernel=local_kernel,
-        drop_path=drop_path,
         attention_kwargs=attention_kwargs,
     )
     stem = ConvStem(channels, embed_dim, stem_kernel, dropout, differences=differences)

@@ -84,26 +84,6 @@ class FeedForward(nn.Sequential):
         )
 
 
-class DropPath(nn.Module):
-    """Leave a whole branch out for a random part of the cases in training, the others scaled so that the mean stays."""
-
-    context: Context | None = None
-
-    def __init__(self, rate: float) -> None:
-        super().__init__()
-        if not 0 <= rate < 1:
-            raise ValueError(f"drop_path must lie in [0, 1) (drop_path={rate})")
-        self.rate = rate
-
-    def forward(self, x: Tensor) -> Tensor:  # (B, N, d) → (B, N, d)
-        if not self.training or not self.rate:
-            return x
-        draw = torch.rand(len(x), 1, 1, device=x.device)
-        if self.context is not None:  # one draw for all parts of a sequence
-            draw = self.context.sum(draw if self.context.rank == 0 else torch.zeros_like(draw))
-        return x * (draw >= self.rate) / (1 - self.rate)
-
-
 class EncoderBlock(nn.Module):
     """One Transformer block. `attention` is a name for `make_attention` or a module with the same call."""
 
@@ -117,7 +97,6 @@ class EncoderBlock(nn.Module):
         dropout: float = 0.0,
         norm_first: bool = True,
         local_kernel: int | None = None,
-        drop_path: float = 0.0,
         attention_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
@@ -131,7 +110,6 @@ class EncoderBlock(nn.Module):
         self.norm2 = nn.LayerNorm(embed_dim)
         self.feed_forward = FeedForward(embed_dim, ffn_dim or 4 * embed_dim, dropout)
         self.dropout = nn.Dropout(dropout)
-        self.drop_path = DropPath(drop_path)
         self.norm_first = norm_first
 
     def mix(self, x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
@@ -143,10 +121,10 @@ class EncoderBlock(nn.Module):
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:  # (B, N, d) → (B, N, d)
         if self.norm_first:
-            x = x + self.drop_path(self.mix(self.norm1(x), key_padding_mask))
-            return x + self.drop_path(self.feed_forward(self.norm2(x)))
-        x = self.norm1(x + self.drop_path(self.mix(x, key_padding_mask)))
-        return self.norm2(x + self.drop_path(self.feed_forward(x)))
+            x = x + self.mix(self.norm1(x), key_padding_mask)
+            return x + self.feed_forward(self.norm2(x))
+        x = self.norm1(x + self.mix(x, key_padding_mask))
+        return self.norm2(x + self.feed_forward(x))
 
 
 class Encoder(nn.Module):
@@ -168,7 +146,6 @@ class Encoder(nn.Module):
         dropout: float = 0.0,
         norm_first: bool = True,
         local_kernel: int | None = None,
-        drop_path: float = 0.0,
         attention_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
         block: type[EncoderBlock] = EncoderBlock,
     ) -> None:
@@ -184,7 +161,6 @@ class Encoder(nn.Module):
                 dropout=dropout,
                 norm_first=norm_first,
                 local_kernel=local_kernel,
-                drop_path=drop_path,
                 attention_kwargs=keywords.get(name),
             )
             for name in self.attention_names

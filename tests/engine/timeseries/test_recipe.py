@@ -15,8 +15,8 @@ from primal_attention.engine import folder, runner
 from primal_attention.engine.config import from_plain, to_plain
 from primal_attention.engine.timeseries.uea import UEARecipe, build_from
 
-WITH = {"data__principal": True, "model__differences": True, "model__drop_path": 0.1}
-WITHOUT = {"data__principal": False, "model__differences": False, "model__drop_path": 0.0}
+WITH = {"data__principal": True, "model__differences": True}
+WITHOUT = {"data__principal": False, "model__differences": False}
 
 
 def test_principal_channels_and_differences_reach_the_network(toy_folder: Path):

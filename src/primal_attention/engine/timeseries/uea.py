@@ -95,8 +95,6 @@ class ClassifierConfig:
     """Give the stem the steps from one value to the next beside the values (modern)."""
     local_kernel: int = 7
     """Kernel of the convolution beside attention (modern); 0 leaves it out."""
-    drop_path: float = 0.0
-    """How often a training case skips a branch of a block (modern)."""
     attend_to_padding: bool = False
     """Let attention see the padding, as the published research code does (paper)."""
 
@@ -104,9 +102,7 @@ class ClassifierConfig:
         for name in ("embed_dim", "num_heads", "layers", "ffn_dim", "rank", "landmarks", "stem_kernel"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"model.{name.replace('_', '-')} must be at least 1 (got {value})")
-        for name in ("dropout", "drop_path"):
-            value = getattr(self, name)
-            require(0 <= value < 1, f"model.{name.replace('_', '-')} must lie in [0, 1) (got {value})")
+        require(0 <= self.dropout < 1, f"model.dropout must lie in [0, 1) (got {self.dropout})")
         require(len(self.attention) > 0, "model.attention must name at least one kind")
         require(self.local_kernel >= 0, f"model.local-kernel must not be negative (got {self.local_kernel})")
 
@@ -176,7 +172,6 @@ def modern_recipe(name: str) -> UEARecipe:
             landmarks=64,
             differences=True,
             local_kernel=15,
-            drop_path=0.1,
         ),
         augment=AugmentConfig(warp=0.4, scale=0.1, jitter=0.03, mixup=0.2, label_smoothing=0.1),
         optim=OptimConfig(name="adamw", lr=1e-3, weight_decay=0.05, schedule="onecycle", clip=1.0),
@@ -221,7 +216,6 @@ def make_model(config: ClassifierConfig, channels: int, classes: int, max_length
             stem_kernel=config.stem_kernel,
             differences=config.differences,
             local_kernel=config.local_kernel or None,
-            drop_path=config.drop_path,
             attention_kwargs=keywords,
         )
     return model if config.r_scores else without_r_scores(model)
