@@ -21,6 +21,7 @@ from ..layer import Attended, Objective, Weights
 from ..modes import Mode, State
 from ..once import once
 from ..reference import RunningState, Scores
+from . import native
 from .back import Kept, WayBack
 from .blocks import blocks, keep_freed_memory
 from .output import output_map
@@ -148,12 +149,15 @@ def lean_attention(
     past = state if isinstance(state, RunningState) else None
     start = None if past is None else torch.cat([past.query_sum, past.key_sum], dim=1)  # (B, 2H, p)
     sqrt_lambda, form, trace = (None, "mean", "weights") if objective is None else objective
-    places, empty = Landmarks.of(x, valid, mode.landmarks) if mode.data_dependent else (None, None)
     given = (x.contiguous(), decay, start, sqrt_lambda, *weights)
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
     plan = Plan(mode, dropout, form, trace, need_scores, need_state, keep)  # type: ignore[arg-type]
     if not torch.compiler.is_compiling():
         keep_freed_memory()
+    if native.unfit(x, weights, sqrt_lambda, mode, valid, dropout) is None:
+        y, j, scores = native.native_attention(x, weights, plan, sqrt_lambda, valid)
+        return Attended(y, j, None if scores is None else Scores(*scores.unbind(3)))  # (B, H, N, s) each
+    places, empty = Landmarks.of(x, valid, mode.landmarks) if mode.data_dependent else (None, None)
     y, j, scores, final = Layer.apply(plan, valid, places, empty, *given)
     return Attended(
         y,

@@ -134,10 +134,15 @@ def _tokens(columns: Tensor) -> Tensor:
     return turned(columns.flatten(1, -2)).flatten(0, 1)
 
 
-def output_map(weights: Weights, heads: int, rows: int) -> Folded | Apart:
-    """The cheaper of the two for so many tokens, by the multiplications of a pass forward and back."""
+def folding_pays(weights: Weights, heads: int, rows: int) -> bool:
+    """Whether one map is cheaper than two for so many tokens, by the multiplications of a pass forward and back."""
     d, columns = weights.out_weight.shape[0], weights.score_weight.shape[1]
     # M is made in both directions, and its gradient is taken apart by two products of the same size.
     folded = 3 * rows * d * heads * columns + 4 * d * d * columns
     apart = 3 * rows * d * d + 4 * rows * d * columns
-    return Folded(weights, heads) if folded < apart else Apart(weights, heads)
+    return folded < apart
+
+
+def output_map(weights: Weights, heads: int, rows: int) -> Folded | Apart:
+    """The cheaper of the two."""
+    return Folded(weights, heads) if folding_pays(weights, heads, rows) else Apart(weights, heads)

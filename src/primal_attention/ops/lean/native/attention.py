@@ -1,0 +1,189 @@
+"""A pass over the layer through the compiled library, as one autograd node.
+
+The library knows sequences that follow one another in the rows of one matrix. Of padded input the valid tokens are
+taken out first, so that nothing is computed for padding and nothing that stands there can matter.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...layer import Weights
+from ...modes import Mode
+from ...once import once
+from ...sampling import ragged_landmark_indices
+from ..output import folding_pays
+from ..plan import Plan
+from .library import Library, Pass, library
+
+
+def unfit(
+    x: Tensor, weights: Weights, sqrt_lambda: Tensor | None, mode: Mode, valid: Tensor | None, dropout: float
+) -> str | None:
+    """Why the library cannot serve this call, or None."""
+    if mode.causal:
+        return "the causal modes are PyTorch's"
+    if dropout:
+        return "dropout is PyTorch's"
+    if torch.compiler.is_compiling():
+        return "compiled code cannot call it"
+    for tensor in (x, *weights, sqrt_lambda):
+        if tensor is None:
+            continue
+        if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
+            return "it takes plain tensors on a CPU"
+        if tensor.dtype != x.dtype:
+            return f"it takes one type of numbers (x has {x.dtype}, a weight {tensor.dtype})"
+    if x.numel() == 0 or (valid is not None and not valid.any()):
+        return "there is no token"
+    found = library(x.dtype)
+    return found if isinstance(found, str) else None
+
+
+class Sequences(NamedTuple):
+    """Where the sequences and their landmarks stand among the rows."""
+
+    starts: Tensor  # (B + 1,)
+    places: Tensor | None  # (B, n)
+    rows: Tensor | None  # which rows of the padded input are tokens
+
+    @classmethod
+    def of(cls, x: Tensor, valid: Tensor | None, mode: Mode) -> Sequences:
+        count = mode.landmarks if mode.data_dependent else 0
+        if valid is None:
+            return _even(x.shape[0], x.shape[1], count)
+        return cls(*_laid_out(valid.sum(dim=1), count), valid.reshape(-1).nonzero()[:, 0])
+
+
+def _laid_out(lengths: Tensor, landmarks: int) -> tuple[Tensor, Tensor | None]:
+    starts = torch.zeros(lengths.shape[0] + 1, dtype=torch.int64)
+    torch.cumsum(lengths, 0, out=starts[1:])
+    if landmarks == 0:
+        return starts, None
+    return starts, (ragged_landmark_indices(lengths, landmarks) + starts[:-1, None]).contiguous()
+
+
+@lru_cache(maxsize=64)
+def _even(batch: int, length: int, landmarks: int) -> Sequences:
+    with torch.inference_mode(False):
+        return Sequences(*_laid_out(torch.full((batch,), length), landmarks), None)
+
+
+class NativeLayer(torch.autograd.Function):
+    """(x, √Λ, weights) → (y, J, scores as rows (T, 2Hs)); None for what is not asked for. x: the rows, (T, d)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, plan: Plan, starts: Tensor, places: Tensor | None, x: Tensor, sqrt_lambda: Tensor | None,
+        *parameters: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        ctx.set_materialize_grads(False)
+        weights = Weights(*parameters)  # type: ignore[arg-type]
+        (tokens, d), heads, rank = x.shape, plan.mode.heads, weights.w_e.shape[2]
+        batch = starts.shape[0] - 1
+        z, inverse = x.new_empty(tokens, 2 * d), x.new_empty(tokens, 2 * heads)
+        scores, y = x.new_empty(tokens, 2 * heads * rank), torch.empty_like(x)
+        j, energy = None, None
+        if sqrt_lambda is not None:
+            j, energy = x.new_empty(batch), x.new_empty(batch, heads, rank)
+        given = _pass(plan, starts, places, x, sqrt_lambda, weights)
+        given.hold(z=z, inverse=inverse, scores=scores, y=y, objective=j, energy=energy)
+        _library(x).run(given, back=False)
+        if plan.keep:
+            ctx.plan = plan
+            ctx.save_for_backward(starts, places, x, sqrt_lambda, energy, z, inverse, scores, *parameters)
+        return y, j, scores if plan.scores else None
+
+    @staticmethod
+    @once
+    def backward(
+        ctx: Any, grad_y: Tensor | None, grad_j: Tensor | None, grad_scores: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        starts, places, x, sqrt_lambda, energy, z, inverse, scores, *parameters = ctx.saved_tensors
+        needs, weights = ctx.needs_input_grad[3:], Weights(*parameters)
+        need_x, _, need_qk, need_qk_bias, _, _, *need_output = needs
+        # All gradients of a map come together: its weight's, its bias'.
+        like = [None if p is None else torch.empty_like(p) for p in parameters]
+        found = Weights(*like)  # type: ignore[arg-type]
+        _, d = x.shape
+        grads: dict[str, Tensor | None] = {
+            "grad_x": torch.empty_like(x) if need_x else None,
+            "grad_w_e": found.w_e,
+            "grad_w_r": found.w_r,
+            "grad_sqrt_lambda": None if grad_j is None else torch.empty_like(sqrt_lambda),
+        }
+        if need_qk or need_qk_bias:
+            grads |= {"grad_w_qk": found.qk_weight, "grad_b_qk": _or_empty(found.qk_bias, x, 2 * d)}
+        learns = any(need_output) and grad_y is not None
+        if learns:
+            grads |= {
+                "grad_w_o": found.score_weight,
+                "grad_b_o": _or_empty(found.score_bias, x, weights.score_weight.shape[0]),
+                "grad_w_out": found.out_weight,
+                "grad_b_out": _or_empty(found.out_bias, x, d),
+            }
+        incoming = {
+            "grad_y": None if grad_y is None else grad_y.contiguous(),
+            "grad_objective": None if grad_j is None else grad_j.contiguous(),
+            "grad_scores": None if grad_scores is None else grad_scores.contiguous(),
+        }
+        given = _pass(ctx.plan, starts, places, x, sqrt_lambda, weights)
+        given.hold(z=z, inverse=inverse, scores=scores, energy=energy, **incoming, **grads)
+        _library(x).run(given, back=True)
+        output = found[4:] if learns else (None,) * 4
+        result = (grads["grad_x"], grads["grad_sqrt_lambda"], *found[:4], *output)
+        return None, None, None, *(grad if need else None for grad, need in zip(result, needs, strict=True))
+
+
+def _library(x: Tensor) -> Library:
+    found = library(x.dtype)
+    if isinstance(found, str):  # it was there a moment ago: only the environment can have changed
+        raise RuntimeError(f"the lean path's library is gone: {found}")
+    return found
+
+
+def _or_empty(bias: Tensor | None, x: Tensor, size: int) -> Tensor:
+    """A gradient is written where there is no bias, too."""
+    return x.new_empty(size) if bias is None else bias
+
+
+def _pass(
+    plan: Plan, starts: Tensor, places: Tensor | None, x: Tensor, sqrt_lambda: Tensor | None, weights: Weights
+) -> Pass:
+    heads, rank = plan.mode.heads, weights.w_e.shape[2]
+    given = Pass(
+        starts.shape[0] - 1, *x.shape, heads, rank, 0 if places is None else places.shape[1], torch.get_num_threads(),
+        folding_pays(weights, heads, x.shape[0]), plan.form == "mean", plan.trace == "projections",
+    )  # fmt: skip
+    given.hold(
+        starts=starts, places=places, x=x, sqrt_lambda=sqrt_lambda, w_qk=weights.qk_weight, b_qk=weights.qk_bias,
+        w_e=weights.w_e, w_r=weights.w_r, w_o=weights.score_weight, b_o=weights.score_bias, w_out=weights.out_weight,
+        b_out=weights.out_bias,
+    )  # fmt: skip
+    return given
+
+
+def native_attention(
+    x: Tensor, weights: Weights, plan: Plan, sqrt_lambda: Tensor | None, valid: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """y like x, J (B,), and the scores (B, H, N, 2, s) where the plan asks for them. x: (B, N, d)."""
+    batch, length, d = x.shape
+    starts, places, rows = Sequences.of(x, valid, plan.mode)
+    flat = x.reshape(-1, d).contiguous() if rows is None else x.reshape(-1, d).index_select(0, rows)
+    given = Weights(*(None if w is None else w.contiguous() for w in weights))  # type: ignore[arg-type]
+    root = None if sqrt_lambda is None else sqrt_lambda.contiguous()
+    y, j, scores = NativeLayer.apply(plan, starts, places, flat, root, *given)
+    by_head = (batch, length, plan.mode.heads, 2, -1)
+    if rows is not None:
+        y = _spread(y, rows, batch * length)
+        scores = None if scores is None else _spread(scores, rows, batch * length)
+    return y.view(x.shape), j, None if scores is None else scores.view(by_head).transpose(1, 2)
+
+
+def _spread(tokens: Tensor, rows: Tensor, count: int) -> Tensor:
+    """Back among the padding, which is zero."""
+    return tokens.new_zeros(count, tokens.shape[1]).index_copy(0, rows, tokens)

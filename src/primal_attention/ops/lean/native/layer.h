@@ -1,0 +1,78 @@
+/* What a pass over the layer is given and gives, how its work is shared among threads, and where its scratch lies.
+
+   Sequences stand one after the other in the rows of x. z has the channels [q of each head, k of each head] side by side,
+   the scores have [e, r] of each head side by side: (T, H, 2, s). */
+
+#include <omp.h>
+#include <tgmath.h>
+
+typedef struct { /* as `Pass` in native/library.py has it */
+    size sequences, tokens, width, heads, rank, landmarks; /* landmarks: 0 where the weights do not depend on the data */
+    size threads, folded, mean, projected_trace;
+    const size *starts, *places; /* (sequences + 1,) rows; (sequences, landmarks) rows */
+    const real *x, *w_qk, *b_qk, *w_e, *w_r, *w_o, *b_o, *w_out, *b_out, *sqrt_lambda;
+    real *z, *inverse, *scores, *energy, *y, *objective;
+    const real *grad_y, *grad_objective, *grad_scores;
+    real *grad_x, *grad_w_qk, *grad_b_qk, *grad_w_e, *grad_w_r, *grad_w_o, *grad_b_o, *grad_w_out, *grad_b_out;
+    real *grad_sqrt_lambda;
+    char *scratch;
+} Pass;
+
+enum { BLOCK = 128 };  /* tokens that go through all steps of a pass together: what they need stays in the second cache */
+enum { STRETCH = 1024 }; /* tokens whose dz waits for the gradient of W_qk */
+static const real SMALLEST = (real)1e-12; /* what ‖z‖ is at least taken for: EPS of ops/feature_maps.py */
+
+static inline size head_width(const Pass *p) { return p->width / p->heads; }
+static inline size all_scores(const Pass *p) { return 2 * p->heads * p->rank; }
+static inline size weight_sets(const Pass *p) { return p->landmarks ? p->sequences : 1; }
+static inline size set_of(const Pass *p, size sequence) { return p->landmarks ? sequence : 0; }
+
+/* Where the scores of a channel of z stand in a row of scores. */
+static inline size column_of(const Pass *p, size channel) {
+    return (2 * (channel % p->heads) + channel / p->heads) * p->rank;
+}
+
+/* What makes J's first two terms of a sequence's summed energies. */
+static inline real energy_scale(const Pass *p, size sequence) {
+    size length = p->starts[sequence + 1] - p->starts[sequence];
+    return (real)0.5 / p->heads / (p->mean ? (length > 1 ? length : 1) : 1);
+}
+
+/* A thread's share of `count` pieces of work: adjacent ones, the same at every call. */
+typedef struct {
+    size from, to;
+} Range;
+
+static inline Range share(size count, size thread, size threads) {
+    return (Range){count * thread / threads, count * (thread + 1) / threads};
+}
+
+static inline int meet(Range a, Range b) {
+    return (a.from > b.from ? a.from : b.from) < least(a.to, b.to);
+}
+
+/* A thread's tokens: whole tiles of them. */
+static inline Range tokens_of(const Pass *p, size thread, size threads) {
+    Range tiles = share(padded(p->tokens, TALL) / TALL, thread, threads);
+    return (Range){least(tiles.from * TALL, p->tokens), least(tiles.to * TALL, p->tokens)};
+}
+
+/* The sequence that holds a row; empty ones hold none. */
+static inline size sequence_of(const Pass *p, size row) {
+    size low = 0, high = p->sequences - 1;
+    while (low < high) {
+        size middle = (low + high + 1) / 2;
+        if (p->starts[middle] <= row)
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    return low;
+}
+
+/* Scratch is cut from one piece of memory; without one, its size is counted. */
+static inline real *take(const Pass *p, size *used, size count) {
+    size at = *used;
+    *used += padded(count * (size)sizeof(real), 64);
+    return p->scratch ? (real *)(p->scratch + at) : 0;
+}

@@ -1,0 +1,41 @@
+/* The lean path in C: a whole pass over the layer, forward or back, in one call and one team of threads.
+
+   Compiled for one type of number, REAL: float or double. See ops/lean/native/__init__.py. */
+
+#include "product.h"
+
+#include "layer.h"
+
+#include "weights.h"
+
+#include "output.h"
+
+#include "forward.h"
+
+#include "backward.h"
+
+/* Bytes of scratch that a pass needs. */
+size primal_scratch(const Pass *given, size back) {
+    Pass p = *given;
+    size used = 0;
+    p.scratch = 0;
+    if (back)
+        backward_scratch(&p, &used);
+    else
+        forward_scratch(&p, &used);
+    return used;
+}
+
+void primal_forward(const Pass *p) {
+    size used = 0;
+    ForwardScratch s = forward_scratch(p, &used);
+#pragma omp parallel num_threads(p->threads)
+    forward(p, &s, omp_get_thread_num(), omp_get_num_threads());
+}
+
+void primal_backward(const Pass *p) {
+    size used = 0;
+    BackwardScratch s = backward_scratch(p, &used);
+#pragma omp parallel num_threads(p->threads)
+    backward(p, &s, omp_get_thread_num(), omp_get_num_threads());
+}
