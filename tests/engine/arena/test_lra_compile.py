@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from primal_attention.engine.config import TrainerConfig, from_plain, override
 from primal_attention.engine.errors import RunError
 from primal_attention.models.lra import LRAClassifier
 
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 SMALL = {
     "model.embed_dim": 8,
     "model.ffn_dim": 16,
@@ -101,3 +104,32 @@ def test_a_compiler_that_fails_is_one_line(expressions: Path, tmp_path: Path, mo
     recipe = small(expressions, trainer__compile="on")
     with pytest.raises(RunError, match=r"no compiler here.*add --trainer.compile off"):
         runner.train(recipe, tmp_path / "run")
+
+
+@pytest.mark.parametrize("marked", [pytest.param(None, marks=GPU)], ids=["gpu"])
+@pytest.mark.parametrize(("attention", "kinds"), [("primal+", 2), ("reformer", 1)])
+def test_on_a_gpu_compiled_steps_are_recorded_and_train_alike(
+    expressions: Path, tmp_path: Path, attention: str, kinds: int, marked: None
+):
+    from torch._dynamo.utils import counters
+
+    settings = {
+        "model__attention": (attention,),
+        "model__dropout": 0.0,
+        "model__embed_dim": 32,
+        "trainer__accelerator": "gpu",
+        "trainer__precision": "bf16-mixed",
+        "trainer__epochs": 4,
+        "trainer__steps_per_epoch": 16,
+    }
+    losses = []
+    for way in ("off", "auto"):
+        counters.clear()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "steps run without a CUDA graph")
+            runner.train(small(expressions, trainer__compile=way, **settings), tmp_path / way)
+        with (tmp_path / way / "metrics.csv").open() as file:
+            losses.append([float(row["loss"]) for row in csv.DictReader(file)])
+    assert losses[1] == pytest.approx(losses[0], rel=2e-2)  # bfloat16, rounded in other places
+    assert counters["stats"]["unique_graphs"] == 2 + kinds, "one graph of each part for all widths"
+    assert not counters["graph_break"]
