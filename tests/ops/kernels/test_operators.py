@@ -116,9 +116,8 @@ def mix(i: Inputs) -> tuple[Any, ...]:
 
 
 def mix_backward(i: Inputs) -> tuple[Any, ...]:
-    grams = i.draw(len(i.tables[4]), HEADS, 2, P, P, grad=False)
-    grads = i.draw(ROWS, WIDTH, grad=False), i.energy(False)
-    return i.qk(False), origin(i), i.draw(P, 2 * RANK, grad=False), grams, *grads, i.tables, False, True, True
+    grads = i.draw(P, 2 * RANK, grad=False), i.draw(ROWS, WIDTH, grad=False), i.energy(False)
+    return i.qk(False), origin(i), *grads, i.tables, False, True, True
 
 
 def running_mix(i: Inputs) -> tuple[Any, ...]:

@@ -7,7 +7,7 @@
 
 or, where the rank is large against the head's width, instead of Score and Combine
 
-    Mix       q, k, W_{·|X} → heads' outputs, energies               keeps q, k, their Gram matrices; rebuilds W_{·|X}
+    Mix       q, k, W_{·|X} → heads' outputs, energies               keeps q, k; rebuilds W_{·|X} from x
     Output    heads' outputs → y                                     keeps the heads' outputs
 
 Nothing of size N is stored twice, and no normalised row is stored at all.

@@ -53,8 +53,7 @@ class Heads(NamedTuple):
         w, where = self.weights, (self.tables, self.single)
         if self.at_once:
             maps = (w.score_weight, held(w.score_bias), w.qk_bias)
-            found, energy, _ = through(Mix, "mix", qk, wx, *maps, origin, *where, self.whole, self.measured)
-            return found, energy
+            return through(Mix, "mix", qk, wx, *maps, origin, *where, self.whole, self.measured)  # type: ignore[no-any-return]
         return through(Score, "score", qk, wx, w.qk_bias, origin, *where, self.rank, self.whole)  # type: ignore[no-any-return]
 
     def run(

@@ -122,25 +122,25 @@ class GrowingScore(Node):
 
 
 class Mix(Node):
-    """(qk, wx, W_o, b_o, b) → (heads' outputs, energies, Gram matrices). The gradient of b_o comes from `Output`."""
+    """(qk, wx, W_o, b_o, b) → (heads' outputs, energies). The gradient of b_o comes from `Output`."""
 
     operator = wide.MIX
 
     @staticmethod
-    def remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    def remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         qk, wx, score_weight, _, _, origin, tables, ctx.single, ctx.whole, _ = inputs
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(qk, score_weight, output[2], *(origin or [wx]), *tables)
+        ctx.save_for_backward(qk, score_weight, *(origin or [wx]), *tables)
         ctx.origins, ctx.exact = len(origin) or 1, wx.dtype == torch.float32
         ctx.lists = {5: len(origin), 6: len(tables)}
 
     @staticmethod
-    def backward(ctx: Any, grad_each: Tensor | None, grad_energy: Tensor | None, *_: Any) -> Gradients:
-        qk, score_weight, grams, *rest = ctx.saved_tensors
+    def backward(ctx: Any, grad_each: Tensor | None, grad_energy: Tensor | None) -> Gradients:
+        qk, score_weight, *rest = ctx.saved_tensors
         origin, tables = list(rest[: ctx.origins]), list(rest[ctx.origins :])
         grads = _of_outputs(qk, grad_each, grad_energy)
         grad_qk, grad_wx, grad_score, grad_bias = wide.MIX_BACKWARD(
-            qk, origin, score_weight, grams, *grads, tables, ctx.single, ctx.whole, ctx.exact, spend=_spent()
+            qk, origin, score_weight, *grads, tables, ctx.single, ctx.whole, ctx.exact, spend=_spent()
         )
         grad_bias = grad_bias if ctx.needs_input_grad[4] else None
         return grad_qk, grad_wx, grad_score, None, grad_bias, None, None, None, None, None

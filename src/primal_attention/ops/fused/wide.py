@@ -1,7 +1,7 @@
 """The operators of heads whose rank is large against their width (`kernels/wide.py`), and their output map.
 
-From q and k the heads' outputs come at once, without scores in between. What is kept for the way back is q and k, their
-Gram matrices, and each head's output for the gradient of W_out.
+From q and k the heads' outputs come at once, without scores in between. What is kept for the way back is q and k, and
+each head's output for the gradient of W_out.
 """
 
 from __future__ import annotations
@@ -31,31 +31,25 @@ def mix(
     single: bool,
     whole: bool,
     measured: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The heads' outputs (rows, H·p) and, where measured, energies (B, H, 2, S) and Gram matrices for the way back.
-
-    bias, origin: for the way back.
-    """
+) -> tuple[Tensor, Tensor]:
+    """The heads' outputs (rows, H·p) and, where measured, energies (B, H, 2, S). bias, origin: for the way back."""
     seqs = sequences_of(tables, single)
-    each, parts, grams = mixing.mix_forward(qk, wx, score_weight, score_bias, seqs, whole, measured)
-    return each, segment_sum(parts, seqs) if measured else parts, grams
+    each, parts = mixing.mix_forward(qk, wx, score_weight, score_bias, seqs, whole, measured)
+    return each, segment_sum(parts, seqs) if measured else parts
 
 
 def _fake_mix(
     qk: Tensor, wx: Tensor, score_weight: Tensor, score_bias: Any, bias: Any, origin: Any, tables: Tables, single: bool,
     whole: bool, measured: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    heads, _, p, stored = wx.shape[1:]
-    energy = floats(qk, tables[0].shape[0] if measured else 0, heads, 2, stored)
-    grams = qk.new_empty(tables[4].shape[0] if measured else 0, heads, 2, p, p)
-    return qk.new_empty(qk.shape[0], qk.shape[1] // 2), energy, grams
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    energy = floats(qk, tables[0].shape[0] if measured else 0, wx.shape[1], 2, wx.shape[4])
+    return qk.new_empty(qk.shape[0], qk.shape[1] // 2), energy
 
 
 def mix_backward(
     qk: Tensor,
     origin: list[Tensor],
     score_weight: Tensor,
-    grams: Tensor,
     grad_each: Tensor,
     grad_energy: Tensor | None,
     tables: Tables,
@@ -68,13 +62,13 @@ def mix_backward(
     wx, depends = weights_again(origin, exact)
     seqs = sequences_of(tables, single)
     return mixing.mix_backward(
-        qk, wx, score_weight, grams, grad_each, grad_energy, seqs, depends, whole, spend, spend_wx=depends
+        qk, wx, score_weight, grad_each, grad_energy, seqs, depends, whole, spend, spend_wx=depends
     )
 
 
 def _fake_mix_backward(
-    qk: Tensor, origin: list[Tensor], score_weight: Tensor, grams: Tensor, grad_each: Tensor,
-    grad_energy: Tensor | None, tables: Tables, single: bool, whole: bool, exact: bool,
+    qk: Tensor, origin: list[Tensor], score_weight: Tensor, grad_each: Tensor, grad_energy: Tensor | None,
+    tables: Tables, single: bool, whole: bool, exact: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     p, rank = score_weight.shape[0], score_weight.shape[1] // 2
     grad_wx = gradient_of_weights(qk, origin, qk.shape[1] // (2 * p), stored_rank(rank), exact)
@@ -108,7 +102,7 @@ def _fake_running_mix(
     tables: Tables, single: bool, whole: bool, measured: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     heads, _, p = wx.shape[1:4]
-    each, energy, _ = _fake_mix(qk, wx, score_weight, score_bias, bias, None, tables, single, whole, measured)
+    each, energy = _fake_mix(qk, wx, score_weight, score_bias, bias, None, tables, single, whole, measured)
     return each, energy, floats(qk, tables[4].shape[0], heads, 2, p), floats(qk, tables[0].shape[0], heads, 2, p)
 
 

@@ -12,11 +12,9 @@ and back, with g the gradient of o and g_E that of the energies:
     dW = D W_o + 2 C W diag(g_E), dW_o = Σ Dᵀ W,              D = Σ φᵀ g
 
 so that a token costs p² per product whatever the rank. A program forms A and B first, runs over its rows, and turns C
-and D into energies or gradients at the end. C is kept for the way back, in the dtype of qk. Sums over chunks are
-partial sums added in a fixed order.
+and D into energies or gradients at the end. Sums over chunks are partial sums added in a fixed order.
 
-Layouts: qk (rows, 2·H·p); wx (B or 1, H, 2, p, S); each head's output o: (rows, H·p); score_weight (p, 2·rank);
-C (chunks, H, 2, p, p).
+Layouts: qk (rows, 2·H·p); wx (B or 1, H, 2, p, S); each head's output o: (rows, H·p); score_weight (p, 2·rank).
 """
 
 from __future__ import annotations
@@ -54,7 +52,7 @@ def normalised(z):
 
 @triton.jit
 def _mix(
-    qk, wx, score_weight, score_bias, each, energy, grams, chunk_sequence, chunk_start, chunk_end, wx_batch_stride,
+    qk, wx, score_weight, score_bias, each, energy, chunk_sequence, chunk_start, chunk_end, wx_batch_stride,
     HEADS: tl.constexpr, P: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr,
     BT: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, NS: tl.constexpr,
     BIAS: tl.constexpr, ENERGY: tl.constexpr, PRECISION: tl.constexpr,
@@ -90,18 +88,13 @@ def _mix(
         tl.store(each + row[:, None] * (HEADS * P) + p[None], out.to(z_q.dtype), mask=inside)
     if ENERGY:
         energy += program.to(tl.int64) * (2 * S)
-        grams += program.to(tl.int64) * (2 * P * P) + p[:, None] * P + p[None]
-        square = (p[:, None] < P) & (p[None] < P)
-        c_q, c_k = in_one(low_q, high_q, BT, BP), in_one(low_k, high_k, BT, BP)
-        tl.store(grams, c_q.to(qk.dtype.element_ty), mask=square)
-        tl.store(grams + P * P, c_k.to(qk.dtype.element_ty), mask=square)
-        store_energies(c_q, w_q, energy, qk, P, S, BP, BS, NS, PRECISION)
-        store_energies(c_k, w_k, energy + S, qk, P, S, BP, BS, NS, PRECISION)
+        store_energies(in_one(low_q, high_q, BT, BP), w_q, energy, qk, P, S, BP, BS, NS, PRECISION)
+        store_energies(in_one(low_k, high_k, BT, BP), w_k, energy + S, qk, P, S, BP, BS, NS, PRECISION)
 
 
 @triton.jit
 def _mix_backward(
-    qk, wx, score_weight, grams, grad_each, grad_energy, grad_qk, grad_wx, grad_score, grad_bias,
+    qk, wx, score_weight, grad_each, grad_energy, grad_qk, grad_wx, grad_score, grad_bias,
     chunk_sequence, chunk_start, chunk_end, wx_batch_stride, chunks, per_group,
     HEADS: tl.constexpr, P: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr,
     BT: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, NS: tl.constexpr, BR: tl.constexpr,
@@ -125,6 +118,7 @@ def _mix_backward(
         if ENERGY:
             b, most = energy_map(w, of_energy, qk, P, S, RANK, BP, BS, NS, BR, PRECISION)
         low, high = no_sums(BT, BP)  # D
+        gram_low, gram_high = no_sums(BT, BP)  # C
         begin = start * (2 * HEADS * P) + first_column
         from_out = grad_each + start * (HEADS * P) + head * P
         rows = (end - start).to(tl.int32)
@@ -140,19 +134,14 @@ def _mix_backward(
             low, high = add_product(low, high, phi, g, BT, BP, PRECISION)
             if ENERGY:
                 grad += dot(phi, b, PRECISION) * most
+                gram_low, gram_high = add_product(gram_low, gram_high, phi, phi, BT, BP, PRECISION)
             along = tl.where(norm > EPS, tl.sum(wide * grad, 1), 0.0)
             dz = (grad - wide * along[:, None]) * inverse[:, None]
             sum_b += tl.sum(dz, 0)
             tl.store(grad_qk + begin + place, dz.to(z.dtype), mask=inside)
         owner = chunk if DEPENDS else group
-        gram = tl.zeros((BP, BP), qk.dtype.element_ty)
-        if ENERGY:
-            gram = tl.load(
-                grams + (chunk * (2 * HEADS) + lane) * (P * P) + p[:, None] * P + p[None],
-                mask=(p[:, None] < P) & (p[None] < P), other=0.0,
-            )  # fmt: skip
         weight_gradients(
-            in_one(low, high, BT, BP), gram, w, score_weight, of_energy,
+            in_one(low, high, BT, BP), in_one(gram_low, gram_high, BT, BP), w, score_weight, of_energy,
             grad_wx + (owner * (2 * HEADS) + lane) * (P * S), grad_score, chunk > begins, qk,
             P, S, RANK, BP, BS, NS, DEPENDS, ENERGY, PRECISION,
         )  # fmt: skip
@@ -198,31 +187,29 @@ def mix_forward(
     seqs: Sequences,
     whole: bool,
     measured: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The heads' outputs (rows, H·p) and, if measured, the energies' partial sums (chunks, H, 2, S) and C."""
+) -> tuple[Tensor, Tensor]:
+    """The heads' outputs (rows, H·p) and, if they are to be measured, the energies' partial sums (chunks, H, 2, S)."""
     heads, p, stored = wx.shape[1], wx.shape[3], wx.shape[4]
     rank = score_weight.shape[1] // 2
     each = (torch.empty if whole else torch.zeros)((qk.shape[0], heads * p), dtype=qk.dtype, device=qk.device)
     chunks = seqs.chunk_start.shape[0]
     energy = torch.empty((chunks if measured else 0, heads, 2, stored), dtype=torch.float32, device=qk.device)
-    grams = torch.empty((chunks if measured else 0, heads, 2, p, p), dtype=qk.dtype, device=qk.device)
     size = wide_tiles(qk.dtype, p, rank)
     if chunks:
         _mix[(chunks * heads,)](
-            qk, wx, score_weight, score_weight if score_bias is None else score_bias, each, energy, grams,
+            qk, wx, score_weight, score_weight if score_bias is None else score_bias, each, energy,
             seqs.chunk_sequence, seqs.chunk_start, seqs.chunk_end, wx.stride(0) if wx.shape[0] > 1 else 0,
             **sizes(qk, wx, rank), BT=size.tokens, BP=size.width, BS=size.rank, NS=size.rank_blocks,
             BIAS=score_bias is not None, ENERGY=measured,
             num_warps=size.warps, num_stages=size.stages, maxnreg=size.registers,
         )  # fmt: skip
-    return each, energy, grams
+    return each, energy
 
 
 def mix_backward(
     qk: Tensor,
     wx: Tensor,
     score_weight: Tensor,
-    grams: Tensor,
     grad_each: Tensor,
     grad_energy: Tensor | None,
     seqs: Sequences,
@@ -252,7 +239,7 @@ def mix_backward(
     size = wide_back_tiles(qk.dtype, p, rank)
     if chunks:
         _mix_backward[(parts.groups * 2 * heads,)](
-            qk, wx, score_weight, grams, grad_each, qk if grad_energy is None else grad_energy, grad_qk, grad_wx,
+            qk, wx, score_weight, grad_each, qk if grad_energy is None else grad_energy, grad_qk, grad_wx,
             parts.of_score, grad_bias, seqs.chunk_sequence, seqs.chunk_start, seqs.chunk_end,
             wx.stride(0) if wx.shape[0] > 1 else 0, chunks, parts.per_group,
             **sizes(qk, wx, rank), BT=size.tokens, BP=size.width, BS=size.rank, NS=size.rank_blocks,
