@@ -175,7 +175,7 @@ def written(device: torch.device, grad: bool = True) -> list[Tensor]:
 
 def written_backward(device: torch.device) -> tuple[Any, ...]:
     given = written(device, False)
-    y, last, inverse = ops.delta_written(*given, True)
+    y, last, inverse = ops.WRITTEN.run(*given, True)
     return *given, inverse, torch.ones_like(y), torch.ones_like(last), True
 
 
@@ -185,7 +185,7 @@ def features(device: torch.device, grad: bool = True) -> list[Tensor]:
 
 def features_backward(device: torch.device) -> tuple[Any, ...]:
     given = features(device, False)
-    return *given, *(torch.ones_like(t) for t in ops.delta_features(*given, 2, 8))
+    return *given, *(torch.ones_like(t) for t in ops.FEATURES.run(*given, 2, 8))
 
 
 def gated(device: torch.device, grad: bool = True) -> list[Tensor]:
@@ -194,7 +194,7 @@ def gated(device: torch.device, grad: bool = True) -> list[Tensor]:
 
 def gated_backward(device: torch.device) -> tuple[Any, ...]:
     given = gated(device, False)
-    return *given, EPS, *(torch.ones_like(t) for t in ops.delta_gated(*given, EPS))
+    return *given, EPS, *(torch.ones_like(t) for t in ops.GATED.run(*given, EPS))
 
 
 ARGUMENTS: dict[str, Callable[[torch.device], tuple[Any, ...]]] = {

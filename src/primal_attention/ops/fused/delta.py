@@ -21,27 +21,9 @@ from .nodes import Gradients, Node, through
 from .operator import Operator
 
 
-def delta_features(z: Tensor, weight: Tensor, bias: Tensor, heads: int, rank: int) -> tuple[Tensor, Tensor]:
-    """φ (B, N, 2, H, p) and h (B, N, 2, H, s); see `kernels.delta_features`."""
-    return features_forward(z, weight, bias, heads, rank)
-
-
 def _fake_features(z: Tensor, weight: Tensor, bias: Tensor, heads: int, rank: int) -> tuple[Tensor, ...]:
     batch, length, columns = z.shape
     return tuple(z.new_empty(batch, length, 2, heads, width) for width in (columns // (2 * heads) - rank, rank))
-
-
-def delta_features_backward(
-    z: Tensor, weight: Tensor, bias: Tensor, grad_phi: Tensor, grad_h: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    return features_backward(z, weight, bias, grad_phi, grad_h)
-
-
-def delta_written(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor, start: Tensor | None, crossed: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """y (B, N, H, A, s), the last W (B, A, H, p, s), and T for the way back; see `kernels.delta`."""
-    return delta_forward(q, k, v, log_decay, strength, start, crossed)
 
 
 def _fake_written(
@@ -52,22 +34,6 @@ def _fake_written(
     return y, plan.empty(*plan.state_shape(), dtype=torch.float32), plan.empty(*plan.inverse_shape())
 
 
-def delta_written_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    strength: Tensor,
-    start: Tensor | None,
-    inverse: Tensor,
-    grad_y: Tensor,
-    grad_last: Tensor,
-    crossed: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, log γ, β and of the W at the start."""
-    return delta_backward(q, k, v, log_decay, strength, start, inverse, grad_y, grad_last, crossed)
-
-
 def _fake_written_backward(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor, start: Any, inverse: Tensor, grad_y: Tensor,
     grad_last: Tensor, crossed: bool,
@@ -75,33 +41,24 @@ def _fake_written_backward(
     return tuple(torch.empty_like(t) for t in (q, k, v, log_decay, strength, grad_last))
 
 
-def delta_gated(x: Tensor, gate: Tensor | None, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The scores as W_o takes them, and their energies (B, H, 2s); see `kernels.delta_heads`."""
-    return gated_forward(x, gate, norm, eps)
-
-
 def _fake_gated(x: Tensor, gate: Any, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), x.new_empty((x.shape[0], *x.shape[2:]), dtype=torch.float32)
-
-
-def delta_gated_backward(
-    x: Tensor, gate: Tensor | None, norm: Tensor, eps: float, grad_out: Tensor, grad_energy: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    return gated_backward(x, gate, norm, eps, grad_out, grad_energy)
 
 
 def _fake_gated_backward(x: Tensor, gate: Any, norm: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return torch.empty_like(x), torch.empty_like(x if gate is None else gate), torch.empty_like(norm)
 
 
-FEATURES = Operator(delta_features, _fake_features)
+FEATURES = Operator(features_forward, _fake_features, "delta_features")
 FEATURES_BACKWARD = Operator(
-    delta_features_backward, lambda z, weight, bias, *rest: tuple(map(torch.empty_like, (z, weight, bias)))
+    features_backward,
+    lambda z, weight, bias, *rest: tuple(map(torch.empty_like, (z, weight, bias))),
+    "delta_features_backward",
 )
-WRITTEN = Operator(delta_written, _fake_written)
-WRITTEN_BACKWARD = Operator(delta_written_backward, _fake_written_backward)
-GATED = Operator(delta_gated, _fake_gated)
-GATED_BACKWARD = Operator(delta_gated_backward, _fake_gated_backward)
+WRITTEN = Operator(delta_forward, _fake_written, "delta_written")
+WRITTEN_BACKWARD = Operator(delta_backward, _fake_written_backward, "delta_written_backward")
+GATED = Operator(gated_forward, _fake_gated, "delta_gated")
+GATED_BACKWARD = Operator(gated_backward, _fake_gated_backward, "delta_gated_backward")
 
 
 class Features(Node):

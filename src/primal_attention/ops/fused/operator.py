@@ -28,9 +28,9 @@ def floats(like: Tensor, *shape: Any) -> Tensor:
 class Operator:
     """A kernel by name: `run` in eager mode, the registered operator where somebody traces."""
 
-    def __init__(self, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    def __init__(self, run: Callable[..., Any], fake: Callable[..., Any], name: str | None = None) -> None:
         self.run = run
-        self.registered = torch.library.custom_op(f"primal::{run.__name__}", run, mutates_args=())
+        self.registered = torch.library.custom_op(f"primal::{name or run.__name__}", run, mutates_args=())
         self.registered.register_fake(fake)
 
     def __call__(self, *args: Any, **eager: Any) -> Any:
