@@ -21,15 +21,15 @@ from primal_attention.bench import memory, timing
 from primal_attention.bench.contenders import PRIMAL_BACKENDS, build_primal
 from primal_attention.bench.progress import Progress
 from primal_attention.bench.provenance import load, origin
-from primal_attention.bench.run import OK, SKIPPED, plain, why, write
-from primal_attention.bench.settings import DEFAULT_WIDTHS, DTYPES, BenchError, Case, check_device, check_out
+from primal_attention.bench.run import OK, SKIPPED, Timed, plain, why, write
+from primal_attention.bench.settings import DEFAULT_WIDTHS, BenchError, Case, OnDevice, check_device, check_out
 from primal_attention.nn.rivals import attention_names, attention_traits, make_attention
 
 STRETCH = 16384  # tokens that are read at once
 
 
 @dataclass(frozen=True)
-class DecodeSettings:
+class DecodeSettings(OnDevice):
     """A run of `primal bench decode`. None means: what suits the device."""
 
     lengths: tuple[int, ...] | None = None
@@ -50,16 +50,6 @@ class DecodeSettings:
     plot: bool = True
     commit: str | None = None
     command: str | None = None
-
-    @property
-    def on(self) -> torch.device:
-        if self.device is None:
-            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        return torch.device(self.device)
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype or ("bfloat16" if self.on.type == "cuda" else "float32")]
 
     @property
     def file_name(self) -> str:
@@ -92,22 +82,9 @@ class DecodeSettings:
 
 
 @dataclass(frozen=True)
-class DecodeRow:
+class DecodeRow(Timed):
     """One layer after `length` tokens."""
 
-    name: str
-    label: str
-    kind: str
-    embed_dim: int
-    num_heads: int
-    batch: int
-    length: int
-    status: str
-    note: str = ""
-    seconds: float | None = None
-    iqr: float | None = None
-    runs: int | None = None
-    method: str | None = None
     state_bytes: int | None = None
 
 

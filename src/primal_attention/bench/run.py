@@ -30,8 +30,8 @@ OK, OOM, REFUSED, UNSUPPORTED, SKIPPED, FAILED = (
 
 
 @dataclass(frozen=True)
-class Row:
-    """One contender at one size. Ratios are SDPA's time over this one's, and this one's bytes over SDPA's."""
+class Timed:
+    """One contender at one size, and the seconds of a step."""
 
     name: str
     label: str
@@ -46,6 +46,12 @@ class Row:
     iqr: float | None = None
     runs: int | None = None
     method: str | None = None
+
+
+@dataclass(frozen=True)
+class Row(Timed):
+    """Ratios are SDPA's time over this one's, and this one's bytes over SDPA's."""
+
     peak_bytes: int | None = None
     resident_bytes: int | None = None
     kept_bytes: int | None = None

@@ -40,8 +40,26 @@ class Case:
         return self.batch * self.length
 
 
+class OnDevice:
+    """Settings that say where they run and in which dtype; None is what suits."""
+
+    device: str | None
+    dtype: str | None
+
+    @property
+    def on(self) -> torch.device:
+        if self.device is None:
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device(self.device)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        default = "bfloat16" if self.on.type == "cuda" else "float32"
+        return DTYPES[self.dtype or default]
+
+
 @dataclass(frozen=True)
-class Settings:
+class Settings(OnDevice):
     """A run of `primal bench attention`. None means: what suits the device."""
 
     lengths: tuple[int, ...] | None = None
@@ -67,17 +85,6 @@ class Settings:
     plot: bool = True
     commit: str | None = None
     command: str | None = None
-
-    @property
-    def on(self) -> torch.device:
-        if self.device is None:
-            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        return torch.device(self.device)
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        default = "bfloat16" if self.on.type == "cuda" else "float32"
-        return DTYPES[self.dtype or default]
 
     @property
     def file_name(self) -> str:

@@ -149,7 +149,7 @@ def mask(i: Inputs) -> Tensor:
 
 
 def move(i: Inputs) -> tuple[Any, ...]:
-    source, place, *_ = ops.compact(mask(i))
+    source, place, *_ = ops.COMPACT.run(mask(i))
     return i.draw(2, 4, WIDTH), source, place
 
 

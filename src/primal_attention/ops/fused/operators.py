@@ -20,11 +20,6 @@ from .operator import Operator, floats
 WIDE_PRODUCTS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)  # torch.mm with an output type
 
 
-def compact(valid: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """How the valid tokens move to the front; see `kernels.rows`."""
-    return moving.compact(valid)
-
-
 def _fake_compact(valid: Tensor) -> tuple[Tensor, ...]:
     batch, width = valid.shape
     index = [valid.new_empty((batch, width), dtype=torch.int32) for _ in range(2)]
@@ -83,31 +78,9 @@ def project_backward(
     return grad_x, grad_qk.mT @ x, grad_e, grad_r
 
 
-def pack(w_e: Tensor, w_r: Tensor) -> tuple[Tensor, Tensor]:
-    """wx of weights that do not depend on the data, and the traces."""
-    return landmarks.packed_weights(w_e, w_r)
-
-
 def _fake_pack(w_e: Tensor, w_r: Tensor) -> tuple[Tensor, Tensor]:
     heads, p, rank = w_e.shape
     return floats(w_e, 1, heads, 2, p, stored_rank(rank)), floats(w_e, heads)
-
-
-def pack_backward(grad_wx: Tensor, w_e: Tensor, w_r: Tensor, grad_trace: Tensor | None) -> tuple[Tensor, Tensor]:
-    return landmarks.finish_weights(grad_wx, w_e, w_r, grad_trace)
-
-
-def decode(
-    qk: Tensor,
-    query_sum: Tensor,
-    key_sum: Tensor,
-    weight: Tensor,
-    w_e: Tensor,
-    w_r: Tensor,
-    log_decay: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Scores of one token each, and the state after it; it has no way back."""
-    return decoding.decode(qk, query_sum, key_sum, weight, w_e, w_r, log_decay)
 
 
 def _fake_decode(
@@ -188,18 +161,20 @@ def _fake_measure_backward(grad: Tensor, energy: Tensor, sqrt_lambda: Tensor, *r
     return torch.empty_like(energy), torch.empty_like(sqrt_lambda), floats(energy, energy.shape[1])
 
 
-COMPACT = Operator(compact, _fake_compact)
+COMPACT = Operator(moving.compact, _fake_compact)
 MOVE = Operator(move, lambda x, to, back: x.new_empty(x.shape))
 PROJECT = Operator(project, _fake_project)
 PROJECT_BACKWARD = Operator(
     project_backward,
     lambda x, weight, w_e, w_r, *rest: tuple(torch.empty_like(t) for t in (x, weight, w_e, w_r)),
 )
-PACK = Operator(pack, _fake_pack)
+PACK = Operator(landmarks.packed_weights, _fake_pack, "pack")
 PACK_BACKWARD = Operator(
-    pack_backward, lambda grad_wx, w_e, w_r, grad_trace: (torch.empty_like(w_e), torch.empty_like(w_r))
+    landmarks.finish_weights,
+    lambda parts, w_e, w_r, grad_trace: (torch.empty_like(w_e), torch.empty_like(w_r)),
+    "pack_backward",
 )
-DECODE = Operator(decode, _fake_decode)
+DECODE = Operator(decoding.decode, _fake_decode)
 COMBINE = Operator(combine, _fake_combine)
 COMBINE_BACKWARD = Operator(combine_backward, _fake_combine_backward)
 MEASURE = Operator(measure, _fake_measure)
