@@ -16,6 +16,7 @@ from primal_attention.bench.contenders import plain_reason
 from primal_attention.bench.provenance import cpu_name, installed
 from primal_attention.bench.settings import BenchError
 from primal_attention.ops import backends
+from primal_attention.ops.lean import native
 from primal_attention.ops.modes import COSINE, Mode
 
 ABOUT = "Say what this installation has: versions, devices, which backend runs here and why, extras."
@@ -24,7 +25,7 @@ MODES = {
     "causal": Mode(heads=8, landmarks=300, data_dependent=False, causal=True),
     "causal, data-dependent": Mode(heads=8, landmarks=300, causal=True, max_length=1024),
 }
-RANK, WIDTH = 30, 512
+RANK, WIDTH, TOKENS = 30, 512, 1024  # as of a layer that is worth a fast path
 
 
 def main(args: Sequence[str]) -> int:
@@ -63,6 +64,8 @@ def chosen() -> list[str]:
             lines.append(f"  {device:<7} {taken['not causal']}, in every mode")
         else:
             lines += [f"  {device:<7} {backend:<10} {name}" for name, backend in taken.items()]
+        if device == "cpu":
+            lines.append(f"          {lean_note()}")
         lines += [f"          not {backend}: {reason}" for backend, reason in against(device, set(taken.values()))]
     return lines
 
@@ -84,6 +87,13 @@ def against(device: str, taken: set[str]) -> list[tuple[str, str]]:
     return found
 
 
+def lean_note() -> str:
+    """What computes the lean path here."""
+    if (why := native.missing()) is None:
+        return "lean computes in C, compiled for this processor; causal modes, dropout and 16 bits in PyTorch"
+    return f"lean computes in PyTorch: {why}"
+
+
 def refusal(backend: str, x: torch.Tensor, mode: Mode) -> str | None:
     try:
         backends.choose(backend, x, RANK, mode, COSINE, None)
@@ -102,7 +112,7 @@ def compiled_note(device: str) -> str:
 
 
 def probe(device: str) -> torch.Tensor:
-    return torch.empty(1, 8, WIDTH, device=device, dtype=torch.float32 if device == "cpu" else torch.bfloat16)
+    return torch.empty(1, TOKENS, WIDTH, device=device, dtype=torch.float32 if device == "cpu" else torch.bfloat16)
 
 
 def extras() -> list[str]:

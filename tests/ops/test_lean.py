@@ -1,9 +1,6 @@
-"""The lean path against the equations: outputs, J, scores, state and every gradient."""
+"""The lean path's passes in PyTorch against the equations: outputs, J, scores, state and every gradient."""
 
 from __future__ import annotations
-
-import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -11,69 +8,26 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 from closeness import assert_close
+from lean_cases import MODES, SAME, assert_same, holes, make, results
 from primal_attention import PrimalAttention, ksvd_loss
 from primal_attention.ops import backends
 from primal_attention.ops.lean import blocks, output
 from primal_attention.ops.modes import COSINE, Mode
 
-# The same sums in another order. float32: some gradients are sums over all tokens that nearly cancel.
-SAME = {torch.float64: 1e-12, torch.float32: 4e-6}
-
-MODES: dict[str, dict[str, Any]] = {
-    "plain": {"data_dependent": False},
-    "data_dependent": {},
-    "causal": {"data_dependent": False, "causal": True},
-    "causal_decay": {"data_dependent": False, "causal": True, "decay": "learned"},
-}
 every_mode = pytest.mark.parametrize("mode", MODES)
 causal_modes = pytest.mark.parametrize("mode", ["causal", "causal_decay"])
+
+
+@pytest.fixture(autouse=True)
+def _in_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """test_lean_native.py has the passes in C."""
+    monkeypatch.setenv("PRIMAL_NATIVE", "0")
 
 
 @pytest.fixture
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 64 rows, so that short sequences cross their borders."""
     monkeypatch.setattr(blocks, "BLOCK", 1)
-
-
-def make(mode: str, d: int = 24, heads: int = 3, **keywords: Any) -> PrimalAttention:
-    merged = {"rank": 5, "landmarks": 20, "dtype": torch.float64, "backend": "lean", **MODES[mode], **keywords}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a rank above the head width is allowed
-        return PrimalAttention(d, heads, **merged)
-
-
-def holes(b: int, n: int) -> Tensor:
-    """A padding mask with holes; the last sequence is padding altogether."""
-    mask = torch.rand(b, n) < 0.4
-    mask[-1] = True
-    return mask
-
-
-def results(
-    layer: PrimalAttention, backend: str, x: Tensor, mask: Tensor | None = None, **keywords: Any
-) -> dict[str, Tensor]:
-    """What a training pass gives, with a loss that every output enters."""
-    layer.backend = backend
-    x = x.clone().requires_grad_()
-    torch.manual_seed(1)
-    y, scores = layer(x, mask, return_scores=True, **keywords)
-    loss = (y * torch.randn_like(y)).sum() + ksvd_loss(layer) + scores.e.pow(3).sum() + scores.r.sin().sum()
-    names = ["x", *(name for name, _ in layer.named_parameters())]
-    grads = torch.autograd.grad(loss, [x, *layer.parameters()], allow_unused=True)
-    found = {"y": y, "J": layer.objective, "e": scores.e, "r": scores.r}
-    inputs = dict(zip(names, [x, *layer.parameters()], strict=True))
-    return found | {
-        f"gradient of {name}": torch.zeros_like(inputs[name]) if grad is None else grad
-        for name, grad in zip(names, grads, strict=True)
-    }
-
-
-def assert_same(layer: PrimalAttention, x: Tensor, mask: Tensor | None = None, **keywords: Any) -> None:
-    ours, theirs = (results(layer, backend, x, mask, **keywords) for backend in ("lean", "reference"))
-    for name, value in ours.items():
-        assert value.dtype == theirs[name].dtype, name
-        room = 10 if name in ("J", "gradient of sqrt_lambda") else 1  # J, which scales its gradient, is a difference
-        assert_close(value, theirs[name], room * SAME[x.dtype], name)
 
 
 @pytest.mark.parametrize("dtype", SAME)

@@ -2,21 +2,24 @@
 
        dz = (W_{e|X} g − z ⟨g, e⟩ / ‖z‖) / ‖z‖,      dW_{e|X} = zᵀ (g / ‖z‖),      dx = W_qkᵀ dz,      dW_qk = dzᵀ x
 
-   dz is made stretch by stretch, by each thread for its own tokens; then all threads share the rows of the gradients that
-   sum over tokens. */
+   The tokens come in stretches: first block by block from dy to dz and dx, then the rows of the gradients that sum over
+   tokens. */
 
 typedef struct {
-    real *w_qk, *w_x, *w_x_turned, *parts, *dz, *heads, *rows_x, *rows_y, *grad_map, *shares, *own;
-    size of_thread, stretch; /* stretch: tokens of a thread */
+    size *queues;
+    real *w_qk, *w_x, *w_x_turned, *parts, *grad_w_x, *dz, *heads, *grad_heads, *rows_x, *rows_y, *grad_map, *shares;
+    real *own;
+    size of_thread;
     Output out;
 } BackwardScratch;
 
+enum { ROWS = 64 }; /* of a gradient that sums over tokens: one task */
+enum { BACKWARD_QUEUES = 10, STRETCH_QUEUES = 6 };
+
+static inline size stretch_size(const Pass *p) { return least(padded(STRETCH, block_size(p)), padded(p->tokens, TALL)); }
+
 /* The longest rows that a block packs. */
-static inline size tall_rows(const Pass *p) {
-    size all = all_scores(p), heads = p->heads * padded(head_width(p), TALL), most = 2 * p->width;
-    if (most < all) most = all;
-    return most < heads ? heads : most;
-}
+static inline size tall_rows(const Pass *p) { return 2 * p->width > all_scores(p) ? 2 * p->width : all_scores(p); }
 
 /* Not a power of two, for rows so far apart meet in few places of the cache. */
 static inline size dz_stride(const Pass *p) { return 2 * p->width + LANES; }
@@ -26,25 +29,26 @@ static inline size turned_weights(const Pass *p) { return padded(head_width(p), 
 static BackwardScratch backward_scratch(const Pass *p, size *used) {
     BackwardScratch s;
     size d = p->width, all = all_scores(p), breadth = padded(d, BROAD), inner = head_width(p), pair = 2 * p->rank;
-    s.stretch = padded(least(STRETCH / p->threads > 64 ? STRETCH / p->threads : 64, p->tokens / p->threads + TALL), TALL);
-    size tokens = s.stretch * p->threads;
+    size tokens = stretch_size(p), one_set = 2 * d * p->rank;
+    s.queues = take_bytes(p, used, (BACKWARD_QUEUES + STRETCH_QUEUES * pieces(p->tokens, tokens)) * sizeof(size));
     s.w_qk = take(p, used, breadth * 2 * d);
     s.w_x = take(p, used, weight_sets(p) * 2 * p->heads * packed_weights(p));
     s.w_x_turned = take(p, used, weight_sets(p) * 2 * p->heads * turned_weights(p));
-    s.parts = take(p, used, (weight_sets(p) + p->threads) * 2 * d * p->rank);
+    s.parts = take(p, used, (pieces(tokens, block_size(p)) + least(weight_sets(p), tokens)) * one_set);
+    s.grad_w_x = take(p, used, weight_sets(p) * one_set);
     s.dz = take(p, used, tokens * dz_stride(p));
     s.heads = take(p, used, p->folded ? 0 : tokens * d);
+    s.grad_heads = take(p, used, p->folded ? 0 : tokens * d);
     s.rows_x = take(p, used, tokens * breadth);
     s.rows_y = take(p, used, tokens * breadth);
     s.grad_map = take(p, used, p->folded ? all * d : 0);
-    s.shares = take(p, used, (p->heads > p->threads ? p->heads : p->threads) * pair * inner);
+    s.shares = take(p, used, p->heads * pair * inner);
     s.out = take_output(p, used);
-    size prepared = landmark_scratch(p) + fold_scratch(p) + unfold_scratch(p);
-    size output = BLOCK * (tall_rows(p) + d + p->heads * padded(pair, BROAD));
+    size most = landmark_scratch(p) + fold_scratch(p) + unfold_scratch(p);
     size scores = BLOCK * (p->rank + padded(p->rank, BROAD) + padded(inner, BROAD) + 2) + all;
-    size block = BLOCK * all + (output > scores ? output : scores), sums = BLOCK * tokens;
-    s.of_thread = padded(prepared > block ? prepared : block, BLOCK);
-    if (s.of_thread < sums) s.of_thread = sums;
+    size block = BLOCK * (all + tall_rows(p)) + scores, sums = tokens * (ROWS + padded(inner, TALL) + padded(pair, BROAD));
+    if (most < block) most = block;
+    s.of_thread = padded(most < sums ? sums : most, BLOCK);
     s.own = take(p, used, s.of_thread * p->threads);
     return s;
 }
@@ -92,9 +96,9 @@ static void begin_rows(size m, size k, const real *along, const real *z, size st
             store_first(dz + i * dz_stride + l, load_first(z + i * stride + l, k - l) * along[i], k - l);
 }
 
-/* dz of m tokens that share their weights, and their share of dW_{·|X}. grad: that of their scores. */
+/* dz of m tokens that share their weights, and their part of dW_{·|X}. grad: that of their scores. */
 static void tokens_back(const Pass *p, const BackwardScratch *s, size row, size m, size sequence, int add, real *grad,
-                        real *dz, real *own, size thread) {
+                        real *dz, real *part, real *own) {
     size inner = head_width(p), rank = p->rank, set = set_of(p, sequence);
     real *twice_lambda = own, *along = twice_lambda + padded(p->heads * rank, BLOCK), *tall = along + BLOCK;
     real *scaled = tall + BLOCK * rank, *broad = scaled + BLOCK * padded(rank, BROAD);
@@ -115,39 +119,43 @@ static void tokens_back(const Pass *p, const BackwardScratch *s, size row, size 
             multiply(m, inner, columns, tall, w + j * padded(inner, BROAD), 0, 1, to, dz_stride(p));
         }
         pack_broad(m, inner, z, 2 * p->width, 1, broad, m * BROAD);
-        multiply_turned(rank, inner, m, scaled, broad, add, part_at(p, s->parts, set, thread, channel), inner);
+        multiply_turned(rank, inner, m, scaled, broad, add, part + channel * rank * inner, inner);
     }
 }
 
-/* A block of tokens from dy to dz and dx. dz: its rows in the stretch; heads: its rows of the heads' outputs, or NULL. */
-static void backward_block(const Pass *p, const BackwardScratch *s, Range rows, size *last, int *share_begun, real *dz,
-                           real *heads, real *own, size thread) {
+/* dW_{·|X} of the tokens of one block and one set. Blocks and sets both follow the tokens, so that the sum of their
+   numbers, counted from the first of the stretch, is a number of its own. */
+static inline real *part_at(const Pass *p, const BackwardScratch *s, Range stretch, size block, size set) {
+    size first = set_of(p, sequence_of(p, stretch.from));
+    return s->parts + (block + set - first) * 2 * p->width * p->rank;
+}
+
+/* A block of tokens from dy to dz and dx. */
+static void backward_block(const Pass *p, const BackwardScratch *s, Range stretch, size block, real *own) {
+    Range rows = piece(stretch, block_size(p), block);
     size d = p->width, all = all_scores(p), m = rows.to - rows.from, pair = 2 * p->rank, inner = head_width(p);
-    real *grad = own, *rest = grad + BLOCK * all, *of_heads = rest + BLOCK * tall_rows(p);
+    size at = rows.from - stretch.from;
+    real *grad = own, *rest = grad + BLOCK * all, *dz = s->dz + at * dz_stride(p);
+    const real *scores = p->scores + rows.from * all;
     if (!p->grad_y)
         memset(grad, 0, m * all * sizeof(real));
     else {
+        real *to = p->folded ? grad : s->grad_heads + at * d;
         pack_tall(m, d, p->grad_y + rows.from * d, d, 1, rest, d * TALL);
-        multiply(m, map_rows(p), d, rest, s->out.map, 0, 0, p->folded ? grad : of_heads, map_rows(p));
+        multiply(m, map_rows(p), d, rest, s->out.map, 0, 0, to, map_rows(p));
     }
     if (p->grad_y && !p->folded) {
-        const real *scores = p->scores + rows.from * all;
-        pack_tall(m * p->heads, inner, of_heads, inner, 1, rest, inner * TALL);
+        pack_tall(m * p->heads, inner, s->grad_heads + at * d, inner, 1, rest, inner * TALL);
         multiply(m * p->heads, pair, inner, rest, s->out.score_map_back, 0, 0, grad, pair);
-        if (heads) { /* the shares of dW_o, and the heads' outputs for dW_out */
-            real *broad = of_heads + BLOCK * d;
-            pack_tall(inner, m * p->heads, of_heads, 1, inner, rest, m * p->heads * TALL);
-            pack_broad(m * p->heads, pair, scores, pair, 1, broad, m * p->heads * BROAD);
-            multiply(inner, pair, m * p->heads, rest, broad, 0, *share_begun, s->shares + thread * inner * pair, pair);
-            *share_begun = 1;
-            heads_of(p, m, scores, s->out.score_map, rest, heads);
-        }
+        if (p->grad_w_out) heads_of(p, m, scores, s->out.score_map, rest, s->heads + at * d);
     }
+    size set = -1;
     for (size row = rows.from; row < rows.to;) {
-        size b = sequence_of(p, row), end = least(rows.to, p->starts[b + 1]), at = row - rows.from;
-        tokens_back(p, s, row, end - row, b, *last == set_of(p, b), grad + at * all, dz + at * dz_stride(p),
-                    rest, thread);
-        *last = set_of(p, b);
+        size b = sequence_of(p, row), end = least(rows.to, p->starts[b + 1]), from = row - rows.from;
+        real *part = part_at(p, s, stretch, block, set_of(p, b));
+        tokens_back(p, s, row, end - row, b, set_of(p, b) == set, grad + from * all, dz + from * dz_stride(p), part,
+                    rest);
+        set = set_of(p, b);
         row = end;
     }
     if (p->grad_x) {
@@ -156,129 +164,125 @@ static void backward_block(const Pass *p, const BackwardScratch *s, Range rows, 
     }
 }
 
-/* The part of a thread's tokens that belongs to a stretch. */
-static inline Range stretch_of(const Pass *p, const BackwardScratch *s, size stretch, size thread, size threads) {
-    Range rows = tokens_of(p, thread, threads);
-    return (Range){least(rows.from + stretch * s->stretch, rows.to), least(rows.from + (stretch + 1) * s->stretch, rows.to)};
-}
-
-/* Pack columns j… of the `whole` rows of a stretch, which stand thread by thread: as panels of rows of the transpose, or
-   as one broad panel. local: they stand in scratch. */
-static void pack_stretch(const Pass *p, const BackwardScratch *s, size stretch, const real *from, size j, size columns,
-                         size stride, int local, int broad, size whole, real *panels, size threads) {
-    for (size t = 0, at = 0; t < threads; t++) {
-        Range rows = stretch_of(p, s, stretch, t, threads);
-        size count = rows.to - rows.from;
-        const real *first = from + (local ? t * s->stretch : rows.from) * stride + j;
-        if (broad)
-            pack_broad(count, columns, first, stride, 1, panels + at * BROAD, 0);
-        else
-            pack_tall(columns, count, first, 1, stride, panels + at * TALL, whole * TALL);
-        at += count;
+/* dW_{·|X} of one set from the parts of its blocks in a stretch; one channel. */
+static void add_parts(const Pass *p, const BackwardScratch *s, Range stretch, size set, size channel) {
+    size count = p->rank * head_width(p);
+    Range all = p->landmarks ? rows_of(p, set) : (Range){0, p->tokens};
+    real *to = grad_at(p, s->grad_w_x, set, channel);
+    int add = all.from < stretch.from;
+    for (size block = 0; block < pieces(stretch.to - stretch.from, block_size(p)); block++) {
+        if (!meet(all, piece(stretch, block_size(p), block))) continue;
+        const real *from = part_at(p, s, stretch, block, set) + channel * count;
+        for (size i = 0; i < count; i++) to[i] = add ? to[i] + from[i] : from[i];
+        add = 1;
     }
 }
 
-/* grad (m × d) += Aᵀ B over the tokens of a stretch, this thread's rows of it; totals, if any, += Σ A. */
-static void sum_over_tokens(const Pass *p, const BackwardScratch *s, size stretch, size count, const real *a, size m,
-                            size a_stride, int local, const real *packed_b, real *grad, real *totals, real *own, size thread,
-                            size threads) {
-    Range mine = share(padded(m, TALL) / TALL, thread, threads);
-    for (size i = mine.from * TALL; i < least(mine.to * TALL, m); i += BLOCK) {
-        size end = least(least(mine.to * TALL, m), i + BLOCK);
-        pack_stretch(p, s, stretch, a, i, end - i, a_stride, local, 0, count, own, threads);
-        for (size j = i; totals && j < end; j += TALL)
-            add_sums(count, TALL, own + (j - i) * count, totals + j, least(TALL, end - j));
-        multiply(end - i, p->width, count, own, packed_b, 0, stretch > 0, grad + i * p->width, p->width);
-    }
+/* ROWS rows of grad (m × d) += Aᵀ B over the tokens of a stretch; totals, if any, += Σ A. */
+static void sum_over_tokens(const Pass *p, Range stretch, const real *a, size m, size stride, const real *packed_b,
+                            real *grad, real *totals, real *own, size task) {
+    size count = stretch.to - stretch.from, i = task * ROWS, rows = least(ROWS, m - i);
+    pack_tall(rows, count, a + i, 1, stride, own, count * TALL);
+    for (size j = 0; totals && j < rows; j += TALL)
+        add_sums(count, TALL, own + j * count, totals + i + j, least(TALL, rows - j));
+    multiply(rows, p->width, count, own, packed_b, 0, stretch.from > 0, grad + i * p->width, p->width);
 }
 
-/* The gradients that sum over tokens, once dz of the stretch is there. */
-static void backward_stretch(const Pass *p, const BackwardScratch *s, size stretch, real *own, size thread,
-                             size threads) {
-    size d = p->width, all = all_scores(p), count = 0;
+/* A head's share of dW_o, where the maps are apart. */
+static void add_share(const Pass *p, const BackwardScratch *s, Range stretch, real *own, size head) {
+    size inner = head_width(p), pair = 2 * p->rank, count = stretch.to - stretch.from;
+    real *broad = own + count * padded(inner, BROAD);
+    pack_tall(inner, count, s->grad_heads + head * inner, 1, p->width, own, count * TALL);
+    pack_broad(count, pair, p->scores + stretch.from * all_scores(p) + head * pair, all_scores(p), 1, broad,
+               count * BROAD);
+    multiply(inner, pair, count, own, broad, 0, stretch.from > 0, s->shares + head * inner * pair, pair);
+}
+
+static void backward_stretch(const Pass *p, const BackwardScratch *s, Range stretch, size *queue, real *own) {
+    size d = p->width, all = all_scores(p), count = stretch.to - stretch.from, panels = pieces(d, BROAD);
     int learns = p->grad_y && p->grad_w_out;
-    for (size t = 0; t < threads; t++) {
-        Range rows = stretch_of(p, s, stretch, t, threads);
-        count += rows.to - rows.from;
+    const real *grad_y = p->grad_y + stretch.from * d;
+    TASKS(queue, pieces(count, block_size(p))) backward_block(p, s, stretch, task, own);
+    TASKS(queue + 1, p->grad_w_qk ? panels : 0) {
+        size j = task * BROAD;
+        pack_broad(count, least(BROAD, d - j), p->x + stretch.from * d + j, d, 1, s->rows_x + j * count, 0);
     }
-    const real *b = p->folded ? p->grad_y : s->heads;
-    Range panels = share(padded(d, BROAD) / BROAD, thread, threads);
-    for (size j = panels.from * BROAD; j < least(panels.to * BROAD, d); j += BROAD) {
-        size columns = least(BROAD, d - j);
-        if (p->grad_w_qk) pack_stretch(p, s, stretch, p->x, j, columns, d, 0, 1, count, s->rows_x + j * count, threads);
-        if (!learns) continue;
-        pack_stretch(p, s, stretch, b, j, columns, d, !p->folded, 1, count, s->rows_y + j * count, threads);
+    if (!p->folded) {
+#pragma omp barrier
+    }
+    TASKS(queue + 2, learns ? panels : 0) {
+        size j = task * BROAD, columns = least(BROAD, d - j);
+        pack_broad(count, columns, (p->folded ? grad_y : s->heads) + j, d, 1, s->rows_y + j * count, 0);
         if (p->folded) add_sums(count, BROAD, s->rows_y + j * count, p->grad_b_out + j, columns);
     }
 #pragma omp barrier
-    if (p->grad_w_qk)
-        sum_over_tokens(p, s, stretch, count, s->dz, 2 * d, dz_stride(p), 1, s->rows_x, p->grad_w_qk, p->grad_b_qk, own,
-                        thread, threads);
-    if (learns && p->folded)
-        sum_over_tokens(p, s, stretch, count, p->scores, all, all, 0, s->rows_y, s->grad_map, 0, own, thread, threads);
-    if (learns && !p->folded)
-        sum_over_tokens(p, s, stretch, count, p->grad_y, d, d, 0, s->rows_y, p->grad_w_out, p->grad_b_out, own, thread,
-                        threads);
+    TASKS(queue + 3, p->grad_w_qk ? pieces(2 * d, ROWS) : 0)
+        sum_over_tokens(p, stretch, s->dz, 2 * d, dz_stride(p), s->rows_x, p->grad_w_qk, p->grad_b_qk, own, task);
+    TASKS(queue + 4, learns ? pieces(map_rows(p), ROWS) + (p->folded ? 0 : p->heads) : 0) {
+        if (p->folded)
+            sum_over_tokens(p, stretch, p->scores + stretch.from * all, all, all, s->rows_y, s->grad_map, 0, own, task);
+        else if (task < pieces(d, ROWS))
+            sum_over_tokens(p, stretch, grad_y, d, d, s->rows_y, p->grad_w_out, p->grad_b_out, own, task);
+        else
+            add_share(p, s, stretch, own, task - pieces(d, ROWS));
+    }
+    size first = set_of(p, sequence_of(p, stretch.from)), last = set_of(p, sequence_of(p, stretch.to - 1));
+    TASKS(queue + 5, (last - first + 1) * 2 * p->heads)
+        add_parts(p, s, stretch, first + task / (2 * p->heads), task % (2 * p->heads));
 #pragma omp barrier
 }
 
-static void prepare_backward(const Pass *p, const BackwardScratch *s, real *own, size thread, size threads) {
-    size d = p->width, inner = head_width(p);
-    Range panels = share(padded(d, BROAD) / BROAD, thread, threads);
-    for (size j = panels.from * BROAD; p->grad_x && j < least(panels.to * BROAD, d); j += BROAD)
+static void turn_weights(const Pass *p, const BackwardScratch *s, size task) {
+    size inner = head_width(p);
+    for (size j = 0; j < p->rank; j += BROAD) { /* each panel of W_{·|X} on its own */
+        size rows = least(BROAD, p->rank - j);
+        pack_broad(rows, inner, s->w_x + task * packed_weights(p) + j * inner, 1, BROAD,
+                   s->w_x_turned + task * turned_weights(p) + j * padded(inner, BROAD), rows * BROAD);
+    }
+}
+
+static void prepare_backward(const Pass *p, const BackwardScratch *s, real *own) {
+    size d = p->width, *queue = s->queues;
+    TASKS(queue, weight_sets(p) * p->heads) projection_weights(p, s->w_x, own, task);
+    TASKS(queue + 1, p->grad_y && p->folded ? p->heads : 0) fold(p, &s->out, own, task);
+    TASKS(queue + 2, p->grad_x ? pieces(d, BROAD) : 0) {
+        size j = task * BROAD;
         pack_broad(2 * d, least(BROAD, d - j), p->w_qk + j, d, 1, s->w_qk + j * 2 * d, 2 * d * BROAD);
-    projection_weights(p, s->w_x, own, thread, threads);
-    if (p->grad_y) fold(p, &s->out, own, thread, threads);
-    if (thread == 0 && p->grad_w_qk) memset(p->grad_b_qk, 0, 2 * d * sizeof(real));
-    if (thread == 0 && p->grad_w_out) memset(p->grad_b_out, 0, d * sizeof(real));
-#pragma omp barrier
-    if (p->grad_y) pack_output(p, &s->out, 1, thread, threads);
-    Range mine = share(weight_sets(p) * 2 * p->heads, thread, threads);
-    for (size i = mine.from; i < mine.to; i++) {
-        const real *w = s->w_x + i * packed_weights(p);
-        real *to = s->w_x_turned + i * turned_weights(p);
-        for (size j = 0; j < p->rank; j += BROAD) { /* each panel of W_{·|X} on its own */
-            size rows = least(BROAD, p->rank - j);
-            pack_broad(rows, inner, w + j * inner, 1, BROAD, to + j * padded(inner, BROAD), rows * BROAD);
-        }
     }
+    TASKS(queue + 3, 1) {
+        if (p->grad_w_qk) memset(p->grad_b_qk, 0, 2 * d * sizeof(real));
+        if (p->grad_w_out) memset(p->grad_b_out, 0, d * sizeof(real));
+        if (!p->folded) pack_score_map(p, &s->out);
+    }
+#pragma omp barrier
+    TASKS(queue + 4, p->grad_y ? pieces(map_rows(p), BROAD) : 0) pack_output(p, &s->out, 1, task);
+    TASKS(queue + 5, weight_sets(p) * 2 * p->heads) turn_weights(p, s, task);
 #pragma omp barrier
 }
 
-static void backward(const Pass *p, const BackwardScratch *s, size thread, size threads) {
-    real *own = s->own + thread * s->of_thread;
-    size d = p->width, last = -1, stretches = 0;
-    int share_begun = 0, learns = p->grad_y && p->grad_w_out;
-    prepare_backward(p, s, own, thread, threads);
-    for (size t = 0; t < threads; t++) {
-        Range rows = tokens_of(p, t, threads);
-        size needed = (rows.to - rows.from + s->stretch - 1) / s->stretch;
-        if (needed > stretches) stretches = needed;
-    }
-    for (size stretch = 0; stretch < stretches; stretch++) {
-        Range rows = stretch_of(p, s, stretch, thread, threads);
-        for (size i = 0; i < blocks_of(rows); i++) {
-            Range here = block_at(rows, i);
-            size at = thread * s->stretch + here.from - rows.from;
-            if (here.from < here.to)
-                backward_block(p, s, here, &last, &share_begun, s->dz + at * dz_stride(p),
-                               learns && !p->folded ? s->heads + at * d : 0, own, thread);
-        }
-#pragma omp barrier
-        if (learns || p->grad_w_qk) backward_stretch(p, s, stretch, own, thread, threads);
-    }
-    backward_to_landmarks(p, s->w_x, s->parts, own, thread, threads);
-    if (learns && !p->folded && !share_begun) /* a thread without tokens */
-        memset(s->shares + thread * 2 * p->rank * head_width(p), 0, 2 * p->rank * head_width(p) * sizeof(real));
-    if (learns && p->folded) unfold(p, s->grad_map, s->shares, own, thread, threads);
-#pragma omp barrier
-    backward_to_weights(p, s->parts, own, thread, threads);
-    if (thread > 0) return;
-    if (learns) finish_score_map(p, s->shares, p->folded ? p->heads : threads);
-    for (size i = 0; p->grad_objective && i < p->heads * p->rank; i++) {
+static void grad_of_lambda(const Pass *p) {
+    for (size i = 0; i < p->heads * p->rank; i++) {
         real sum = 0;
         for (size b = 0; b < p->sequences; b++)
             sum += p->energy[b * p->heads * p->rank + i] * p->grad_objective[b] * energy_scale(p, b);
         p->grad_sqrt_lambda[i] = 2 * p->sqrt_lambda[i] * sum;
+    }
+}
+
+static void backward(const Pass *p, const BackwardScratch *s, size thread) {
+    real *own = s->own + thread * s->of_thread;
+    size *queue = s->queues + BACKWARD_QUEUES, unit = stretch_size(p);
+    int learns = p->grad_y && p->grad_w_out;
+    prepare_backward(p, s, own);
+    for (size i = 0; i < pieces(p->tokens, unit); i++, queue += STRETCH_QUEUES)
+        backward_stretch(p, s, piece((Range){0, p->tokens}, unit, i), queue, own);
+    queue = s->queues;
+    TASKS(queue + 6, weight_sets(p) * p->heads) backward_to_landmarks(p, s->w_x, s->grad_w_x, own, task);
+    TASKS(queue + 7, learns && p->folded ? p->heads : 0) unfold(p, s->grad_map, s->shares, own, task);
+#pragma omp barrier
+    TASKS(queue + 8, 2 * p->heads) backward_to_weights(p, s->grad_w_x, own, task);
+    TASKS(queue + 9, 1) {
+        if (learns) finish_score_map(p, s->shares);
+        if (p->grad_objective) grad_of_lambda(p);
     }
 }

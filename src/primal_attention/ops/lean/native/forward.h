@@ -1,20 +1,23 @@
 /* From x to y: z = W_qk x + b, e = (z_q W_{e|X}) / ‖z_q‖, r = (z_k W_{r|X}) / ‖z_k‖, y from the scores, and J. */
 
 typedef struct {
+    size *queues;
     real *w_qk, *w_x, *energies, *own;
     size of_thread;
     Output out;
 } ForwardScratch;
 
+enum { FORWARD_QUEUES = 8 };
+
 static ForwardScratch forward_scratch(const Pass *p, size *used) {
     ForwardScratch s;
     size d = p->width, all = all_scores(p), most = d > all ? d : all;
+    s.queues = take_bytes(p, used, FORWARD_QUEUES * sizeof(size));
     s.w_qk = take(p, used, padded(2 * d, BROAD) * d);
     s.w_x = take(p, used, weight_sets(p) * 2 * p->heads * packed_weights(p));
-    s.energies = take(p, used, (padded(p->tokens, BLOCK) / BLOCK + p->threads + p->sequences) * all);
+    s.energies = take(p, used, (pieces(p->tokens, block_size(p)) + p->sequences) * all);
     s.out = take_output(p, used);
-    size prepared = landmark_scratch(p) + fold_scratch(p);
-    size block = padded(BLOCK, TALL) * (most + d + padded(p->rank, BROAD));
+    size prepared = landmark_scratch(p) + fold_scratch(p), block = BLOCK * (most + d + padded(p->rank, BROAD));
     s.of_thread = padded(prepared > block ? prepared : block, BLOCK);
     s.own = take(p, used, s.of_thread * p->threads);
     return s;
@@ -64,7 +67,7 @@ static void scores_of(const Pass *p, size row, size m, real *w_x, size set, real
 
 static void forward_block(const Pass *p, const ForwardScratch *s, size block, Range rows, real *own) {
     size d = p->width, all = all_scores(p), m = rows.to - rows.from, most = d > all ? d : all;
-    real *tall = own, *raw = tall + padded(BLOCK, TALL) * most, *heads = raw + BLOCK * padded(p->rank, BROAD);
+    real *tall = own, *raw = tall + BLOCK * most, *heads = raw + BLOCK * padded(p->rank, BROAD);
     pack_tall(m, d, p->x + rows.from * d, d, 1, tall, d * TALL);
     multiply(m, 2 * d, d, tall, s->w_qk, p->b_qk, 0, p->z + rows.from * 2 * d, 2 * d);
     for (size row = rows.from; row < rows.to;) {
@@ -82,58 +85,42 @@ static void forward_block(const Pass *p, const ForwardScratch *s, size block, Ra
     multiply(m, d, map_rows(p), tall, s->out.map, s->out.shift, 0, p->y + rows.from * d, d);
 }
 
-/* Blocks of a thread's tokens, even ones; their numbers go on from thread to thread. */
-static inline size blocks_of(Range rows) { return (rows.to - rows.from + BLOCK - 1) / BLOCK; }
-
-static inline Range block_at(Range rows, size block) {
-    size step = padded((rows.to - rows.from + blocks_of(rows) - 1) / blocks_of(rows), TALL);
-    return (Range){least(rows.from + block * step, rows.to), least(rows.from + (block + 1) * step, rows.to)};
+/* J of a sequence. Its energies come block after block: e and r alike, since Λ weighs both alike. */
+static void objective_of(const Pass *p, const ForwardScratch *s, size b, real trace) {
+    real *energy = p->energy + b * p->heads * p->rank, j = 0;
+    Range rows = rows_of(p, b);
+    memset(energy, 0, p->heads * p->rank * sizeof(real));
+    for (size block = rows.from / block_size(p); block * block_size(p) < rows.to && rows.from < rows.to; block++) {
+        const real *from = s->energies + (block + b) * all_scores(p);
+        for (size head = 0; head < p->heads; head++)
+            for (size k = 0; k < p->rank; k++)
+                energy[head * p->rank + k] += from[2 * head * p->rank + k] + from[(2 * head + 1) * p->rank + k];
+    }
+    for (size i = 0; i < p->heads * p->rank; i++) j += energy[i] * p->sqrt_lambda[i] * p->sqrt_lambda[i];
+    for (size head = 0; head < p->heads && p->projected_trace; head++) trace += trace_of(p, s->w_x, b, head);
+    p->objective[b] = j * energy_scale(p, b) - trace / p->heads;
 }
 
-static void forward(const Pass *p, const ForwardScratch *s, size thread, size threads) {
+static void forward(const Pass *p, const ForwardScratch *s, size thread) {
     real *own = s->own + thread * s->of_thread;
-    size d = p->width, all = all_scores(p);
-    Range panels = share(padded(2 * d, BROAD) / BROAD, thread, threads);
-    for (size j = panels.from * BROAD; j < least(panels.to * BROAD, 2 * d); j += BROAD)
+    size d = p->width, *queue = s->queues, blocks = pieces(p->tokens, block_size(p));
+    TASKS(queue, weight_sets(p) * p->heads) projection_weights(p, s->w_x, own, task);
+    TASKS(queue + 1, p->heads) {
+        if (p->folded) fold(p, &s->out, own, task);
+        fold_shift(p, &s->out, task);
+    }
+    TASKS(queue + 2, pieces(2 * d, BROAD)) {
+        size j = task * BROAD;
         pack_broad(d, least(BROAD, 2 * d - j), p->w_qk + j * d, 1, d, s->w_qk + j * d, d * BROAD);
-    projection_weights(p, s->w_x, own, thread, threads);
-    fold(p, &s->out, own, thread, threads);
-#pragma omp barrier
-    pack_output(p, &s->out, 0, thread, threads);
-#pragma omp barrier
-    Range rows = tokens_of(p, thread, threads);
-    size block = 0;
-    for (size t = 0; t < thread; t++) block += blocks_of(tokens_of(p, t, threads));
-    for (size i = 0; i < blocks_of(rows); i++) {
-        Range here = block_at(rows, i);
-        if (here.from < here.to) forward_block(p, s, block + i, here, own);
     }
 #pragma omp barrier
+    TASKS(queue + 3, pieces(d, BROAD)) pack_output(p, &s->out, 0, task);
+    TASKS(queue + 4, !p->folded) pack_score_map(p, &s->out);
+#pragma omp barrier
+    TASKS(queue + 5, blocks) forward_block(p, s, task, piece((Range){0, p->tokens}, block_size(p), task), own);
     if (!p->objective) return;
-    /* The energies of a sequence, block after block: e and r alike, since Λ weighs both alike. */
-    Range mine = share(p->sequences, thread, threads);
+#pragma omp barrier
     real trace = 0;
-    for (size b = mine.from; b < mine.to; b++) {
-        real *energy = p->energy + b * p->heads * p->rank, j = 0;
-        memset(energy, 0, p->heads * p->rank * sizeof(real));
-        block = 0;
-        for (size t = 0; t < threads; t++) {
-            rows = tokens_of(p, t, threads);
-            for (size i = 0; i < blocks_of(rows); i++, block++) {
-                Range here = block_at(rows, i);
-                if (!meet(here, (Range){p->starts[b], p->starts[b + 1]})) continue;
-                const real *from = s->energies + (block + b) * all;
-                for (size head = 0; head < p->heads; head++)
-                    for (size k = 0; k < p->rank; k++)
-                        energy[head * p->rank + k] += from[2 * head * p->rank + k] + from[(2 * head + 1) * p->rank + k];
-            }
-        }
-        for (size i = 0; i < p->heads * p->rank; i++) j += energy[i] * p->sqrt_lambda[i] * p->sqrt_lambda[i];
-        j *= energy_scale(p, b);
-        if (b == mine.from || p->projected_trace) {
-            trace = 0;
-            for (size head = 0; head < p->heads; head++) trace += trace_of(p, s->w_x, b, head);
-        }
-        p->objective[b] = j - trace / p->heads;
-    }
+    for (size head = 0; head < p->heads && !p->projected_trace; head++) trace += trace_of(p, s->w_x, 0, head);
+    TASKS(queue + 6, p->sequences) objective_of(p, s, task, trace);
 }

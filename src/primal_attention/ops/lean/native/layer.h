@@ -18,7 +18,7 @@ typedef struct { /* as `Pass` in native/library.py has it */
     char *scratch;
 } Pass;
 
-enum { BLOCK = 128 };  /* tokens that go through all steps of a pass together: what they need stays in the second cache */
+enum { BLOCK = 128 };    /* tokens, at most, that go through a pass together: what they need stays in the second cache */
 enum { STRETCH = 1024 }; /* tokens whose dz waits for the gradient of W_qk */
 static const real SMALLEST = (real)1e-12; /* what ‖z‖ is at least taken for: EPS of ops/feature_maps.py */
 
@@ -38,23 +38,14 @@ static inline real energy_scale(const Pass *p, size sequence) {
     return (real)0.5 / p->heads / (p->mean ? (length > 1 ? length : 1) : 1);
 }
 
-/* A thread's share of `count` pieces of work: adjacent ones, the same at every call. */
+/* Rows from … to − 1. */
 typedef struct {
     size from, to;
 } Range;
 
-static inline Range share(size count, size thread, size threads) {
-    return (Range){count * thread / threads, count * (thread + 1) / threads};
-}
-
-static inline int meet(Range a, Range b) {
-    return (a.from > b.from ? a.from : b.from) < least(a.to, b.to);
-}
-
-/* A thread's tokens: whole tiles of them. */
-static inline Range tokens_of(const Pass *p, size thread, size threads) {
-    Range tiles = share(padded(p->tokens, TALL) / TALL, thread, threads);
-    return (Range){least(tiles.from * TALL, p->tokens), least(tiles.to * TALL, p->tokens)};
+static inline int meet(Range a, Range b) { return (a.from > b.from ? a.from : b.from) < least(a.to, b.to); }
+static inline Range rows_of(const Pass *p, size sequence) {
+    return (Range){p->starts[sequence], p->starts[sequence + 1]};
 }
 
 /* The sequence that holds a row; empty ones hold none. */
@@ -70,9 +61,27 @@ static inline size sequence_of(const Pass *p, size row) {
     return low;
 }
 
+/* Tokens of a block: whole tiles, and some four blocks for every thread where there are tokens enough. */
+static inline size block_size(const Pass *p) {
+    size even = padded(p->tokens / (4 * p->threads), TALL);
+    return even > BLOCK ? BLOCK : even < 4 * TALL ? 4 * TALL : even;
+}
+
+static inline size pieces(size count, size unit) { return (count + unit - 1) / unit; }
+static inline Range piece(Range all, size unit, size i) {
+    return (Range){all.from + i * unit, least(all.from + (i + 1) * unit, all.to)};
+}
+
+/* Tasks go to whichever thread is free: cores are not equally fast at all times. No sum depends on who computes it. */
+static inline size claim(size *queue) { return __atomic_fetch_add(queue, 1, __ATOMIC_RELAXED); }
+#define TASKS(queue, count) for (size task; (task = claim(queue)) < (count);)
+
 /* Scratch is cut from one piece of memory; without one, its size is counted. */
-static inline real *take(const Pass *p, size *used, size count) {
+static inline void *take_bytes(const Pass *p, size *used, size count) {
     size at = *used;
-    *used += padded(count * (size)sizeof(real), 64);
-    return p->scratch ? (real *)(p->scratch + at) : 0;
+    *used += padded(count, 64);
+    return p->scratch ? p->scratch + at : 0;
+}
+static inline real *take(const Pass *p, size *used, size count) {
+    return take_bytes(p, used, count * (size)sizeof(real));
 }

@@ -29,13 +29,15 @@ size primal_scratch(const Pass *given, size back) {
 void primal_forward(const Pass *p) {
     size used = 0;
     ForwardScratch s = forward_scratch(p, &used);
+    memset(s.queues, 0, FORWARD_QUEUES * sizeof(size));
 #pragma omp parallel num_threads(p->threads)
-    forward(p, &s, omp_get_thread_num(), omp_get_num_threads());
+    forward(p, &s, omp_get_thread_num());
 }
 
 void primal_backward(const Pass *p) {
     size used = 0;
     BackwardScratch s = backward_scratch(p, &used);
+    memset(s.queues, 0, (BACKWARD_QUEUES + STRETCH_QUEUES * pieces(p->tokens, stretch_size(p))) * sizeof(size));
 #pragma omp parallel num_threads(p->threads)
-    backward(p, &s, omp_get_thread_num(), omp_get_num_threads());
+    backward(p, &s, omp_get_thread_num());
 }

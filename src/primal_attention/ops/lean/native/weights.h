@@ -23,29 +23,27 @@ static void gather(const Pass *p, size sequence, size head, real *rows) {
 
 static inline int has_landmarks(const Pass *p, size sequence) { return p->starts[sequence + 1] > p->starts[sequence]; }
 
-static void projection_weights(const Pass *p, real *w_x, real *scratch, size thread, size threads) {
+/* One head of one set. */
+static void projection_weights(const Pass *p, real *w_x, real *scratch, size task) {
     size inner = head_width(p), n = p->landmarks, rank = p->rank, apart = inner * BROAD;
-    Range mine = share(weight_sets(p) * p->heads, thread, threads);
-    for (size task = mine.from; task < mine.to; task++) {
-        size set = task / p->heads, head = task % p->heads;
-        real *rows = scratch, *tall = rows + padded(n, BROAD) * padded(inner, BROAD), *broad;
-        broad = tall + padded(n, BROAD) * padded(inner, BROAD);
-        if (n && has_landmarks(p, set)) {
-            gather(p, set, head, rows);
-            pack_tall(inner, n, rows, 1, inner, tall, n * TALL);
-        }
-        for (size side = 0; side < 2; side++) {
-            const real *w = side ? p->w_r : p->w_e;
-            real *to = weights_at(p, w_x, set, side * p->heads + head);
-            if (!n)
-                pack_broad(inner, rank, w + head * inner * rank, rank, 1, to, apart);
-            else if (!has_landmarks(p, set))
-                memset(to, 0, packed_weights(p) * sizeof(real));
-            else {
-                pack_broad(n, rank, w + head * n * rank, rank, 1, broad, n * BROAD);
-                for (size j = 0; j < rank; j += BROAD) /* as whole panels: what pads W pads W_{·|X} */
-                    multiply(inner, BROAD, n, tall, broad + j * n, 0, 0, to + j * inner, BROAD);
-            }
+    size set = task / p->heads, head = task % p->heads;
+    real *rows = scratch, *tall = rows + padded(n, BROAD) * padded(inner, BROAD);
+    real *broad = tall + padded(n, BROAD) * padded(inner, BROAD);
+    if (n && has_landmarks(p, set)) {
+        gather(p, set, head, rows);
+        pack_tall(inner, n, rows, 1, inner, tall, n * TALL);
+    }
+    for (size side = 0; side < 2; side++) {
+        const real *w = side ? p->w_r : p->w_e;
+        real *to = weights_at(p, w_x, set, side * p->heads + head);
+        if (!n)
+            pack_broad(inner, rank, w + head * inner * rank, rank, 1, to, apart);
+        else if (!has_landmarks(p, set))
+            memset(to, 0, packed_weights(p) * sizeof(real));
+        else {
+            pack_broad(n, rank, w + head * n * rank, rank, 1, broad, n * BROAD);
+            for (size j = 0; j < rank; j += BROAD) /* as whole panels: what pads W pads W_{·|X} */
+                multiply(inner, BROAD, n, tall, broad + j * n, 0, 0, to + j * inner, BROAD);
         }
     }
 }
@@ -68,94 +66,65 @@ static real trace_of(const Pass *p, real *w_x, size sequence, size head) {
     return sum;
 }
 
-/* The gradient of a set of weights, (2H, s, p), is summed by each thread over its own tokens. The threads' tokens follow
-   one another, so that sequence + thread numbers these sums without gaps. */
-static inline real *part_at(const Pass *p, real *parts, size set, size thread, size channel) {
-    return parts + ((set + thread) * 2 * p->heads + channel) * head_width(p) * p->rank;
-}
-
-/* Their total over the threads, in the place of the first that has one. */
-static real *total_part(const Pass *p, real *parts, size set, size channel, size threads) {
-    size count = head_width(p) * p->rank;
-    Range all = p->landmarks ? (Range){p->starts[set], p->starts[set + 1]} : (Range){0, p->tokens};
-    real *total = 0;
-    for (size t = 0; t < threads; t++) {
-        if (!meet(all, tokens_of(p, t, threads))) continue;
-        real *part = part_at(p, parts, set, t, channel);
-        if (total)
-            for (size i = 0; i < count; i++) total[i] += part[i];
-        else
-            total = part;
-    }
-    return total;
+/* The gradient of a channel of a set of weights, (s, p). */
+static inline real *grad_at(const Pass *p, real *grads, size set, size channel) {
+    return grads + (set * 2 * p->heads + channel) * head_width(p) * p->rank;
 }
 
 /* J's share through Tr(W_{e|X}ᵀ W_{r|X}): each side's gradient is the other side. */
-static void add_projected_trace(const Pass *p, real *w_x, size set, size channel, real *total) {
+static void add_projected_trace(const Pass *p, real *w_x, size set, size channel, real *to) {
     real grad = 0;
     for (size b = 0; b < p->sequences; b++)
         if (set_of(p, b) == set) grad -= p->grad_objective[b] / p->heads;
     const real *other = weights_at(p, w_x, set, (channel + p->heads) % (2 * p->heads));
     for (size j = 0; j < p->rank; j++)
         for (size i = 0; i < head_width(p); i++)
-            total[j * head_width(p) + i] += grad * other[j / BROAD * BROAD * head_width(p) + i * BROAD + j % BROAD];
+            to[j * head_width(p) + i] += grad * other[j / BROAD * BROAD * head_width(p) + i * BROAD + j % BROAD];
 }
 
-/* From dW_{·|X} to the landmarks' rows of dx, sequence by sequence and head by head. */
-static void backward_to_landmarks(const Pass *p, real *w_x, real *parts, real *scratch, size thread, size threads) {
-    size inner = head_width(p), n = p->landmarks, rank = p->rank;
-    Range mine = share(weight_sets(p) * p->heads, thread, threads);
-    for (size task = mine.from; task < mine.to; task++) {
-        size set = task / p->heads, head = task % p->heads;
-        real *grad = scratch, *tall = grad + padded(n, BROAD) * padded(inner, BROAD);
-        real *broad = tall + padded(n, BROAD) * padded(rank, BROAD);
-        if (n && !has_landmarks(p, set)) continue;
-        for (size side = 0; side < 2; side++) {
-            size channel = side * p->heads + head;
-            real *total = total_part(p, parts, set, channel, threads);
-            if (p->grad_objective && p->projected_trace) add_projected_trace(p, w_x, set, channel, total);
-            if (!n || !p->grad_x) continue;
-            pack_tall(n, rank, (side ? p->w_r : p->w_e) + head * n * rank, rank, 1, tall, rank * TALL);
-            pack_broad(rank, inner, total, inner, 1, broad, rank * BROAD);
-            multiply(n, inner, rank, tall, broad, 0, side, grad, inner);
-        }
-        const size *places = p->places + set * n;
-        for (size j = 0; p->grad_x && j < n; j++) {
-            real *row = p->grad_x + places[j] * p->width + head * inner;
-            for (size i = 0; i < inner; i++) row[i] += grad[j * inner + i];
-        }
+/* From dW_{·|X} to the landmarks' rows of dx: one head of one set. */
+static void backward_to_landmarks(const Pass *p, real *w_x, real *grads, real *scratch, size task) {
+    size inner = head_width(p), n = p->landmarks, rank = p->rank, set = task / p->heads, head = task % p->heads;
+    real *of_rows = scratch, *tall = of_rows + padded(n, BROAD) * padded(inner, BROAD);
+    real *broad = tall + padded(n, BROAD) * padded(rank, BROAD);
+    if (n && !has_landmarks(p, set)) return;
+    for (size side = 0; side < 2; side++) {
+        size channel = side * p->heads + head;
+        real *grad = grad_at(p, grads, set, channel);
+        if (p->grad_objective && p->projected_trace) add_projected_trace(p, w_x, set, channel, grad);
+        if (!n || !p->grad_x) continue;
+        pack_tall(n, rank, (side ? p->w_r : p->w_e) + head * n * rank, rank, 1, tall, rank * TALL);
+        pack_broad(rank, inner, grad, inner, 1, broad, rank * BROAD);
+        multiply(n, inner, rank, tall, broad, 0, side, of_rows, inner);
+    }
+    const size *places = p->places + set * n;
+    for (size j = 0; p->grad_x && j < n; j++) {
+        real *row = p->grad_x + places[j] * p->width + head * inner;
+        for (size i = 0; i < inner; i++) row[i] += of_rows[j * inner + i];
     }
 }
 
-/* From dW_{·|X}, totals by now, to dW_e and dW_r, head by head. */
-static void backward_to_weights(const Pass *p, real *parts, real *scratch, size thread, size threads) {
+/* From dW_{·|X} of all sets to dW_e or dW_r: one channel. */
+static void backward_to_weights(const Pass *p, real *grads, real *scratch, size channel) {
     size inner = head_width(p), n = p->landmarks, rank = p->rank, count = (n ? n : inner) * rank;
-    real through_trace = 0;
-    if (p->grad_objective && !p->projected_trace)
-        for (size b = 0; b < p->sequences; b++) through_trace -= p->grad_objective[b] / p->heads;
-    Range mine = share(2 * p->heads, thread, threads);
-    for (size channel = mine.from; channel < mine.to; channel++) {
-        size side = channel / p->heads, head = channel % p->heads, add = 0;
-        real *to = (side ? p->grad_w_r : p->grad_w_e) + head * count;
-        const real *other = (side ? p->w_e : p->w_r) + head * count;
-        real *rows = scratch, *tall = rows + padded(n, BROAD) * padded(inner, BROAD);
-        real *broad = tall + padded(n, BROAD) * padded(inner, BROAD);
-        for (size set = 0; set < weight_sets(p); set++) {
-            if (n && !has_landmarks(p, set)) continue;
-            size first = 0; /* the thread whose part holds the total */
-            size start = n ? p->starts[set] : 0;
-            while (tokens_of(p, first, threads).to <= start) first++;
-            const real *total = part_at(p, parts, set, first, channel);
-            if (n) {
-                gather(p, set, head, rows);
-                pack_tall(n, inner, rows, inner, 1, tall, inner * TALL);
-                pack_broad(inner, rank, total, 1, inner, broad, inner * BROAD);
-                multiply(n, rank, inner, tall, broad, 0, add, to, rank);
-            } else
-                for (size i = 0; i < count; i++) to[i] = total[i % rank * inner + i / rank];
+    size side = channel / p->heads, head = channel % p->heads, add = 0;
+    real *to = (side ? p->grad_w_r : p->grad_w_e) + head * count, through_trace = 0;
+    const real *other = (side ? p->w_e : p->w_r) + head * count;
+    real *rows = scratch, *tall = rows + padded(n, BROAD) * padded(inner, BROAD);
+    real *broad = tall + padded(n, BROAD) * padded(inner, BROAD);
+    for (size set = 0; set < weight_sets(p); set++) {
+        const real *grad = grad_at(p, grads, set, channel);
+        if (!n)
+            for (size i = 0; i < count; i++) to[i] = grad[i % rank * inner + i / rank];
+        else if (has_landmarks(p, set)) {
+            gather(p, set, head, rows);
+            pack_tall(n, inner, rows, inner, 1, tall, inner * TALL);
+            pack_broad(inner, rank, grad, 1, inner, broad, inner * BROAD);
+            multiply(n, rank, inner, tall, broad, 0, add, to, rank);
             add = 1;
         }
-        if (!add) memset(to, 0, count * sizeof(real));
-        for (size i = 0; i < count; i++) to[i] += through_trace * other[i];
     }
+    if (!p->grad_objective || p->projected_trace) return;
+    for (size b = 0; b < p->sequences; b++) through_trace -= p->grad_objective[b] / p->heads;
+    for (size i = 0; i < count; i++) to[i] += through_trace * other[i];
 }
