@@ -16,7 +16,9 @@ typedef struct {
 enum { ROWS = 64 }; /* of a gradient that sums over tokens: one task */
 enum { BACKWARD_QUEUES = 10, STRETCH_QUEUES = 6 };
 
-static inline size stretch_size(const Pass *p) { return least(padded(STRETCH, block_size(p)), padded(p->tokens, TALL)); }
+static inline size stretch_size(const Pass *p) {
+    return least(padded(STRETCH, block_size(p)), padded(p->tokens, TALL));
+}
 
 /* The longest rows that a block packs. */
 static inline size tall_rows(const Pass *p) { return 2 * p->width > all_scores(p) ? 2 * p->width : all_scores(p); }
@@ -46,7 +48,8 @@ static BackwardScratch backward_scratch(const Pass *p, size *used) {
     s.out = take_output(p, used);
     size most = landmark_scratch(p) + fold_scratch(p) + unfold_scratch(p);
     size scores = BLOCK * (p->rank + padded(p->rank, BROAD) + padded(inner, BROAD) + 2) + all;
-    size block = BLOCK * (all + tall_rows(p)) + scores, sums = tokens * (ROWS + padded(inner, TALL) + padded(pair, BROAD));
+    size block = BLOCK * (all + tall_rows(p)) + scores;
+    size sums = tokens * (ROWS + padded(inner, BROAD) + padded(pair, BROAD));
     if (most < block) most = block;
     s.of_thread = padded(most < sums ? sums : most, BLOCK);
     s.own = take(p, used, s.of_thread * p->threads);
@@ -77,18 +80,6 @@ static void through_norm(const Pass *p, size row, size m, size channel, const re
     }
 }
 
-/* Fetch what the next channel reads of m tokens while this one is multiplied: rows stand too far apart for the processor
-   to foresee it. */
-static void fetch_ahead(const Pass *p, size row, size m, size channel) {
-    if (channel >= 2 * p->heads) return;
-    const real *scores = p->scores + row * all_scores(p) + column_of(p, channel);
-    const real *z = p->z + row * 2 * p->width + channel * head_width(p);
-    for (size i = 0; i < m; i++, scores += all_scores(p), z += 2 * p->width) {
-        for (size j = 0; j < p->rank; j += 64 / (size)sizeof(real)) __builtin_prefetch(scores + j, 0, 2);
-        for (size l = 0; l < head_width(p); l += 64 / (size)sizeof(real)) __builtin_prefetch(z + l, 0, 2);
-    }
-}
-
 /* Rows of dz begin as z times `along`. */
 static void begin_rows(size m, size k, const real *along, const real *z, size stride, real *dz, size dz_stride) {
     for (size i = 0; i < m; i++)
@@ -111,7 +102,6 @@ static void tokens_back(const Pass *p, const BackwardScratch *s, size row, size 
         real *to = dz + channel * inner;
         through_norm(p, row, m, channel, twice_lambda + channel % p->heads * rank, grad + column_of(p, channel), along,
                      scaled);
-        fetch_ahead(p, row, m, channel + 1);
         begin_rows(m, inner, along, z, 2 * p->width, to, dz_stride(p));
         for (size j = 0; j < rank; j += BROAD) { /* panel by panel of the rank */
             size columns = least(BROAD, rank - j);

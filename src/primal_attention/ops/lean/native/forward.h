@@ -23,8 +23,8 @@ static ForwardScratch forward_scratch(const Pass *p, size *used) {
     return s;
 }
 
-/* 1/‖z‖ of m tokens of a channel, from their panels. */
-static void inverse_norms(size m, size k, const real *panels, real *inverse, size stride) {
+/* 1/‖z‖ of m tokens of a channel, from their panels. inverse: m numbers, and as many more as fill a panel. */
+static void inverse_norms(size m, size k, const real *panels, real *inverse) {
     for (size i = 0; i < m; i += TALL, panels += TALL * k) {
         real sums[4][TALL] = {{0}}; /* four sums at once: one would wait for itself */
         size l = 0;
@@ -37,9 +37,9 @@ static void inverse_norms(size m, size k, const real *panels, real *inverse, siz
                 }
         for (; l < k; l++)
             for (size r = 0; r < TALL; r++) sums[0][r] += panels[l * TALL + r] * panels[l * TALL + r];
-        for (size r = 0; r < least(TALL, m - i); r++) {
+        for (size r = 0; r < TALL; r++) {
             real norm = sqrt(sums[0][r] + sums[1][r] + (sums[2][r] + sums[3][r]));
-            inverse[(i + r) * stride] = 1 / (norm > SMALLEST ? norm : SMALLEST);
+            inverse[i + r] = 1 / (norm > SMALLEST ? norm : SMALLEST);
         }
     }
 }
@@ -47,21 +47,25 @@ static void inverse_norms(size m, size k, const real *panels, real *inverse, siz
 /* The scores of m tokens that share their weights, and the energies they bring. */
 static void scores_of(const Pass *p, size row, size m, real *w_x, size set, real *energy, real *tall, real *raw) {
     size inner = head_width(p), rank = p->rank, all = all_scores(p), breadth = padded(rank, BROAD);
+    real inverse[BLOCK];
     for (size channel = 0; channel < 2 * p->heads; channel++) {
         size column = column_of(p, channel);
-        real *inverse = p->inverse + row * 2 * p->heads + channel, *sums = energy + column;
         pack_tall(m, inner, p->z + row * 2 * p->width + channel * inner, 2 * p->width, 1, tall, inner * TALL);
-        inverse_norms(m, inner, tall, inverse, 2 * p->heads);
+        inverse_norms(m, inner, tall, inverse);
         multiply(m, breadth, inner, tall, weights_at(p, w_x, set, channel), 0, 0, raw, breadth);
         for (size j = 0; j < rank; j += LANES) {
+            /* The last vector reaches back into the one before: a whole store, and the same numbers once more. */
+            size back = j + LANES > rank && j ? j + LANES - rank : 0, left = rank - j + back;
+            real *to = p->scores + row * all + column + j - back, *from = raw + j - back;
             vec squares = {0};
             for (size i = 0; i < m; i++) {
-                vec score = *(vec *)(raw + i * breadth + j) * inverse[i * 2 * p->heads];
-                store_first(p->scores + (row + i) * all + column + j, score, rank - j);
+                vec score = *(loose *)(from + i * breadth) * inverse[i];
+                store_first(to + i * all, score, left);
                 squares += score * score;
             }
-            store_first(sums + j, squares, rank - j);
+            store_first(energy + column + j - back, squares, left);
         }
+        for (size i = 0; i < m; i++) p->inverse[(row + i) * 2 * p->heads + channel] = inverse[i];
     }
 }
 

@@ -7,7 +7,7 @@
 #include <tgmath.h>
 
 typedef struct { /* as `Pass` in native/library.py has it */
-    size sequences, tokens, width, heads, rank, landmarks; /* landmarks: 0 where the weights do not depend on the data */
+    size sequences, tokens, width, heads, rank, landmarks; /* no landmarks: the weights do not depend on the data */
     size threads, folded, mean, projected_trace;
     const size *starts, *places; /* (sequences + 1,) rows; (sequences, landmarks) rows */
     const real *x, *w_qk, *b_qk, *w_e, *w_r, *w_o, *b_o, *w_out, *b_out, *sqrt_lambda;
@@ -18,7 +18,7 @@ typedef struct { /* as `Pass` in native/library.py has it */
     char *scratch;
 } Pass;
 
-enum { BLOCK = 128 };    /* tokens, at most, that go through a pass together: what they need stays in the second cache */
+enum { BLOCK = 128 };    /* tokens, at most, that go through a pass together: they stay in the second cache */
 enum { STRETCH = 1024 }; /* tokens whose dz waits for the gradient of W_qk */
 static const real SMALLEST = (real)1e-12; /* what ‖z‖ is at least taken for: EPS of ops/feature_maps.py */
 

@@ -1,8 +1,8 @@
 /* Matrix products from packed panels.
 
-   C (m × n) = A (m × k) B (k × n) as tiles of TALL rows and BROAD columns that live in the vector registers. A is packed
-   into panels of TALL rows, B into panels of BROAD columns, both with k running slowest, so that a tile reads either
-   from front to back, whatever strides its matrix came with. What a matrix lacks to a whole panel is packed as zeros. */
+   C (m × n) = A (m × k) B (k × n) as tiles of TALL rows and BROAD columns that live in the vector registers. A is
+   packed into panels of TALL rows, B into panels of BROAD columns, both with k running slowest, so that a tile reads
+   either from front to back, whatever strides its matrix came with. What a matrix lacks to a whole panel is zeros. */
 
 #include <stdint.h>
 #include <string.h>
@@ -12,14 +12,15 @@ typedef int64_t size;
 
 #if defined(__AVX512F__) /* 32 registers of 64 bytes: 16 hold the tile */
 enum { BYTES = 64, TALL = 8, VECTORS = 2 };
-#elif defined(__aarch64__) /* 32 of 16 bytes */
-enum { BYTES = 16, TALL = 8, VECTORS = 2 };
 #elif defined(__AVX__) /* 16 of 32 bytes: 12 hold the tile */
 enum { BYTES = 32, TALL = 4, VECTORS = 3 };
+#elif defined(__aarch64__) /* 32 of 16 bytes: 16 hold the tile */
+enum { BYTES = 16, TALL = 4, VECTORS = 4 };
 #else
-enum { BYTES = 16, TALL = 4, VECTORS = 3 };
+enum { BYTES = 16, TALL = 4, VECTORS = 2 };
 #endif
 enum { LANES = BYTES / sizeof(real), BROAD = VECTORS * LANES };
+_Static_assert(BROAD % TALL == 0, "a panel of columns is read as panels of rows, too");
 
 enum { DEEP = 512 };       /* k that is taken at once: a panel of A stays in the first cache */
 enum { WIDE = 8 * BROAD }; /* columns that are taken at once: their panels stay in the second */
@@ -34,12 +35,15 @@ static inline size padded(size n, size unit) { return (n + unit - 1) / unit * un
 #ifdef __AVX512F__
 #include <immintrin.h>
 static inline vec load_first(const real *from, size count) {
-    unsigned lanes = count < LANES ? (1u << count) - 1 : (unsigned)-1;
+    if (count >= LANES) return *(const loose *)from;
+    unsigned lanes = (1u << count) - 1;
     return sizeof(real) == 4 ? (vec)_mm512_maskz_loadu_ps(lanes, from) : (vec)_mm512_maskz_loadu_pd(lanes, from);
 }
 static inline void store_first(real *to, vec v, size count) {
-    unsigned lanes = count < LANES ? (1u << count) - 1 : (unsigned)-1;
-    if (sizeof(real) == 4)
+    unsigned lanes = (1u << count) - 1;
+    if (count >= LANES)
+        *(loose *)to = v;
+    else if (sizeof(real) == 4)
         _mm512_mask_storeu_ps(to, lanes, (__m512)v);
     else
         _mm512_mask_storeu_pd(to, lanes, (__m512d)v);
