@@ -170,7 +170,6 @@ def modern_recipe(name: str) -> UEARecipe:
             dropout=0.2,
             rank=16,
             landmarks=64,
-            differences=True,
             local_kernel=15,
         ),
         augment=AugmentConfig(warp=0.4, scale=0.1, jitter=0.03, mixup=0.2, label_smoothing=0.1),
