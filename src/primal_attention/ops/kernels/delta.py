@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .config import ceil_div, power_of_two, precision
+from .config import ceil_div, fine_precision, power_of_two, precision
 from .products import dot
 
 
@@ -211,11 +211,11 @@ class Plan:
 def delta_inverses(plan: Plan, k: Tensor, log_decay: Tensor, strength: Tensor) -> Tensor:
     """T, in the dtype of k."""
     inverse = plan.empty(*plan.inverse_shape())
-    fine = plan.sizes["PRECISION"] if k.dtype == torch.float32 else "tf32x3"  # T is a long product: not in 16 bits
     if inverse.numel():
         _inverses[(plan.lanes * plan.chunks,)](
             k, log_decay, strength, inverse, plan.length, plan.chunks, **plan.sizes, BP=plan.tiles.width,
-            LEVELS=plan.tiles.chunk.bit_length() - 1, FINE=fine,
+            LEVELS=plan.tiles.chunk.bit_length() - 1,
+            FINE=fine_precision(k.dtype),  # T is a long product: not in 16 bits
         )  # fmt: skip
     return inverse
 

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .config import Tiles, ceil_div, precision, stored_rank
-from .products import dot
+from .config import Tiles, ceil_div, fine_precision, precision, stored_rank
+from .products import dot, dot_ones
 from .sequences import CHUNK, Sequences
 
 
@@ -37,7 +37,7 @@ def sums_within(z, triangle, DECAY: tl.constexpr, PRECISION: tl.constexpr, FINE:
     """L z. Without decay L is ones, exact in any type; with decay its powers need more than 16 bits."""
     if DECAY:
         return dot(triangle, z.to(tl.float32), FINE)
-    return dot(triangle.to(z.dtype), z, PRECISION)
+    return dot_ones(triangle.to(z.dtype), z, PRECISION)
 
 
 @triton.jit
@@ -131,13 +131,12 @@ class Plan:
         self.chunks, self.batch = seqs.chunk_start.shape[0], seqs.starts.shape[0]
         self.rate = qk if log_decay is None else log_decay  # never read without decay
         self.seqs, self.device = seqs, qk.device
-        # Powers of γ and float32 gradients, whose small differences make the gradient of γ: TF32 alone loses them.
-        fine = precision(qk.dtype) if qk.dtype == torch.float32 else "tf32x3"
         self.shape = {"HEADS": self.heads, "P": self.p, "DECAY": log_decay is not None}
         self.full = {
             **self.shape, "S": self.stored, "RANK": rank, "BT": size.tokens, "BP": size.width,
-            "BS": size.rank, "PRECISION": precision(qk.dtype), "FINE": fine,
-            "num_stages": size.stages,
+            "BS": size.rank, "PRECISION": precision(qk.dtype),
+            # Powers of γ and float32 gradients, whose small differences make the gradient of γ: TF32 alone loses them.
+            "FINE": fine_precision(qk.dtype), "num_stages": size.stages,
         }  # fmt: skip
 
     def sums(self, per_chunk: int = 1) -> Tensor:
