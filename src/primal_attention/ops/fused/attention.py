@@ -29,6 +29,7 @@ from ..modes import Mode, State
 from ..reference import RunningState, Scores
 from ..sampling import landmark_indices
 from . import operators as ops
+from .cast import cast_weights
 from .heads import Heads, held
 from .nodes import Measure, Move, Pack, Project, through
 from .recorded import replayed, worthwhile
@@ -67,9 +68,8 @@ def fused_attention(
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         with torch.autocast(x.device.type, enabled=False):
-            cast = Weights(*(None if w is None else w.to(dtype) for w in weights))  # type: ignore[arg-type]
             return fused_attention(
-                x.to(dtype), cast, mode, valid=valid, cu_seqlens=cu_seqlens, decay=decay, state=state,
+                x.to(dtype), cast_weights(weights, dtype), mode, valid=valid, cu_seqlens=cu_seqlens, decay=decay, state=state,
                 dropout=dropout, objective=objective, need_scores=need_scores, need_state=need_state, stretch=stretch,
             )  # fmt: skip
     if isinstance(state, RunningState) and x.shape[1] == 1 and valid is None and not (need_scores or objective):

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from .config import power_of_two
 
+SEQUENCES = 64  # of a block: a head's program waits for each block's loads in turn
+
 
 @triton.jit
 def _objective(
@@ -98,7 +100,7 @@ def objective_backward(
     _objective_backward[(batch + heads,)](
         grad, energy, sqrt_lambda, tokens if ragged else energy, grad_energy, grad_lambda, grad_trace,
         0.0 if ragged else float(max(tokens, 1)), batch,
-        HEADS=heads, RANK=sqrt_lambda.shape[1], S=stored, BS=power_of_two(stored), BB=16,
-        RAGGED=ragged, SUM=summed, num_warps=4,
+        HEADS=heads, RANK=sqrt_lambda.shape[1], S=stored, BS=power_of_two(stored), BB=SEQUENCES,
+        RAGGED=ragged, SUM=summed, num_warps=8,
     )  # fmt: skip
     return grad_energy, grad_lambda, grad_trace
