@@ -69,8 +69,9 @@ def fused_attention(
         dtype = torch.get_autocast_dtype(x.device.type)
         with torch.autocast(x.device.type, enabled=False):
             return fused_attention(
-                x.to(dtype), cast_weights(weights, dtype), mode, valid=valid, cu_seqlens=cu_seqlens, decay=decay, state=state,
-                dropout=dropout, objective=objective, need_scores=need_scores, need_state=need_state, stretch=stretch,
+                x.to(dtype), cast_weights(weights, dtype), mode, valid=valid, cu_seqlens=cu_seqlens, decay=decay,
+                state=state, dropout=dropout, objective=objective, need_scores=need_scores, need_state=need_state,
+                stretch=stretch,
             )  # fmt: skip
     if isinstance(state, RunningState) and x.shape[1] == 1 and valid is None and not (need_scores or objective):
         return _decode_one(x, weights, mode, decay, state)

@@ -46,4 +46,4 @@ def cast_weights(weights: Weights, dtype: torch.dtype) -> Weights:
         return Weights(*(None if w is None else w.to(dtype) for w in weights))  # type: ignore[arg-type]
     other = [i for i, w in enumerate(weights) if w is not None and w.dtype != dtype]
     made = dict(zip(other, Cast.apply(dtype, *(weights[i] for i in other)), strict=True)) if other else {}  # type: ignore[no-untyped-call]
-    return Weights(*(made.get(i, w) for i, w in enumerate(weights)))
+    return Weights(*(made.get(i, w) for i, w in enumerate(weights)))  # type: ignore[arg-type]
