@@ -46,7 +46,9 @@ def ksvd_loss(
         raise ValueError(
             f"model has no PrimalAttention layer ({type(model).__name__}): there is no KSVD objective to add"
         )
-    means = [_layer_mean(name, layer, reduction) * part for name, layer in found.items()]
+    means = [_layer_mean(name, layer, reduction) for name, layer in found.items()]
+    if part != 1.0:
+        means = [mean * part for mean in means]
     losses = [mean.square() for mean in _over_ranks(means, group)] if reduction == "batch" else means
     if len(losses) == 1:
         return losses[0]
@@ -55,8 +57,11 @@ def ksvd_loss(
 
 
 def mean_square(j: Tensor) -> Tensor:
-    """mean_b J_b². As a distance from zero it is one node of autograd's; small layers feel every further one."""
-    return F.mse_loss(j, j.new_zeros(()).expand_as(j))
+    """mean_b J_b², in as few and as small operators as there are: small layers feel every one."""
+    if j.device.type != "cpu":
+        return F.mse_loss(j, torch.zeros_like(j))  # as a distance from zero it is one node of autograd's
+    total = torch.dot(j, j)
+    return total if j.shape[0] == 1 else total / j.shape[0]
 
 
 def _layer_mean(name: str, layer: PrimalAttention, reduction: str) -> Tensor:

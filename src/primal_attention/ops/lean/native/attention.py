@@ -74,42 +74,38 @@ def _even(batch: int, length: int, landmarks: int) -> Sequences:
 
 
 class NativeLayer(torch.autograd.Function):
-    """(x, √Λ, weights) → (y, J, scores as rows (T, 2Hs)); None for what is not asked for. x: the rows, (T, d)."""
+    """(x, √Λ, weights) → (y, J, scores as rows (T, 2Hs)); None for what is not asked for. x: (…, d), its T rows."""
 
     @staticmethod
     def forward(
-        ctx: Any, plan: Plan, starts: Tensor, places: Tensor | None, x: Tensor, sqrt_lambda: Tensor | None,
-        *parameters: Tensor | None,
+        ctx: Any, plan: Plan, lib: Library, starts: Tensor, places: Tensor | None, x: Tensor,
+        sqrt_lambda: Tensor | None, *parameters: Tensor | None,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         ctx.set_materialize_grads(False)
         weights = Weights(*parameters)  # type: ignore[arg-type]
-        (tokens, d), heads, rank = x.shape, plan.mode.heads, weights.w_e.shape[2]
-        batch = starts.shape[0] - 1
-        z, inverse = x.new_empty(tokens, 2 * d), x.new_empty(tokens, 2 * heads)
-        scores, y = x.new_empty(tokens, 2 * heads * rank), torch.empty_like(x)
-        j, energy = None, None
-        if sqrt_lambda is not None:
-            j, energy = x.new_empty(batch), x.new_empty(batch, heads, rank)
         given = _pass(plan, starts, places, x, sqrt_lambda, weights)
-        given.hold(z=z, inverse=inverse, scores=scores, y=y, objective=j, energy=energy)
-        _library(x).run(given, back=False)
+        kept, y = x.new_empty(lib.kept(given)), torch.empty_like(x)
+        j = None if sqrt_lambda is None else x.new_empty(given.sequences)
+        rows = x.new_empty(given.tokens, 2 * given.heads * given.rank) if plan.scores else None
+        given.hold(kept=kept, y=y, objective=j, score_rows=rows)
+        lib.run(given, back=False)
         if plan.keep:
-            ctx.plan = plan
-            ctx.save_for_backward(starts, places, x, sqrt_lambda, energy, z, inverse, scores, *parameters)
-        return y, j, scores if plan.scores else None
+            ctx.plan, ctx.lib = plan, lib
+            ctx.save_for_backward(starts, places, x, sqrt_lambda, kept, *parameters)
+        return y, j, rows
 
     @staticmethod
     @once
     def backward(
         ctx: Any, grad_y: Tensor | None, grad_j: Tensor | None, grad_scores: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        starts, places, x, sqrt_lambda, energy, z, inverse, scores, *parameters = ctx.saved_tensors
-        needs, weights = ctx.needs_input_grad[3:], Weights(*parameters)
+        starts, places, x, sqrt_lambda, kept, *parameters = ctx.saved_tensors
+        needs, weights = ctx.needs_input_grad[4:], Weights(*parameters)
         need_x, _, need_qk, need_qk_bias, _, _, *need_output = needs
         # All gradients of a map come together: its weight's, its bias'.
         like = [None if p is None else torch.empty_like(p) for p in parameters]
         found = Weights(*like)  # type: ignore[arg-type]
-        _, d = x.shape
+        d = x.shape[-1]
         grads: dict[str, Tensor | None] = {
             "grad_x": torch.empty_like(x) if need_x else None,
             "grad_w_e": found.w_e,
@@ -132,18 +128,11 @@ class NativeLayer(torch.autograd.Function):
             "grad_scores": None if grad_scores is None else grad_scores.contiguous(),
         }
         given = _pass(ctx.plan, starts, places, x, sqrt_lambda, weights)
-        given.hold(z=z, inverse=inverse, scores=scores, energy=energy, **incoming, **grads)
-        _library(x).run(given, back=True)
+        given.hold(kept=kept, **incoming, **grads)
+        ctx.lib.run(given, back=True)
         output = found[4:] if learns else (None,) * 4
         result = (grads["grad_x"], grads["grad_sqrt_lambda"], *found[:4], *output)
-        return None, None, None, *(grad if need else None for grad, need in zip(result, needs, strict=True))
-
-
-def _library(x: Tensor) -> Library:
-    found = library(x.dtype)
-    if isinstance(found, str):  # it was there a moment ago: only the environment can have changed
-        raise RuntimeError(f"the lean path's library is gone: {found}")
-    return found
+        return None, None, None, None, *(grad if need else None for grad, need in zip(result, needs, strict=True))
 
 
 def _or_empty(bias: Tensor | None, x: Tensor, size: int) -> Tensor:
@@ -154,10 +143,11 @@ def _or_empty(bias: Tensor | None, x: Tensor, size: int) -> Tensor:
 def _pass(
     plan: Plan, starts: Tensor, places: Tensor | None, x: Tensor, sqrt_lambda: Tensor | None, weights: Weights
 ) -> Pass:
-    heads, rank = plan.mode.heads, weights.w_e.shape[2]
+    heads, rank, d = plan.mode.heads, weights.w_e.shape[2], x.shape[-1]
+    tokens = x.numel() // d
     given = Pass(
-        starts.shape[0] - 1, *x.shape, heads, rank, 0 if places is None else places.shape[1], torch.get_num_threads(),
-        folding_pays(weights, heads, x.shape[0]), plan.form == "mean", plan.trace == "projections",
+        starts.shape[0] - 1, tokens, d, heads, rank, 0 if places is None else places.shape[1], torch.get_num_threads(),
+        folding_pays(weights, heads, tokens), plan.form == "mean", plan.trace == "projections",
     )  # fmt: skip
     given.hold(
         starts=starts, places=places, x=x, sqrt_lambda=sqrt_lambda, w_qk=weights.qk_weight, b_qk=weights.qk_bias,
@@ -171,17 +161,20 @@ def native_attention(
     x: Tensor, weights: Weights, plan: Plan, sqrt_lambda: Tensor | None, valid: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """y like x, J (B,), and the scores (B, H, N, 2, s) where the plan asks for them. x: (B, N, d)."""
+    lib = library(x.dtype)
+    if isinstance(lib, str):  # it was there a moment ago: only the environment can have changed
+        raise RuntimeError(f"the lean path's library is gone: {lib}")
     batch, length, d = x.shape
     starts, places, rows = Sequences.of(x, valid, plan.mode)
-    flat = x.reshape(-1, d).contiguous() if rows is None else x.reshape(-1, d).index_select(0, rows)
-    given = Weights(*(None if w is None else w.contiguous() for w in weights))  # type: ignore[arg-type]
-    root = None if sqrt_lambda is None else sqrt_lambda.contiguous()
-    y, j, scores = NativeLayer.apply(plan, starts, places, flat, root, *given)
-    by_head = (batch, length, plan.mode.heads, 2, -1)
+    tokens = x.contiguous() if rows is None else x.reshape(-1, d).index_select(0, rows)
+    given = (None if w is None else w.contiguous() for w in (sqrt_lambda, *weights))
+    y, j, scores = NativeLayer.apply(plan, lib, starts, places, tokens, *given)
     if rows is not None:
-        y = _spread(y, rows, batch * length)
+        y = _spread(y, rows, batch * length).view(x.shape)
         scores = None if scores is None else _spread(scores, rows, batch * length)
-    return y.view(x.shape), j, None if scores is None else scores.view(by_head).transpose(1, 2)
+    if scores is not None:
+        scores = scores.view(batch, length, plan.mode.heads, 2, -1).transpose(1, 2)
+    return y, j, scores
 
 
 def _spread(tokens: Tensor, rows: Tensor, count: int) -> Tensor:

@@ -7,109 +7,104 @@
 
 typedef struct {
     size *queues;
-    real *w_qk, *w_x, *w_x_turned, *parts, *grad_w_x, *dz, *heads, *grad_heads, *rows_x, *rows_y, *grad_map, *shares;
-    real *own;
+    real *w_qk, *w_x, *parts, *grad_w_x, *dz, *heads, *grad_heads, *rows_x, *rows_y, *grad_map, *shares, *own;
     size of_thread;
     Output out;
 } BackwardScratch;
 
-enum { ROWS = 64 }; /* of a gradient that sums over tokens: one task */
-enum { BACKWARD_QUEUES = 10, STRETCH_QUEUES = 6 };
+enum { BACKWARD_QUEUES = 8, STRETCH_QUEUES = 6 };
 
 static inline size stretch_size(const Pass *p) {
-    return least(padded(STRETCH, block_size(p)), padded(p->tokens, TALL));
+    return least(padded(STRETCH, block_size(p)), padded(p->tokens, BROAD));
 }
 
-/* The longest rows that a block packs. */
-static inline size tall_rows(const Pass *p) { return 2 * p->width > all_scores(p) ? 2 * p->width : all_scores(p); }
-
-/* Not a power of two, for rows so far apart meet in few places of the cache. */
-static inline size dz_stride(const Pass *p) { return 2 * p->width + LANES; }
-
-static inline size turned_weights(const Pass *p) { return padded(head_width(p), BROAD) * p->rank; } /* of a channel */
+/* How far rows of so many tokens lie from each other: not by a power of two, for those meet in few places of the cache. */
+static inline size row_step(size tokens) { return padded(tokens, BROAD) + LANES; }
 
 static BackwardScratch backward_scratch(const Pass *p, size *used) {
     BackwardScratch s;
-    size d = p->width, all = all_scores(p), breadth = padded(d, BROAD), inner = head_width(p), pair = 2 * p->rank;
-    size tokens = stretch_size(p), one_set = 2 * d * p->rank;
+    size d = p->width, all = all_scores(p), breadth = padded(d, BROAD), pair = padded(2 * p->rank, BROAD);
+    size tokens = stretch_size(p), apart = p->folded ? 0 : tokens * d;
     s.queues = take_bytes(p, used, (BACKWARD_QUEUES + STRETCH_QUEUES * pieces(p->tokens, tokens)) * sizeof(size));
     s.w_qk = take(p, used, breadth * 2 * d);
-    s.w_x = take(p, used, weight_sets(p) * 2 * p->heads * packed_weights(p));
-    s.w_x_turned = take(p, used, weight_sets(p) * 2 * p->heads * turned_weights(p));
-    s.parts = take(p, used, (pieces(tokens, block_size(p)) + least(weight_sets(p), tokens)) * one_set);
-    s.grad_w_x = take(p, used, weight_sets(p) * one_set);
-    s.dz = take(p, used, tokens * dz_stride(p));
-    s.heads = take(p, used, p->folded ? 0 : tokens * d);
-    s.grad_heads = take(p, used, p->folded ? 0 : tokens * d);
+    s.w_x = take(p, used, weight_sets(p) * set_size(p));
+    s.parts = take(p, used, (pieces(tokens, block_size(p)) + least(weight_sets(p), tokens)) * set_size(p));
+    s.grad_w_x = take(p, used, weight_sets(p) * set_size(p));
+    s.dz = take(p, used, tokens * 2 * d);
+    s.heads = take(p, used, apart);
+    s.grad_heads = take(p, used, apart);
     s.rows_x = take(p, used, tokens * breadth);
     s.rows_y = take(p, used, tokens * breadth);
     s.grad_map = take(p, used, p->folded ? all * d : 0);
-    s.shares = take(p, used, p->heads * pair * inner);
+    s.shares = take(p, used, p->heads * share_size(p));
     s.out = take_output(p, used);
     size most = landmark_scratch(p) + fold_scratch(p) + unfold_scratch(p);
-    size scores = BLOCK * (p->rank + padded(p->rank, BROAD) + padded(inner, BROAD) + 2) + all;
-    size block = BLOCK * (all + tall_rows(p)) + scores;
-    size sums = tokens * (ROWS + padded(inner, BROAD) + padded(pair, BROAD));
+    size block = BLOCK * (2 * all + d) + 2 * BROAD * padded(p->rank, BROAD) + BROAD;
+    size sums = row_step(tokens) * (ROWS > head_width(p) ? ROWS : head_width(p)) + tokens * pair;
     if (most < block) most = block;
     s.of_thread = padded(most < sums ? sums : most, BLOCK);
     s.own = take(p, used, s.of_thread * p->threads);
     return s;
 }
 
-/* g / ‖z‖ of m tokens and one channel, packed broad, and −⟨g, e⟩ / ‖z‖² into `along`. grad: what came through y. */
-static void through_norm(const Pass *p, size row, size m, size channel, const real *twice_lambda, const real *grad,
+/* g / ‖z‖ of a panel and a channel, and −⟨g, e⟩ / ‖z‖² into `along`; zero for tokens that are not `here`.
+   grad: what came through y and through the scores themselves. */
+static void through_norm(const Pass *p, size row, size channel, const lanes *here, real lambda_weight, const real *grad,
                          real *along, real *scaled) {
-    size rank = p->rank, all = all_scores(p), column = column_of(p, channel);
-    const real *scores = p->scores + row * all + column, *inverse = p->inverse + row * 2 * p->heads + channel;
-    const real *more = p->grad_scores ? p->grad_scores + row * all + column : 0;
-    for (size i = 0; i < m; i++, grad += all, scores += all) {
-        real factor = inverse[i * 2 * p->heads];
-        vec sums = {0};
-        for (size j = 0; j < padded(rank, BROAD); j += LANES) {
-            vec g = {0};
-            if (j < rank) {
-                vec score = load_first(scores + j, rank - j);
-                g = load_first(grad + j, rank - j) + load_first(twice_lambda + j, rank - j) * score;
-                if (more) g += load_first(more + i * all + j, rank - j);
-                sums += g * score;
-            }
-            *(vec *)(scaled + j / BROAD * BROAD * m + i * BROAD + j % BROAD) = g * factor;
+    const real *scores = p->scores + panel_at(row, all_scores(p)) + column_of(p, channel) * BROAD;
+    const real *inverse = p->inverse + panel_at(row, 2 * p->heads) + channel * BROAD;
+    const real *root = p->sqrt_lambda + channel % p->heads * p->rank;
+    vec sums[VECTORS] = {{0}};
+    for (size j = 0; j < p->rank; j++) {
+        real twice_lambda = p->grad_objective ? lambda_weight * root[j] * root[j] : 0;
+#pragma GCC unroll 16
+        for (int v = 0; v < VECTORS; v++) {
+            size at = j * BROAD + v * LANES;
+            vec score = *(const vec *)(scores + at), g = *(const vec *)(grad + at) + twice_lambda * score;
+            sums[v] += g * score;
+            *(vec *)(scaled + at) = either(here[v], g * *(const vec *)(inverse + v * LANES), (vec){0});
         }
+    }
+    for (int v = 0; v < VECTORS; v++) {
+        vec factor = *(const vec *)(inverse + v * LANES);
         /* Where ‖z‖ is below its floor the divisor is a constant. */
-        along[i] = factor < 1 / SMALLEST ? -sum_of(sums) * factor * factor : 0;
+        *(vec *)(along + v * LANES) = either(here[v] & (factor < 1 / SMALLEST), -sums[v] * factor * factor, (vec){0});
     }
 }
 
-/* Rows of dz begin as z times `along`. */
-static void begin_rows(size m, size k, const real *along, const real *z, size stride, real *dz, size dz_stride) {
-    for (size i = 0; i < m; i++)
-        for (size l = 0; l < k; l += LANES)
-            store_first(dz + i * dz_stride + l, load_first(z + i * stride + l, k - l) * along[i], k - l);
-}
-
-/* dz of m tokens that share their weights, and their part of dW_{·|X}. grad: that of their scores. */
-static void tokens_back(const Pass *p, const BackwardScratch *s, size row, size m, size sequence, int add, real *grad,
+/* dz of tokens that share their weights, and their part of dW_{·|X}; either adds to what the block has.
+   grad: that of their scores. */
+static void tokens_back(const Pass *p, const BackwardScratch *s, Range rows, size sequence, int add, const real *grad,
                         real *dz, real *part, real *own) {
-    size inner = head_width(p), rank = p->rank, set = set_of(p, sequence);
-    real *twice_lambda = own, *along = twice_lambda + padded(p->heads * rank, BLOCK), *tall = along + BLOCK;
-    real *scaled = tall + BLOCK * rank, *broad = scaled + BLOCK * padded(rank, BROAD);
-    real weight = p->grad_objective ? 2 * p->grad_objective[sequence] * energy_scale(p, sequence) : 0;
-    for (size i = 0; i < p->heads * rank; i++)
-        twice_lambda[i] = p->grad_objective ? weight * p->sqrt_lambda[i] * p->sqrt_lambda[i] : 0;
-    for (size channel = 0; channel < 2 * p->heads; channel++) {
-        const real *z = p->z + row * 2 * p->width + channel * inner;
-        const real *w = s->w_x_turned + (set * 2 * p->heads + channel) * turned_weights(p);
-        real *to = dz + channel * inner;
-        through_norm(p, row, m, channel, twice_lambda + channel % p->heads * rank, grad + column_of(p, channel), along,
-                     scaled);
-        begin_rows(m, inner, along, z, 2 * p->width, to, dz_stride(p));
-        for (size j = 0; j < rank; j += BROAD) { /* panel by panel of the rank */
-            size columns = least(BROAD, rank - j);
-            pack_tall(m, columns, scaled + j * m, BROAD, 1, tall, columns * TALL);
-            multiply(m, inner, columns, tall, w + j * padded(inner, BROAD), 0, 1, to, dz_stride(p));
+    size inner = head_width(p), rank = p->rank, d = p->width, all = all_scores(p), breadth = padded(rank, BROAD);
+    size first = rows.from / BROAD * BROAD, set = set_of(p, sequence);
+    real *along = own, *scaled = along + BROAD, *turned = scaled + BROAD * breadth;
+    real lambda_weight = p->grad_objective ? 2 * p->grad_objective[sequence] * energy_scale(p, sequence) : 0;
+    for (size row = first; row < rows.to; row += BROAD) {
+        int begun = row < rows.from; /* with the tokens of another sequence */
+        lanes here[VECTORS];
+        mask_of(row, rows, here);
+        for (size channel = 0; channel < 2 * p->heads; channel++) {
+            const real *w = weights_at(p, s->w_x, set, channel);
+            const real *z = p->z + panel_at(row, 2 * d) + channel * inner * BROAD;
+            real *to = dz + panel_at(row, 2 * d) + channel * inner * BROAD;
+            through_norm(p, row, channel, here, lambda_weight, grad + panel_at(row, all) + column_of(p, channel) * BROAD,
+                         along, scaled);
+            for (size i = 0; i < inner; i++)
+#pragma GCC unroll 16
+                for (int v = 0; v < VECTORS; v++) {
+                    size at = i * BROAD + v * LANES;
+                    vec share = *(const vec *)(z + at) * *(const vec *)(along + v * LANES);
+                    if (begun) share += *(vec *)(to + at);
+                    *(vec *)(to + at) = share;
+                }
+            for (size j = 0; j < rank; j += BROAD)
+                multiply(inner, BROAD, least(BROAD, rank - j), in_rows(w + j * inner, BROAD), scaled + j * BROAD, 0, 0,
+                         to_panels(to, 0, 1));
+            pack_broad(BROAD, rank, scaled, 1, BROAD, turned, BROAD * BROAD);
+            multiply(inner, breadth, BROAD, in_rows(z, BROAD), turned, BROAD * BROAD, 0,
+                     to_panels(part + channel * packed_weights(p), inner * BROAD, add || row > first));
         }
-        pack_broad(m, inner, z, 2 * p->width, 1, broad, m * BROAD);
-        multiply_turned(rank, inner, m, scaled, broad, add, part + channel * rank * inner, inner);
     }
 }
 
@@ -117,104 +112,116 @@ static void tokens_back(const Pass *p, const BackwardScratch *s, size row, size 
    numbers, counted from the first of the stretch, is a number of its own. */
 static inline real *part_at(const Pass *p, const BackwardScratch *s, Range stretch, size block, size set) {
     size first = set_of(p, sequence_of(p, stretch.from));
-    return s->parts + (block + set - first) * 2 * p->width * p->rank;
+    return s->parts + (block + set - first) * set_size(p);
 }
 
 /* A block of tokens from dy to dz and dx. */
 static void backward_block(const Pass *p, const BackwardScratch *s, Range stretch, size block, real *own) {
     Range rows = piece(stretch, block_size(p), block);
-    size d = p->width, all = all_scores(p), m = rows.to - rows.from, pair = 2 * p->rank, inner = head_width(p);
-    size at = rows.from - stretch.from;
-    real *grad = own, *rest = grad + BLOCK * all, *dz = s->dz + at * dz_stride(p);
-    const real *scores = p->scores + rows.from * all;
+    size d = p->width, all = all_scores(p), m = rows.to - rows.from, at = rows.from - stretch.from;
+    real *grad = own, *more = grad + BLOCK * all, *broad = more + BLOCK * all, *dz = s->dz + panel_at(at, 2 * d);
+    const real *scores = p->scores + panel_at(rows.from, all);
     if (!p->grad_y)
-        memset(grad, 0, m * all * sizeof(real));
+        memset(grad, 0, padded(m, BROAD) * all * sizeof(real));
     else {
-        real *to = p->folded ? grad : s->grad_heads + at * d;
-        pack_tall(m, d, p->grad_y + rows.from * d, d, 1, rest, d * TALL);
-        multiply(m, map_rows(p), d, rest, s->out.map, 0, 0, to, map_rows(p));
+        real *to = p->folded ? grad : s->grad_heads + panel_at(at, d);
+        pack_broad(d, m, p->grad_y + rows.from * d, 1, d, broad, d * BROAD);
+        multiply(mapped(p), padded(m, BROAD), d, p->folded ? in_rows(s->out.map, d) : in_panels(s->out.map, d), broad,
+                 d * BROAD, 0, to_panels(to, mapped(p) * BROAD, 0));
+        if (!p->folded) heads_back(p, m, to, grad);
+        if (!p->folded && p->grad_w_out) heads_of(p, m, scores, s->heads + panel_at(at, d));
     }
-    if (p->grad_y && !p->folded) {
-        pack_tall(m * p->heads, inner, s->grad_heads + at * d, inner, 1, rest, inner * TALL);
-        multiply(m * p->heads, pair, inner, rest, s->out.score_map_back, 0, 0, grad, pair);
-        if (p->grad_w_out) heads_of(p, m, scores, s->out.score_map, rest, s->heads + at * d);
+    if (p->grad_scores) {
+        pack_broad(all, m, p->grad_scores + rows.from * all, 1, all, more, all * BROAD);
+        for (size i = 0; i < padded(m, BROAD) * all; i++) grad[i] += more[i];
     }
     size set = -1;
     for (size row = rows.from; row < rows.to;) {
-        size b = sequence_of(p, row), end = least(rows.to, p->starts[b + 1]), from = row - rows.from;
-        real *part = part_at(p, s, stretch, block, set_of(p, b));
-        tokens_back(p, s, row, end - row, b, set_of(p, b) == set, grad + from * all, dz + from * dz_stride(p), part,
-                    rest);
+        size b = sequence_of(p, row), end = least(rows.to, p->starts[b + 1]);
+        /* Numbers of panels count from the first token of all. */
+        tokens_back(p, s, (Range){row, end}, b, set_of(p, b) == set, grad - panel_at(rows.from, all),
+                    dz - panel_at(rows.from, 2 * d), part_at(p, s, stretch, block, set_of(p, b)), broad);
         set = set_of(p, b);
         row = end;
     }
-    if (p->grad_x) {
-        pack_tall(m, 2 * d, dz, dz_stride(p), 1, rest, 2 * d * TALL);
-        multiply(m, d, 2 * d, rest, s->w_qk, 0, 0, p->grad_x + rows.from * d, d);
-    }
+    if (p->grad_x)
+        multiply(d, m, 2 * d, in_panels(s->w_qk, 2 * d), dz, 2 * d * BROAD, 0, to_turned(p->grad_x + rows.from * d, d, 0));
 }
 
 /* dW_{·|X} of one set from the parts of its blocks in a stretch; one channel. */
 static void add_parts(const Pass *p, const BackwardScratch *s, Range stretch, size set, size channel) {
-    size count = p->rank * head_width(p);
     Range all = p->landmarks ? rows_of(p, set) : (Range){0, p->tokens};
-    real *to = grad_at(p, s->grad_w_x, set, channel);
+    real *to = weights_at(p, s->grad_w_x, set, channel);
     int add = all.from < stretch.from;
     for (size block = 0; block < pieces(stretch.to - stretch.from, block_size(p)); block++) {
         if (!meet(all, piece(stretch, block_size(p), block))) continue;
-        const real *from = part_at(p, s, stretch, block, set) + channel * count;
-        for (size i = 0; i < count; i++) to[i] = add ? to[i] + from[i] : from[i];
+        const real *from = part_at(p, s, stretch, block, set) + channel * packed_weights(p);
+        for (size i = 0; i < packed_weights(p); i++) to[i] = add ? to[i] + from[i] : from[i];
         add = 1;
     }
 }
 
-/* ROWS rows of grad (m × d) += Aᵀ B over the tokens of a stretch; totals, if any, += Σ A. */
-static void sum_over_tokens(const Pass *p, Range stretch, const real *a, size m, size stride, const real *packed_b,
-                            real *grad, real *totals, real *own, size task) {
-    size count = stretch.to - stretch.from, i = task * ROWS, rows = least(ROWS, m - i);
-    pack_tall(rows, count, a + i, 1, stride, own, count * TALL);
-    for (size j = 0; totals && j < rows; j += TALL)
-        add_sums(count, TALL, own + j * count, totals + i + j, least(TALL, rows - j));
-    multiply(rows, p->width, count, own, packed_b, 0, stretch.from > 0, grad + i * p->width, p->width);
+/* Rows of panels, `numbers` each, one after the other: (rows, tokens). */
+static void lay_out(const real *panels, size numbers, size rows, size tokens, real *to) {
+    for (size row = 0; row < tokens; row += BROAD)
+        for (size i = 0; i < rows; i++)
+            memcpy(to + i * row_step(tokens) + row, panels + panel_at(row, numbers) + i * BROAD, BROAD * sizeof(real));
+}
+
+/* ROWS rows of grad += Aᵀ B over the tokens of a stretch, A in panels of m numbers; totals, if any, += Σ A. */
+static void sum_over_tokens(const Pass *p, Range stretch, const real *a, size m, const real *packed_b, Result to,
+                            real *totals, real *own, size task) {
+    size count = stretch.to - stretch.from, i = task * ROWS, rows = least(ROWS, m - i), step = row_step(count);
+    lay_out(a + i * BROAD, m, rows, count, own);
+    for (size j = 0; totals && j < rows; j++) {
+        real sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (size l = 0; l < count; l++) sum += own[j * step + l];
+        totals[i + j] += sum;
+    }
+    to.at += i * (to.turned ? 1 : to.step);
+    multiply(rows, p->width, count, in_rows(own, step), packed_b, count * BROAD, 0, to);
 }
 
 /* A head's share of dW_o, where the maps are apart. */
 static void add_share(const Pass *p, const BackwardScratch *s, Range stretch, real *own, size head) {
-    size inner = head_width(p), pair = 2 * p->rank, count = stretch.to - stretch.from;
-    real *broad = own + count * padded(inner, BROAD);
-    pack_tall(inner, count, s->grad_heads + head * inner, 1, p->width, own, count * TALL);
-    pack_broad(count, pair, p->scores + stretch.from * all_scores(p) + head * pair, all_scores(p), 1, broad,
-               count * BROAD);
-    multiply(inner, pair, count, own, broad, 0, stretch.from > 0, s->shares + head * inner * pair, pair);
+    size inner = head_width(p), pair = 2 * p->rank, all = all_scores(p), count = stretch.to - stretch.from;
+    size tokens = padded(count, BROAD);
+    real *rows = own, *broad = own + row_step(count) * inner;
+    lay_out(s->grad_heads + head * inner * BROAD, p->width, inner, count, rows);
+    for (size row = 0; row < tokens; row += BROAD)
+        pack_broad(BROAD, pair, p->scores + panel_at(stretch.from + row, all) + head * pair * BROAD, 1, BROAD,
+                   broad + row * BROAD, tokens * BROAD);
+    multiply(inner, pair, count, in_rows(rows, row_step(count)), broad, tokens * BROAD, 0,
+             to_rows(s->shares + head * share_size(p), pair, stretch.from > 0));
 }
 
 static void backward_stretch(const Pass *p, const BackwardScratch *s, Range stretch, size *queue, real *own) {
-    size d = p->width, all = all_scores(p), count = stretch.to - stretch.from, panels = pieces(d, BROAD);
-    int learns = p->grad_y && p->grad_w_out;
-    const real *grad_y = p->grad_y + stretch.from * d;
+    size d = p->width, count = stretch.to - stretch.from, panels = pieces(d, BROAD);
+    int learns = p->grad_y && p->grad_w_out, add = stretch.from > 0;
+    const real *seen = p->folded ? p->scores + panel_at(stretch.from, mapped(p)) : s->heads;
     TASKS(queue, pieces(count, block_size(p))) backward_block(p, s, stretch, task, own);
     TASKS(queue + 1, p->grad_w_qk ? panels : 0) {
         size j = task * BROAD;
         pack_broad(count, least(BROAD, d - j), p->x + stretch.from * d + j, d, 1, s->rows_x + j * count, 0);
     }
-    if (!p->folded) {
-#pragma omp barrier
-    }
     TASKS(queue + 2, learns ? panels : 0) {
         size j = task * BROAD, columns = least(BROAD, d - j);
-        pack_broad(count, columns, (p->folded ? grad_y : s->heads) + j, d, 1, s->rows_y + j * count, 0);
-        if (p->folded) add_sums(count, BROAD, s->rows_y + j * count, p->grad_b_out + j, columns);
+        pack_broad(count, columns, p->grad_y + stretch.from * d + j, d, 1, s->rows_y + j * count, 0);
+        vec sums[VECTORS] = {{0}};
+        for (size l = 0; l < count; l++)
+            for (int v = 0; v < VECTORS; v++) sums[v] += *(vec *)(s->rows_y + j * count + l * BROAD + v * LANES);
+        for (size c = 0; c < columns; c++) p->grad_b_out[j + c] += sums[c / LANES][c % LANES];
     }
 #pragma omp barrier
     TASKS(queue + 3, p->grad_w_qk ? pieces(2 * d, ROWS) : 0)
-        sum_over_tokens(p, stretch, s->dz, 2 * d, dz_stride(p), s->rows_x, p->grad_w_qk, p->grad_b_qk, own, task);
-    TASKS(queue + 4, learns ? pieces(map_rows(p), ROWS) + (p->folded ? 0 : p->heads) : 0) {
-        if (p->folded)
-            sum_over_tokens(p, stretch, p->scores + stretch.from * all, all, all, s->rows_y, s->grad_map, 0, own, task);
-        else if (task < pieces(d, ROWS))
-            sum_over_tokens(p, stretch, grad_y, d, d, s->rows_y, p->grad_w_out, p->grad_b_out, own, task);
+        sum_over_tokens(p, stretch, s->dz, 2 * d, s->rows_x, to_rows(p->grad_w_qk, d, add), p->grad_b_qk, own, task);
+    TASKS(queue + 4, learns ? pieces(mapped(p), ROWS) + (p->folded ? 0 : p->heads) : 0) {
+        if (task < pieces(mapped(p), ROWS))
+            sum_over_tokens(p, stretch, seen, mapped(p), s->rows_y,
+                            to_turned(p->folded ? s->grad_map : p->grad_w_out, mapped(p), add), 0, own, task);
         else
-            add_share(p, s, stretch, own, task - pieces(d, ROWS));
+            add_share(p, s, stretch, own, task - pieces(mapped(p), ROWS));
     }
     size first = set_of(p, sequence_of(p, stretch.from)), last = set_of(p, sequence_of(p, stretch.to - 1));
     TASKS(queue + 5, (last - first + 1) * 2 * p->heads)
@@ -222,31 +229,18 @@ static void backward_stretch(const Pass *p, const BackwardScratch *s, Range stre
 #pragma omp barrier
 }
 
-static void turn_weights(const Pass *p, const BackwardScratch *s, size task) {
-    size inner = head_width(p);
-    for (size j = 0; j < p->rank; j += BROAD) { /* each panel of W_{·|X} on its own */
-        size rows = least(BROAD, p->rank - j);
-        pack_broad(rows, inner, s->w_x + task * packed_weights(p) + j * inner, 1, BROAD,
-                   s->w_x_turned + task * turned_weights(p) + j * padded(inner, BROAD), rows * BROAD);
-    }
-}
-
 static void prepare_backward(const Pass *p, const BackwardScratch *s, real *own) {
-    size d = p->width, *queue = s->queues;
+    size d = p->width, *queue = s->queues, unit = 4 * TALL;
     TASKS(queue, weight_sets(p) * p->heads) projection_weights(p, s->w_x, own, task);
-    TASKS(queue + 1, p->grad_y && p->folded ? p->heads : 0) fold(p, &s->out, own, task);
-    TASKS(queue + 2, p->grad_x ? pieces(d, BROAD) : 0) {
-        size j = task * BROAD;
-        pack_broad(2 * d, least(BROAD, d - j), p->w_qk + j, d, 1, s->w_qk + j * 2 * d, 2 * d * BROAD);
-    }
-    TASKS(queue + 3, 1) {
+    TASKS(queue + 1, p->grad_y && p->folded ? pieces(d, ROWS) : 0) fold(p, &s->out, 1, own, task);
+    TASKS(queue + 2, p->grad_y && !p->folded ? pieces(d, unit) : 0)
+        pack_tall(least(unit, d - task * unit), d, p->w_out + task * unit, d, s->out.map + task * unit * d);
+    TASKS(queue + 3, p->grad_x ? pieces(d, unit) : 0)
+        pack_tall(least(unit, d - task * unit), 2 * d, p->w_qk + task * unit, d, s->w_qk + task * unit * 2 * d);
+    TASKS(queue + 4, 1) {
         if (p->grad_w_qk) memset(p->grad_b_qk, 0, 2 * d * sizeof(real));
         if (p->grad_w_out) memset(p->grad_b_out, 0, d * sizeof(real));
-        if (!p->folded) pack_score_map(p, &s->out);
     }
-#pragma omp barrier
-    TASKS(queue + 4, p->grad_y ? pieces(map_rows(p), BROAD) : 0) pack_output(p, &s->out, 1, task);
-    TASKS(queue + 5, weight_sets(p) * 2 * p->heads) turn_weights(p, s, task);
 #pragma omp barrier
 }
 
@@ -267,12 +261,19 @@ static void backward(const Pass *p, const BackwardScratch *s, size thread) {
     for (size i = 0; i < pieces(p->tokens, unit); i++, queue += STRETCH_QUEUES)
         backward_stretch(p, s, piece((Range){0, p->tokens}, unit, i), queue, own);
     queue = s->queues;
-    TASKS(queue + 6, weight_sets(p) * p->heads) backward_to_landmarks(p, s->w_x, s->grad_w_x, own, task);
-    TASKS(queue + 7, learns && p->folded ? p->heads : 0) unfold(p, s->grad_map, s->shares, own, task);
+    TASKS(queue + 5, weight_sets(p) * p->heads) backward_to_landmarks(p, s->w_x, s->grad_w_x, own, task);
+    TASKS(queue + 6, learns ? p->heads : 0) {
+        real *share = s->shares + task * share_size(p);
+        if (p->folded) unfold(p, s->grad_map, share, own, task);
+        share_bias(p, share, task);
+    }
 #pragma omp barrier
-    TASKS(queue + 8, 2 * p->heads) backward_to_weights(p, s->grad_w_x, own, task);
-    TASKS(queue + 9, 1) {
-        if (learns) finish_score_map(p, s->shares);
-        if (p->grad_objective) grad_of_lambda(p);
+    TASKS(queue + 7, 2 * p->heads + 1) {
+        if (task < 2 * p->heads)
+            backward_to_weights(p, s->grad_w_x, own, task);
+        else {
+            if (learns) finish_score_map(p, s->shares);
+            if (p->grad_objective) grad_of_lambda(p);
+        }
     }
 }

@@ -2,91 +2,93 @@
 
 typedef struct {
     size *queues;
-    real *w_qk, *w_x, *energies, *own;
+    real *w_x, *energies, *own;
     size of_thread;
     Output out;
 } ForwardScratch;
 
-enum { FORWARD_QUEUES = 8 };
+enum { FORWARD_QUEUES = 4 };
 
 static ForwardScratch forward_scratch(const Pass *p, size *used) {
     ForwardScratch s;
-    size d = p->width, all = all_scores(p), most = d > all ? d : all;
     s.queues = take_bytes(p, used, FORWARD_QUEUES * sizeof(size));
-    s.w_qk = take(p, used, padded(2 * d, BROAD) * d);
-    s.w_x = take(p, used, weight_sets(p) * 2 * p->heads * packed_weights(p));
-    s.energies = take(p, used, (pieces(p->tokens, block_size(p)) + p->sequences) * all);
+    s.w_x = take(p, used, weight_sets(p) * set_size(p));
+    s.energies = take(p, used, (pieces(p->tokens, block_size(p)) + p->sequences) * all_scores(p));
     s.out = take_output(p, used);
-    size prepared = landmark_scratch(p) + fold_scratch(p), block = BLOCK * (most + d + padded(p->rank, BROAD));
+    size prepared = landmark_scratch(p) + fold_scratch(p), block = BLOCK * (p->width + padded(p->rank, BROAD));
     s.of_thread = padded(prepared > block ? prepared : block, BLOCK);
     s.own = take(p, used, s.of_thread * p->threads);
     return s;
 }
 
-/* 1/‖z‖ of m tokens of a channel, from their panels. inverse: m numbers, and as many more as fill a panel. */
-static void inverse_norms(size m, size k, const real *panels, real *inverse) {
-    for (size i = 0; i < m; i += TALL, panels += TALL * k) {
-        real sums[4][TALL] = {{0}}; /* four sums at once: one would wait for itself */
-        size l = 0;
-        for (; l + 4 <= k; l += 4)
-#pragma GCC unroll 4
-            for (size u = 0; u < 4; u++)
-                for (size r = 0; r < TALL; r++) {
-                    real value = panels[(l + u) * TALL + r];
-                    sums[u][r] += value * value;
-                }
-        for (; l < k; l++)
-            for (size r = 0; r < TALL; r++) sums[0][r] += panels[l * TALL + r] * panels[l * TALL + r];
-        for (size r = 0; r < TALL; r++) {
-            real norm = sqrt(sums[0][r] + sums[1][r] + (sums[2][r] + sums[3][r]));
-            inverse[i + r] = 1 / (norm > SMALLEST ? norm : SMALLEST);
-        }
+/* 1/‖z‖ of a panel of tokens. */
+static void inverse_norms(const Pass *p, const real *z, real *inverse) {
+    size inner = head_width(p);
+    for (size channel = 0; channel < 2 * p->heads; channel++, inverse += BROAD) {
+        vec sums[VECTORS] = {{0}};
+        for (size i = 0; i < inner; i++, z += BROAD)
+#pragma GCC unroll 16
+            for (int v = 0; v < VECTORS; v++) sums[v] += *(const vec *)(z + v * LANES) * *(const vec *)(z + v * LANES);
+        for (int v = 0; v < VECTORS; v++)
+            for (int l = 0; l < LANES; l++) {
+                real norm = sqrt(sums[v][l]);
+                inverse[v * LANES + l] = 1 / (norm > SMALLEST ? norm : SMALLEST);
+            }
     }
 }
 
-/* The scores of m tokens that share their weights, and the energies they bring. */
-static void scores_of(const Pass *p, size row, size m, real *w_x, size set, real *energy, real *tall, real *raw) {
-    size inner = head_width(p), rank = p->rank, all = all_scores(p), breadth = padded(rank, BROAD);
-    real inverse[BLOCK];
+/* The scores of tokens that share their weights, and the energies they bring. */
+static void scores_of(const Pass *p, Range rows, real *w_x, size set, real *energy, real *raw) {
+    size inner = head_width(p), rank = p->rank, all = all_scores(p), d = p->width, breadth = padded(rank, BROAD);
+    size first = rows.from / BROAD * BROAD, m = padded(rows.to - first, BROAD);
     for (size channel = 0; channel < 2 * p->heads; channel++) {
-        size column = column_of(p, channel);
-        pack_tall(m, inner, p->z + row * 2 * p->width + channel * inner, 2 * p->width, 1, tall, inner * TALL);
-        inverse_norms(m, inner, tall, inverse);
-        multiply(m, breadth, inner, tall, weights_at(p, w_x, set, channel), 0, 0, raw, breadth);
-        for (size j = 0; j < rank; j += LANES) {
-            /* The last vector reaches back into the one before: a whole store, and the same numbers once more. */
-            size back = j + LANES > rank && j ? j + LANES - rank : 0, left = rank - j + back;
-            real *to = p->scores + row * all + column + j - back, *from = raw + j - back;
-            vec squares = {0};
-            for (size i = 0; i < m; i++) {
-                vec score = *(loose *)(from + i * breadth) * inverse[i];
-                store_first(to + i * all, score, left);
-                squares += score * score;
-            }
-            store_first(energy + column + j - back, squares, left);
+        const real *w = weights_at(p, w_x, set, channel), *z = p->z + panel_at(first, 2 * d) + channel * inner * BROAD;
+        for (size j = 0; j < rank; j += BROAD)
+            multiply(padded(least(BROAD, rank - j), TALL), m, inner, in_columns(w + j * inner, BROAD), z, 2 * d * BROAD,
+                     0, to_panels(raw + j * BROAD, breadth * BROAD, 0));
+        vec squares[breadth][VECTORS];
+        memset(squares, 0, sizeof squares);
+        for (size row = first; row < rows.to; row += BROAD) {
+            const real *from = raw + panel_at(row - first, breadth);
+            const real *inverse = p->inverse + panel_at(row, 2 * p->heads) + channel * BROAD;
+            real *to = p->scores + panel_at(row, all) + column_of(p, channel) * BROAD;
+            lanes here[VECTORS];
+            mask_of(row, rows, here);
+            for (size j = 0; j < rank; j++)
+#pragma GCC unroll 16
+                for (int v = 0; v < VECTORS; v++) {
+                    size at = j * BROAD + v * LANES;
+                    vec score = *(const vec *)(from + at) * *(const vec *)(inverse + v * LANES);
+                    *(vec *)(to + at) = either(here[v], score, row < rows.from ? *(vec *)(to + at) : (vec){0});
+                    squares[j][v] += either(here[v], score * score, (vec){0});
+                }
         }
-        for (size i = 0; i < m; i++) p->inverse[(row + i) * 2 * p->heads + channel] = inverse[i];
+        for (size j = 0; j < rank; j++) {
+            vec sum = squares[j][0];
+            for (int v = 1; v < VECTORS; v++) sum += squares[j][v];
+            energy[column_of(p, channel) + j] = sum_of(sum);
+        }
     }
 }
 
 static void forward_block(const Pass *p, const ForwardScratch *s, size block, Range rows, real *own) {
-    size d = p->width, all = all_scores(p), m = rows.to - rows.from, most = d > all ? d : all;
-    real *tall = own, *raw = tall + BLOCK * most, *heads = raw + BLOCK * padded(p->rank, BROAD);
-    pack_tall(m, d, p->x + rows.from * d, d, 1, tall, d * TALL);
-    multiply(m, 2 * d, d, tall, s->w_qk, p->b_qk, 0, p->z + rows.from * 2 * d, 2 * d);
+    size d = p->width, all = all_scores(p), m = rows.to - rows.from;
+    real *broad = own, *raw = own + BLOCK * d, *z = p->z + panel_at(rows.from, 2 * d);
+    const real *scores = p->scores + panel_at(rows.from, all);
+    pack_broad(d, m, p->x + rows.from * d, 1, d, broad, d * BROAD);
+    multiply(2 * d, padded(m, BROAD), d, in_rows(p->w_qk, d), broad, d * BROAD, p->b_qk, to_panels(z, 2 * d * BROAD, 0));
+    for (size row = rows.from; row < rows.to; row += BROAD)
+        inverse_norms(p, p->z + panel_at(row, 2 * d), p->inverse + panel_at(row, 2 * p->heads));
     for (size row = rows.from; row < rows.to;) {
         size b = sequence_of(p, row), end = least(rows.to, p->starts[b + 1]);
-        scores_of(p, row, end - row, s->w_x, set_of(p, b), s->energies + (block + b) * all, tall, raw);
+        scores_of(p, (Range){row, end}, s->w_x, set_of(p, b), s->energies + (block + b) * all, raw);
         row = end;
     }
-    const real *scores = p->scores + rows.from * all;
-    if (p->folded)
-        pack_tall(m, all, scores, all, 1, tall, all * TALL);
-    else {
-        heads_of(p, m, scores, s->out.score_map, tall, heads);
-        pack_tall(m, d, heads, d, 1, tall, d * TALL);
-    }
-    multiply(m, d, map_rows(p), tall, s->out.map, s->out.shift, 0, p->y + rows.from * d, d);
+    if (!p->folded) heads_of(p, m, scores, broad);
+    multiply(d, m, mapped(p), in_rows(p->folded ? s->out.map : p->w_out, mapped(p)), p->folded ? scores : broad,
+             mapped(p) * BROAD, s->out.shift, to_turned(p->y + rows.from * d, d, 0));
+    for (size row = rows.from; p->score_rows && row < rows.to; row++)
+        for (size j = 0; j < all; j++) p->score_rows[row * all + j] = p->scores[panel_at(row, all) + j * BROAD + row % BROAD];
 }
 
 /* J of a sequence. Its energies come block after block: e and r alike, since Λ weighs both alike. */
@@ -107,24 +109,17 @@ static void objective_of(const Pass *p, const ForwardScratch *s, size b, real tr
 
 static void forward(const Pass *p, const ForwardScratch *s, size thread) {
     real *own = s->own + thread * s->of_thread;
-    size d = p->width, *queue = s->queues, blocks = pieces(p->tokens, block_size(p));
+    size *queue = s->queues, blocks = pieces(p->tokens, block_size(p));
     TASKS(queue, weight_sets(p) * p->heads) projection_weights(p, s->w_x, own, task);
-    TASKS(queue + 1, p->heads) {
-        if (p->folded) fold(p, &s->out, own, task);
-        fold_shift(p, &s->out, task);
-    }
-    TASKS(queue + 2, pieces(2 * d, BROAD)) {
-        size j = task * BROAD;
-        pack_broad(d, least(BROAD, 2 * d - j), p->w_qk + j * d, 1, d, s->w_qk + j * d, d * BROAD);
+    TASKS(queue + 1, pieces(p->width, ROWS)) {
+        if (p->folded) fold(p, &s->out, 0, own, task);
+        fold_shift(p, &s->out, own, task);
     }
 #pragma omp barrier
-    TASKS(queue + 3, pieces(d, BROAD)) pack_output(p, &s->out, 0, task);
-    TASKS(queue + 4, !p->folded) pack_score_map(p, &s->out);
-#pragma omp barrier
-    TASKS(queue + 5, blocks) forward_block(p, s, task, piece((Range){0, p->tokens}, block_size(p), task), own);
+    TASKS(queue + 2, blocks) forward_block(p, s, task, piece((Range){0, p->tokens}, block_size(p), task), own);
     if (!p->objective) return;
 #pragma omp barrier
     real trace = 0;
     for (size head = 0; head < p->heads && !p->projected_trace; head++) trace += trace_of(p, s->w_x, 0, head);
-    TASKS(queue + 6, p->sequences) objective_of(p, s, task, trace);
+    TASKS(queue + 3, p->sequences) objective_of(p, s, task, trace);
 }

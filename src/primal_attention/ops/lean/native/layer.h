@@ -1,7 +1,9 @@
 /* What a pass over the layer is given and gives, how its work is shared among threads, and where its scratch lies.
 
-   Sequences stand one after the other in the rows of x. z has the channels [q of each head, k of each head] side by side,
-   the scores have [e, r] of each head side by side: (T, H, 2, s). */
+   Sequences stand one after the other in the rows of x. All that is made of a token stands in panels of BROAD tokens, the
+   B of a product: (panel, channel, BROAD). z has the channels [q of each head, k of each head], 1/‖z‖ has one for each of
+   these, the scores have [e, r] of each head: (H, 2, s). So the weights stay as they are, sums over a head's channels
+   are sums of vectors, and what pads the last panel is no more than that. */
 
 #include <omp.h>
 #include <tgmath.h>
@@ -11,11 +13,12 @@ typedef struct { /* as `Pass` in native/library.py has it */
     size threads, folded, mean, projected_trace;
     const size *starts, *places; /* (sequences + 1,) rows; (sequences, landmarks) rows */
     const real *x, *w_qk, *b_qk, *w_e, *w_r, *w_o, *b_o, *w_out, *b_out, *sqrt_lambda;
-    real *z, *inverse, *scores, *energy, *y, *objective;
+    real *kept, *y, *objective, *score_rows; /* for the way back; the last: the scores as (T, 2Hs), if asked for */
     const real *grad_y, *grad_objective, *grad_scores;
     real *grad_x, *grad_w_qk, *grad_b_qk, *grad_w_e, *grad_w_r, *grad_w_o, *grad_b_o, *grad_w_out, *grad_b_out;
     real *grad_sqrt_lambda;
     char *scratch;
+    real *z, *scores, *inverse, *energy; /* the parts of what is kept */
 } Pass;
 
 enum { BLOCK = 128 };    /* tokens, at most, that go through a pass together: they stay in the second cache */
@@ -27,10 +30,13 @@ static inline size all_scores(const Pass *p) { return 2 * p->heads * p->rank; }
 static inline size weight_sets(const Pass *p) { return p->landmarks ? p->sequences : 1; }
 static inline size set_of(const Pass *p, size sequence) { return p->landmarks ? sequence : 0; }
 
-/* Where the scores of a channel of z stand in a row of scores. */
+/* Where the scores of a channel of z stand among all scores. */
 static inline size column_of(const Pass *p, size channel) {
     return (2 * (channel % p->heads) + channel / p->heads) * p->rank;
 }
+
+/* Where a panel begins that has so many numbers of each token; row: that of its first token. */
+static inline size panel_at(size row, size numbers) { return row / BROAD * BROAD * numbers; }
 
 /* What makes J's first two terms of a sequence's summed energies. */
 static inline real energy_scale(const Pass *p, size sequence) {
@@ -48,6 +54,15 @@ static inline Range rows_of(const Pass *p, size sequence) {
     return (Range){p->starts[sequence], p->starts[sequence + 1]};
 }
 
+/* Which tokens of the panel that begins at `row` are among those of a range: a mask for each of its vectors. */
+static inline void mask_of(size row, Range range, lanes *mask) {
+    for (int v = 0; v < VECTORS; v++)
+        for (int l = 0; l < LANES; l++) {
+            size token = row + v * LANES + l;
+            mask[v][l] = -(token >= range.from && token < range.to);
+        }
+}
+
 /* The sequence that holds a row; empty ones hold none. */
 static inline size sequence_of(const Pass *p, size row) {
     size low = 0, high = p->sequences - 1;
@@ -61,10 +76,10 @@ static inline size sequence_of(const Pass *p, size row) {
     return low;
 }
 
-/* Tokens of a block: whole tiles, and some four blocks for every thread where there are tokens enough. */
+/* Tokens of a block: whole panels, and some four blocks for every thread where there are tokens enough. */
 static inline size block_size(const Pass *p) {
-    size even = padded(p->tokens / (4 * p->threads), TALL);
-    return even > BLOCK ? BLOCK : even < 4 * TALL ? 4 * TALL : even;
+    size even = padded(p->tokens / (4 * p->threads), BROAD), most = BLOCK / BROAD * BROAD, least_of_all = padded(32, BROAD);
+    return even > most ? most : even < least_of_all ? least_of_all : even;
 }
 
 static inline size pieces(size count, size unit) { return (count + unit - 1) / unit; }

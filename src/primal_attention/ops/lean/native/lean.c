@@ -14,6 +14,21 @@
 
 #include "backward.h"
 
+/* Where in what is kept for the way back its parts stand. Returns how many numbers it has. */
+static size lay_kept(Pass *p) {
+    size tokens = padded(p->tokens, BROAD);
+    p->z = p->kept;
+    p->scores = p->z + tokens * 2 * p->width;
+    p->inverse = p->scores + tokens * all_scores(p);
+    p->energy = p->inverse + tokens * 2 * p->heads;
+    return tokens * (2 * p->width + all_scores(p) + 2 * p->heads) + p->sequences * p->heads * p->rank;
+}
+
+size primal_kept(const Pass *given) {
+    Pass p = *given;
+    return lay_kept(&p);
+}
+
 /* Bytes of scratch that a pass needs. */
 size primal_scratch(const Pass *given, size back) {
     Pass p = *given;
@@ -26,17 +41,19 @@ size primal_scratch(const Pass *given, size back) {
     return used;
 }
 
-void primal_forward(const Pass *p) {
+void primal_forward(Pass *p) {
     size used = 0;
     ForwardScratch s = forward_scratch(p, &used);
+    lay_kept(p);
     memset(s.queues, 0, FORWARD_QUEUES * sizeof(size));
 #pragma omp parallel num_threads(p->threads)
     forward(p, &s, omp_get_thread_num());
 }
 
-void primal_backward(const Pass *p) {
+void primal_backward(Pass *p) {
     size used = 0;
     BackwardScratch s = backward_scratch(p, &used);
+    lay_kept(p);
     memset(s.queues, 0, (BACKWARD_QUEUES + STRETCH_QUEUES * pieces(p->tokens, stretch_size(p))) * sizeof(size));
 #pragma omp parallel num_threads(p->threads)
     backward(p, &s, omp_get_thread_num());

@@ -18,10 +18,11 @@ SIZES = (
 TENSORS = (
     "starts", "places",
     "x", "w_qk", "b_qk", "w_e", "w_r", "w_o", "b_o", "w_out", "b_out", "sqrt_lambda",
-    "z", "inverse", "scores", "energy", "y", "objective",
+    "kept", "y", "objective", "score_rows",
     "grad_y", "grad_objective", "grad_scores",
     "grad_x", "grad_w_qk", "grad_b_qk", "grad_w_e", "grad_w_r", "grad_w_o", "grad_b_o", "grad_w_out", "grad_b_out",
     "grad_sqrt_lambda", "scratch",
+    "z", "scores", "inverse", "energy",
 )  # fmt: skip
 REALS = {torch.float32: "float", torch.float64: "double"}
 _loading = Lock()
@@ -42,12 +43,16 @@ class Pass(ctypes.Structure):
 class Library:
     def __init__(self, path: str) -> None:
         loaded = ctypes.CDLL(path, mode=os.RTLD_NOW)
-        self._scratch, self._forward, self._backward = (
-            loaded.primal_scratch, loaded.primal_forward, loaded.primal_backward,
-        )  # fmt: skip
+        self._kept, self._scratch = loaded.primal_kept, loaded.primal_scratch
+        self._forward, self._backward = loaded.primal_forward, loaded.primal_backward
+        self._kept.restype, self._kept.argtypes = ctypes.c_int64, [ctypes.c_void_p]
         self._scratch.restype, self._scratch.argtypes = ctypes.c_int64, [ctypes.c_void_p, ctypes.c_int64]
         for call in (self._forward, self._backward):
             call.restype, call.argtypes = None, [ctypes.c_void_p]
+
+    def kept(self, given: Pass) -> int:
+        """How many numbers the pass forward leaves for the way back."""
+        return self._kept(ctypes.addressof(given))  # type: ignore[no-any-return]
 
     def run(self, given: Pass, back: bool) -> None:
         scratch = torch.empty(self._scratch(ctypes.addressof(given), back), dtype=torch.uint8)

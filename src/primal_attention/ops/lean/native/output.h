@@ -1,111 +1,106 @@
 /* y = W_out concat_h(W_o [e; r] + b_o) + b_out and the way back.
 
-   Nothing stands between the two maps, so that their product M (2Hs × d, rows as the scores stand) serves where there
-   are tokens enough to pay for it: `folded`. Otherwise they stay apart, and the heads' outputs stand between them. */
+   Nothing stands between the two maps, so that their product M (d × 2Hs) serves where there are tokens enough to pay for
+   it: `folded`. Otherwise they stay apart, and the heads' outputs, (panel, d, BROAD), stand between them. */
 
 typedef struct {
-    real *plain;          /* M */
-    real *shift;          /* m = b_out + Σ_h W_out[:, h] b_o */
-    real *map;            /* packed: M or W_out, as the direction needs it */
-    real *score_map;      /* packed, where it is apart: W_o for the scores, */
-    real *score_map_back; /* and for the gradient of the heads' outputs */
+    real *map;   /* forward M, backward Mᵀ, or W_outᵀ packed tall where the maps are apart */
+    real *shift; /* m = b_out + Σ_h W_out[:, h] b_o */
 } Output;
 
-static inline size map_rows(const Pass *p) { return p->folded ? all_scores(p) : p->width; }
+/* What of a token W_out or M is applied to: scores or the heads' outputs. */
+static inline size mapped(const Pass *p) { return p->folded ? all_scores(p) : p->width; }
 
 static Output take_output(const Pass *p, size *used) {
     Output out;
-    size d = padded(p->width, BROAD);
-    out.plain = take(p, used, p->folded ? all_scores(p) * p->width : 0);
+    out.map = take(p, used, padded(mapped(p), TALL) * p->width);
     out.shift = take(p, used, p->width);
-    out.map = take(p, used, padded(map_rows(p), BROAD) * d);
-    out.score_map = take(p, used, 2 * p->rank * padded(head_width(p), BROAD));
-    out.score_map_back = take(p, used, padded(2 * p->rank, BROAD) * head_width(p));
     return out;
 }
 
 static inline size fold_scratch(const Pass *p) { /* of a thread */
-    size inner = padded(head_width(p), BROAD), pair = padded(2 * p->rank, BROAD), d = padded(p->width, BROAD);
-    return inner * pair + (pair + inner) * d;
+    return padded(2 * p->rank, BROAD) * head_width(p) + p->width;
 }
 
-/* One head's rows of M. */
-static void fold(const Pass *p, const Output *out, real *scratch, size head) {
-    size inner = head_width(p), pair = 2 * p->rank, d = p->width;
-    real *tall = scratch, *broad = tall + padded(pair, BROAD) * padded(inner, BROAD);
-    pack_tall(pair, inner, p->w_o, 1, pair, tall, inner * TALL);
-    pack_broad(inner, d, p->w_out + head * inner, 1, d, broad, inner * BROAD);
-    multiply(pair, d, inner, tall, broad, 0, 0, out->plain + head * pair * d, d);
+enum { ROWS = 64 }; /* of a map or of a gradient that sums over tokens: one task */
+
+/* ROWS rows of M, or columns of Mᵀ. */
+static void fold(const Pass *p, const Output *out, int turned, real *broad, size task) {
+    size inner = head_width(p), pair = 2 * p->rank, all = all_scores(p), d = p->width;
+    size i = task * ROWS, rows = least(ROWS, d - i);
+    pack_broad(inner, pair, p->w_o, pair, 1, broad, inner * BROAD);
+    for (size head = 0; head < p->heads; head++)
+        multiply(rows, pair, inner, in_rows(p->w_out + i * d + head * inner, d), broad, inner * BROAD, 0,
+                 turned ? to_turned(out->map + head * pair * d + i, d, 0)
+                        : to_rows(out->map + i * all + head * pair, all, 0));
 }
 
-/* The part of m that belongs to one head's rows of W_out. */
-static void fold_shift(const Pass *p, const Output *out, size head) {
+/* ROWS numbers of m. */
+static void fold_shift(const Pass *p, const Output *out, real *repeated, size task) {
     size inner = head_width(p), d = p->width;
-    for (size i = head * inner; i < (head + 1) * inner; i++) {
+    int shifts = p->folded && p->b_o;
+    for (size l = 0; shifts && l < d; l++) repeated[l] = p->b_o[l % inner];
+    for (size i = task * ROWS; i < least((task + 1) * ROWS, d); i++) {
         real sum = 0;
-        for (size l = 0; p->folded && p->b_o && l < d; l += inner) {
-            real of_head = 0;
-#pragma omp simd reduction(+ : of_head)
-            for (size k = 0; k < inner; k++) of_head += p->w_out[i * d + l + k] * p->b_o[k];
-            sum += of_head;
-        }
+#pragma omp simd reduction(+ : sum)
+        for (size l = 0; l < (shifts ? d : 0); l++) sum += p->w_out[i * d + l] * repeated[l];
         out->shift[i] = sum + (p->b_out ? p->b_out[i] : 0);
     }
 }
 
-/* One panel of what multiplies the scores (forward) or dy (backward). M must be there. */
-static void pack_output(const Pass *p, const Output *out, int backward, size panel) {
-    size d = p->width, rows = map_rows(p), k = backward ? d : rows, n = backward ? rows : d, j = panel * BROAD;
-    /* M stands as (scores, d), W_out as (d, heads' outputs): each is turned for one of the two directions. */
-    int along = p->folded != !!backward;
-    const real *from = p->folded ? out->plain : p->w_out;
-    pack_broad(k, least(BROAD, n - j), along ? from + j : from + j * k, along ? n : 1, along ? 1 : k, out->map + j * k,
-               k * BROAD);
+/* The heads' outputs of m tokens from their scores. */
+static void heads_of(const Pass *p, size m, const real *scores, real *heads) {
+    size pair = 2 * p->rank, inner = head_width(p), d = p->width;
+    for (size head = 0; head < p->heads; head++)
+        multiply(inner, padded(m, BROAD), pair, in_rows(p->w_o, pair), scores + head * pair * BROAD,
+                 all_scores(p) * BROAD, p->b_o, to_panels(heads + head * inner * BROAD, d * BROAD, 0));
 }
 
-static void pack_score_map(const Pass *p, const Output *out) {
-    size pair = 2 * p->rank, inner = head_width(p);
-    pack_broad(pair, inner, p->w_o, 1, pair, out->score_map, pair * BROAD);
-    pack_broad(inner, pair, p->w_o, pair, 1, out->score_map_back, inner * BROAD);
+/* And back: the gradient of the scores from that of the heads' outputs. */
+static void heads_back(const Pass *p, size m, const real *grad_heads, real *grad) {
+    size pair = 2 * p->rank, inner = head_width(p), d = p->width;
+    for (size head = 0; head < p->heads; head++)
+        multiply(pair, padded(m, BROAD), inner, in_columns(p->w_o, pair), grad_heads + head * inner * BROAD, d * BROAD, 0,
+                 to_panels(grad + head * pair * BROAD, all_scores(p) * BROAD, 0));
 }
 
-/* The heads' outputs of m tokens, (m, d). */
-static void heads_of(const Pass *p, size m, const real *scores, const real *packed_w_o, real *tall, real *heads) {
-    size pair = 2 * p->rank, inner = head_width(p);
-    pack_tall(m * p->heads, pair, scores, pair, 1, tall, pair * TALL);
-    multiply(m * p->heads, inner, pair, tall, packed_w_o, p->b_o, 0, heads, inner);
-}
-
-/* One head of dM → its columns of dW_out and its share of dW_o, (p, 2s). */
-static void unfold(const Pass *p, const real *grad_map, real *shares, real *scratch, size head) {
-    size inner = head_width(p), pair = 2 * p->rank, d = p->width;
-    real *tall = scratch, *broad = tall + padded(d, BROAD) * padded(pair > inner ? pair : inner, BROAD);
-    const real *of_head = grad_map + head * pair * d;
-    real *to = p->grad_w_out + head * inner;
-    pack_tall(d, pair, of_head, 1, d, tall, pair * TALL);
-    pack_broad(pair, inner, p->w_o, 1, pair, broad, pair * BROAD);
-    multiply(d, inner, pair, tall, broad, 0, 0, to, d);
-    for (size i = 0; i < d && p->b_o; i++)
-        for (size l = 0; l < inner; l++) to[i * d + l] += p->grad_b_out[i] * p->b_o[l];
-    pack_tall(inner, d, p->w_out + head * inner, 1, d, tall, d * TALL);
-    pack_broad(d, pair, of_head, 1, d, broad, d * BROAD);
-    multiply(inner, pair, d, tall, broad, 0, 0, shares + head * inner * pair, pair);
+/* What a head adds to dW_o, (p, 2s), and to db_o. */
+static inline size share_size(const Pass *p) { return head_width(p) * (2 * p->rank + 1); }
+static void share_bias(const Pass *p, real *share, size head) {
+    size inner = head_width(p), d = p->width;
+    real *to = share + inner * 2 * p->rank;
+    memset(to, 0, inner * sizeof(real));
+    for (size i = 0; i < d; i++)
+        for (size l = 0; l < inner; l++) to[l] += p->grad_b_out[i] * p->w_out[i * d + head * inner + l];
 }
 
 static inline size unfold_scratch(const Pass *p) { /* of a thread */
     size inner = padded(head_width(p), BROAD), pair = padded(2 * p->rank, BROAD), d = padded(p->width, BROAD);
-    return d * (pair > inner ? pair : inner) + pair * (inner > d ? inner : d);
+    return d * inner + pair * (inner > d ? inner : d);
 }
 
-/* dW_o from the heads' shares, and db_o = Σ_h W_out[:, h]ᵀ db_out. */
+/* One head of dM, (d, 2Hs), → its columns of dW_out and its share of dW_o. */
+static void unfold(const Pass *p, const real *grad_map, real *share, real *scratch, size head) {
+    size inner = head_width(p), pair = 2 * p->rank, all = all_scores(p), d = p->width;
+    real *tall = scratch, *broad = tall + padded(d, BROAD) * padded(inner, BROAD);
+    const real *of_head = grad_map + head * pair;
+    real *to = p->grad_w_out + head * inner;
+    pack_broad(pair, inner, p->w_o, 1, pair, broad, pair * BROAD);
+    multiply(d, inner, pair, in_rows(of_head, all), broad, pair * BROAD, 0, to_rows(to, d, 0));
+    for (size i = 0; i < d && p->b_o; i++)
+        for (size l = 0; l < inner; l++) to[i * d + l] += p->grad_b_out[i] * p->b_o[l];
+    pack_tall(inner, d, p->w_out + head * inner, d, tall);
+    pack_broad(d, pair, of_head, all, 1, broad, d * BROAD);
+    multiply(inner, pair, d, in_panels(tall, d), broad, d * BROAD, 0, to_rows(share, pair, 0));
+}
+
+/* dW_o and db_o from the heads' shares. */
 static void finish_score_map(const Pass *p, const real *shares) {
-    size inner = head_width(p), numbers = 2 * p->rank * inner, d = p->width;
+    size inner = head_width(p), numbers = 2 * p->rank * inner;
     memset(p->grad_w_o, 0, numbers * sizeof(real));
     memset(p->grad_b_o, 0, inner * sizeof(real));
-    for (size head = 0; head < p->heads; head++) {
-        for (size i = 0; i < numbers; i++) p->grad_w_o[i] += shares[head * numbers + i];
-        for (size i = 0; i < d; i++)
-            for (size l = 0; l < inner; l++)
-                p->grad_b_o[l] += p->grad_b_out[i] * p->w_out[i * d + head * inner + l];
+    for (size head = 0; head < p->heads; head++, shares += share_size(p)) {
+        for (size i = 0; i < numbers; i++) p->grad_w_o[i] += shares[i];
+        for (size l = 0; l < inner; l++) p->grad_b_o[l] += shares[numbers + l];
     }
 }

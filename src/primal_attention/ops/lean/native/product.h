@@ -1,8 +1,9 @@
 /* Matrix products from packed panels.
 
-   C (m × n) = A (m × k) B (k × n) as tiles of TALL rows and BROAD columns that live in the vector registers. A is
-   packed into panels of TALL rows, B into panels of BROAD columns, both with k running slowest, so that a tile reads
-   either from front to back, whatever strides its matrix came with. What a matrix lacks to a whole panel is zeros. */
+   C (m × n) = A (m × k) B (k × n) as tiles of TALL rows and BROAD columns that live in the vector registers. Of A a tile
+   reads single numbers, so that A may stand as it came, if only few lines of the cache hold TALL rows of it. Of B it
+   reads whole vectors: B stands in panels of BROAD columns with k running slowest. What B lacks to a whole panel is
+   zeros. C comes as rows, as panels that the next product takes for its B, or turned. */
 
 #include <stdint.h>
 #include <string.h>
@@ -20,13 +21,13 @@ enum { BYTES = 16, TALL = 4, VECTORS = 4 };
 enum { BYTES = 16, TALL = 4, VECTORS = 2 };
 #endif
 enum { LANES = BYTES / sizeof(real), BROAD = VECTORS * LANES };
-_Static_assert(BROAD % TALL == 0, "a panel of columns is read as panels of rows, too");
 
-enum { DEEP = 512 };       /* k that is taken at once: a panel of A stays in the first cache */
+enum { DEEP = 512 };       /* k that is taken at once: TALL rows of A stay in the first cache */
 enum { WIDE = 8 * BROAD }; /* columns that are taken at once: their panels stay in the second */
 
 typedef real vec __attribute__((vector_size(BYTES), may_alias));
 typedef real loose __attribute__((vector_size(BYTES), may_alias, aligned(sizeof(real)))); /* a vec at any address */
+typedef __typeof__((vec){0} == (vec){0}) lanes;
 
 static inline size least(size a, size b) { return a < b ? a : b; }
 static inline size padded(size n, size unit) { return (n + unit - 1) / unit * unit; }
@@ -63,16 +64,18 @@ static inline void store_first(real *to, vec v, size count) {
 }
 #endif
 
+/* v where the mask is set, else what `other` has. */
+static inline vec either(lanes mask, vec v, vec other) { return (vec)((mask & (lanes)v) | (~mask & (lanes)other)); }
+
+/* Halves onto halves: one number after the other would wait for itself. */
 static inline real sum_of(vec v) {
-    real sum = 0;
-#pragma GCC unroll 16
-    for (int l = 0; l < LANES; l++) sum += v[l];
-    return sum;
+    for (int half = LANES / 2; half; half /= 2)
+        for (int l = 0; l < half; l++) v[l] += v[l + half];
+    return v[0];
 }
 
 /* The even and the odd half of a shuffle: a0 b0 a1 b1 … */
 #if defined(__GNUC__) && !defined(__clang__)
-typedef __typeof__((vec){0} == (vec){0}) lanes;
 static inline vec shuffled(vec a, vec b, int half) {
     lanes from;
     for (int l = 0; l < LANES / 2; l++) {
@@ -107,8 +110,10 @@ static inline __attribute__((always_inline)) void turn(vec *rows, const int coun
     }
 }
 
-/* Rows of A that stand as columns: four panels at a time, for whole lines of the cache. */
-static void pack_columns(size m, size k, const real *a, size right, real *panels, size apart) {
+/* A, whose element (i, l) stands at a[i + l·right], as panels of TALL rows: four at a time, for whole lines of the
+   cache. */
+static void pack_tall(size m, size k, const real *a, size right, real *panels) {
+    size apart = k * TALL;
     for (size i = 0; i < m; i += 4 * TALL, panels += 4 * apart)
         for (size l = 0; l < k; l++) {
             const real *from = a + i + l * right;
@@ -121,30 +126,8 @@ static void pack_columns(size m, size k, const real *a, size right, real *panels
         }
 }
 
-/* A, whose element (i, l) stands at a[i·down + l·right], as panels of TALL rows, `apart` numbers from each other. */
-static void pack_tall(size m, size k, const real *a, size down, size right, real *panels, size apart) {
-    if (down == 1) {
-        pack_columns(m, k, a, right, panels, apart);
-        return;
-    }
-    for (size i = 0; i < m; i += TALL, panels += apart) {
-        const real *from = a + i * down;
-        size rows = least(TALL, m - i), l = 0;
-        if (right == 1 && rows == TALL)
-            for (; l + LANES <= k; l += LANES) {
-                vec block[TALL];
-#pragma GCC unroll 16
-                for (int r = 0; r < TALL; r++) block[r] = *(const loose *)(from + r * down + l);
-                turn(block, TALL);
-#pragma GCC unroll 16
-                for (int r = 0; r < TALL; r++) *(loose *)(panels + l * TALL + r * LANES) = block[r];
-            }
-        for (; l < k; l++)
-            for (size r = 0; r < TALL; r++) panels[l * TALL + r] = r < rows ? from[r * down + l * right] : 0;
-    }
-}
-
-/* B, whose element (l, j) stands at b[l·down + j·right], as panels of BROAD columns, `apart` numbers from each other. */
+/* B, whose element (l, j) stands at b[l·down + j·right], one of both 1, as panels of BROAD columns, `apart` numbers from
+   each other. */
 static void pack_broad(size k, size n, const real *b, size down, size right, real *panels, size apart) {
     for (size j = 0; j < n; j += BROAD, panels += apart) {
         const real *from = b + j * right;
@@ -159,95 +142,122 @@ static void pack_broad(size k, size n, const real *b, size down, size right, rea
                                                 : (vec){0};
             continue;
         }
-        for (size c = 0; c < BROAD; c += LANES) {
-            size l = 0;
-            if (down == 1 && c + LANES <= columns)
-                for (; l + LANES <= k; l += LANES) {
-                    vec block[LANES];
+        for (size c = 0; c < BROAD; c += LANES)
+            for (size l = 0; l < k; l += LANES) {
+                vec block[LANES];
 #pragma GCC unroll 16
-                    for (int r = 0; r < LANES; r++) block[r] = *(const loose *)(from + (c + r) * right + l);
-                    turn(block, LANES);
+                for (int r = 0; r < LANES; r++)
+                    block[r] = c + r < columns ? load_first(from + (c + r) * right + l, k - l) : (vec){0};
+                turn(block, LANES);
 #pragma GCC unroll 16
-                    for (int r = 0; r < LANES; r++) *(vec *)(panels + (l + r) * BROAD + c) = block[r];
-                }
-            for (; l < k; l++)
-                for (size r = c; r < c + LANES; r++)
-                    panels[l * BROAD + r] = r < columns ? from[l * down + r * right] : 0;
-        }
+                for (int r = 0; r < LANES; r++)
+                    if (l + r < k) *(vec *)(panels + (l + r) * BROAD + c) = block[r];
+            }
     }
 }
 
-/* One tile: c = start + a b, or c + start + a b; `start` is a row that all rows of the tile begin with, or NULL.
-   across: from one k of a to the next, TALL in a panel. */
-static inline __attribute__((always_inline)) void tile_of(size k, const real *a, const size across, const real *b,
-                                                          const real *start, int add, real *c, size stride,
-                                                          size rows, size columns) {
+/* A: its element (i, l) stands at at[i·step + l], turned at at[i + l·step]. */
+typedef struct {
+    const real *at;
+    size step, next; /* from TALL rows to the next */
+    int turned;
+} Left;
+static inline Left in_rows(const real *a, size step) { return (Left){a, step, TALL * step, 0}; }
+static inline Left in_columns(const real *a, size step) { return (Left){a, step, TALL, 1}; }
+static inline Left in_panels(const real *a, size k) { return (Left){a, TALL, TALL * k, 1}; }
+
+/* C: its element (i, j) stands at at[i·step + j] in rows, at at[i + j·step] turned, else in panels as a B. */
+typedef struct {
+    real *at;
+    size step, apart;
+    int turned, add; /* add to what stands there */
+} Result;
+static inline Result to_rows(real *c, size step, int add) { return (Result){c, step, BROAD, 0, add}; }
+static inline Result to_turned(real *c, size step, int add) { return (Result){c, step, BROAD * step, 1, add}; }
+static inline Result to_panels(real *c, size apart, int add) { return (Result){c, BROAD, apart, 0, add}; }
+
+/* One tile; `start` has a number for each row that it begins with, or is NULL; `ahead` is what will be read next of A. */
+static inline __attribute__((always_inline)) void tile_of(size k, const real *a, size step, const int turned,
+                                                          const real *ahead, const real *b, const real *start,
+                                                          const Result *form,
+                                                          int add, real *c, size rows, size columns) {
     vec sums[TALL][VECTORS];
 #pragma GCC unroll 16
     for (int i = 0; i < TALL; i++)
 #pragma GCC unroll 16
-        for (int v = 0; v < VECTORS; v++) sums[i][v] = (vec){0};
-    for (size l = 0; l < k; l++, a += across, b += BROAD) {
+        for (int v = 0; v < VECTORS; v++) sums[i][v] = (vec){0} + (start && i < rows ? start[i] : 0);
+    for (size l = 0; l < k; l++, a += turned ? step : 1, b += BROAD, ahead += TALL) {
         vec row[VECTORS];
+        __builtin_prefetch(ahead, 0, 2);
 #pragma GCC unroll 16
         for (int v = 0; v < VECTORS; v++) row[v] = *(const vec *)(b + v * LANES);
 #pragma GCC unroll 16
         for (int i = 0; i < TALL; i++)
 #pragma GCC unroll 16
-            for (int v = 0; v < VECTORS; v++) sums[i][v] += a[i] * row[v];
+            for (int v = 0; v < VECTORS; v++) sums[i][v] += a[turned ? i : i * step] * row[v];
     }
-    if (rows == TALL && columns == BROAD) {
+    size stride = form->step;
+    if (!form->turned) {
 #pragma GCC unroll 16
         for (int i = 0; i < TALL; i++)
 #pragma GCC unroll 16
             for (int v = 0; v < VECTORS; v++) {
-                loose *at = (loose *)(c + i * stride + v * LANES);
-                vec sum = sums[i][v];
-                if (start) sum += *(const loose *)(start + v * LANES);
-                if (add) sum += *at;
-                *at = sum;
+                real *at = c + i * stride + v * LANES;
+                size count = columns - v * LANES;
+                if (i >= rows || count <= 0) continue;
+                if (add) sums[i][v] += load_first(at, count);
+                store_first(at, sums[i][v], count);
             }
         return;
     }
-    real edge[TALL * BROAD];
-    memcpy(edge, sums, sizeof edge);
-    for (size i = 0; i < rows; i++)
-        for (size j = 0; j < columns; j++) {
-            real sum = edge[i * BROAD + j] + (start ? start[j] : 0);
-            c[i * stride + j] = add ? c[i * stride + j] + sum : sum;
-        }
+    real edge[BROAD * TALL];
+#pragma GCC unroll 16
+    for (int v = 0; v < VECTORS; v++) {
+        vec block[TALL];
+#pragma GCC unroll 16
+        for (int i = 0; i < TALL; i++) block[i] = sums[i][v];
+        turn(block, TALL);
+        memcpy(edge + v * LANES * TALL, block, sizeof block);
+    }
+    if (rows == TALL && columns == BROAD && !add) {
+#pragma GCC unroll 32
+        for (int j = 0; j < BROAD; j++) memcpy(c + j * stride, edge + j * TALL, TALL * sizeof(real));
+        return;
+    }
+    for (size j = 0; j < columns; j++, c += stride)
+        for (size i = 0; i < rows; i++) c[i] = add ? c[i] + edge[j * TALL + i] : edge[j * TALL + i];
 }
 
-static void tile(size k, const real *a, const real *b, const real *start, int add, real *c, size stride, size rows,
-                 size columns) {
-    tile_of(k, a, TALL, b, start, add, c, stride, rows, columns);
+static void tile(size k, const real *a, const real *ahead, const real *b, const real *start, const Result *form, int add, real *c,
+                 size rows, size columns, size step) {
+    tile_of(k, a, step, 0, ahead, b, start, form, add, c, rows, columns);
+}
+static void tile_turned(size k, const real *a, const real *ahead, const real *b, const real *start, const Result *form, int add, real *c,
+                        size rows, size columns, size step) {
+    tile_of(k, a, step, 1, ahead, b, start, form, add, c, rows, columns);
 }
 
-/* c (m × n, rows `stride` apart) = start + A B, or c + start + A B, from packed panels. */
-static void multiply(size m, size n, size k, const real *a, const real *b, const real *start, int add, real *c,
-                     size stride) {
+/* C = start + A B, or C + start + A B; the panels of B are `apart` numbers from each other. */
+static void multiply(size m, size n, size k, Left a, const real *b, size apart, const real *start, Result c) {
+    real few[TALL * DEEP]; /* the last rows of A, where they are fewer than TALL */
     for (size l = 0; l < k; l += DEEP) {
         size depth = least(DEEP, k - l);
         for (size first = 0; first < n; first += WIDE)
-            for (size i = 0; i < m; i += TALL)
+            for (size i = 0; i < m; i += TALL) {
+                size rows = least(TALL, m - i), step = a.step;
+                int turned = a.turned;
+                const real *from = a.at + i / TALL * a.next + l * (turned ? step : 1);
+                if (rows < TALL) {
+                    for (size h = 0; h < depth; h++)
+                        for (size r = 0; r < TALL; r++)
+                            few[h * TALL + r] = r >= rows ? 0 : turned ? from[h * step + r] : from[r * step + h];
+                    from = few, step = TALL, turned = 1;
+                }
                 for (size j = first; j < least(first + WIDE, n); j += BROAD)
-                    tile(depth, a + i * k + l * TALL, b + j * k + l * BROAD, l || !start ? 0 : start + j, l || add,
-                         c + i * stride + j, stride, least(TALL, m - i), least(BROAD, n - j));
+                    (turned ? tile_turned : tile)(depth, from, j > first || i + TALL >= m ? from : from + a.next, b + j / BROAD * apart + l * BROAD,
+                                                  l || !start ? 0 : start + i, &c, l || c.add,
+                                                  c.at + j / BROAD * c.apart + i * (c.turned ? 1 : c.step), rows,
+                                                  least(BROAD, n - j), step);
+            }
     }
-}
-
-/* c = Aᵀ B, or c + Aᵀ B, over k rows of both, each packed broad. */
-static void multiply_turned(size m, size n, size k, const real *a, const real *b, int add, real *c, size stride) {
-    for (size i = 0; i < m; i += TALL)
-        for (size j = 0; j < n; j += BROAD)
-            tile_of(k, a + i / BROAD * BROAD * k + i % BROAD, BROAD, b + j * k, 0, add, c + i * stride + j, stride,
-                    least(TALL, m - i), least(BROAD, n - j));
-}
-
-/* totals[i] += Σ_l panel[l·unit + i] for the columns (or rows) of one panel. */
-static inline void add_sums(size k, const size unit, const real *panel, real *totals, size count) {
-    real sums[TALL + BROAD] = {0}; /* room for either */
-    for (size l = 0; l < k; l++)
-        for (size i = 0; i < unit; i++) sums[i] += panel[l * unit + i];
-    for (size i = 0; i < count; i++) totals[i] += sums[i];
 }

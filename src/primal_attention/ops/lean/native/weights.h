@@ -1,16 +1,17 @@
 /* The projection weights W_{e|X}, W_{r|X} = f(X_h)ᵀ W of each sequence, and the way back to W and to the landmarks.
 
-   A set of weights is packed for z W: (channel, panel, p, BROAD). */
+   A set of weights, and its gradient, stand by channel in panels of BROAD directions: (channel, panel, p, BROAD). */
 
 static inline size packed_weights(const Pass *p) { return padded(p->rank, BROAD) * head_width(p); } /* of a channel */
+static inline size set_size(const Pass *p) { return 2 * p->heads * packed_weights(p); }
 
 static inline real *weights_at(const Pass *p, real *w_x, size set, size channel) {
-    return w_x + (set * 2 * p->heads + channel) * packed_weights(p);
+    return w_x + set * set_size(p) + channel * packed_weights(p);
 }
 
 static inline size landmark_scratch(const Pass *p) { /* of a thread */
     size n = padded(p->landmarks, BROAD), inner = padded(head_width(p), BROAD), rank = padded(p->rank, BROAD);
-    return 2 * n * inner + 2 * (n + inner) * (rank + inner);
+    return 2 * n * inner + (n + inner) * rank;
 }
 
 /* f(X_h) of a sequence, (n, p). */
@@ -27,12 +28,8 @@ static inline int has_landmarks(const Pass *p, size sequence) { return p->starts
 static void projection_weights(const Pass *p, real *w_x, real *scratch, size task) {
     size inner = head_width(p), n = p->landmarks, rank = p->rank, apart = inner * BROAD;
     size set = task / p->heads, head = task % p->heads;
-    real *rows = scratch, *tall = rows + padded(n, BROAD) * padded(inner, BROAD);
-    real *broad = tall + padded(n, BROAD) * padded(inner, BROAD);
-    if (n && has_landmarks(p, set)) {
-        gather(p, set, head, rows);
-        pack_tall(inner, n, rows, 1, inner, tall, n * TALL);
-    }
+    real *broad = scratch, *rows = broad + n * padded(rank, BROAD);
+    if (n && has_landmarks(p, set)) gather(p, set, head, rows);
     for (size side = 0; side < 2; side++) {
         const real *w = side ? p->w_r : p->w_e;
         real *to = weights_at(p, w_x, set, side * p->heads + head);
@@ -42,8 +39,8 @@ static void projection_weights(const Pass *p, real *w_x, real *scratch, size tas
             memset(to, 0, packed_weights(p) * sizeof(real));
         else {
             pack_broad(n, rank, w + head * n * rank, rank, 1, broad, n * BROAD);
-            for (size j = 0; j < rank; j += BROAD) /* as whole panels: what pads W pads W_{·|X} */
-                multiply(inner, BROAD, n, tall, broad + j * n, 0, 0, to + j * inner, BROAD);
+            multiply(inner, padded(rank, BROAD), n, in_columns(rows, inner), broad, n * BROAD, 0,
+                     to_panels(to, apart, 0)); /* what pads W pads W_{·|X} */
         }
     }
 }
@@ -66,36 +63,31 @@ static real trace_of(const Pass *p, real *w_x, size sequence, size head) {
     return sum;
 }
 
-/* The gradient of a channel of a set of weights, (s, p). */
-static inline real *grad_at(const Pass *p, real *grads, size set, size channel) {
-    return grads + (set * 2 * p->heads + channel) * head_width(p) * p->rank;
-}
-
 /* J's share through Tr(W_{e|X}ᵀ W_{r|X}): each side's gradient is the other side. */
 static void add_projected_trace(const Pass *p, real *w_x, size set, size channel, real *to) {
     real grad = 0;
     for (size b = 0; b < p->sequences; b++)
         if (set_of(p, b) == set) grad -= p->grad_objective[b] / p->heads;
     const real *other = weights_at(p, w_x, set, (channel + p->heads) % (2 * p->heads));
-    for (size j = 0; j < p->rank; j++)
-        for (size i = 0; i < head_width(p); i++)
-            to[j * head_width(p) + i] += grad * other[j / BROAD * BROAD * head_width(p) + i * BROAD + j % BROAD];
+    for (size i = 0; i < packed_weights(p); i++) to[i] += grad * other[i];
 }
 
 /* From dW_{·|X} to the landmarks' rows of dx: one head of one set. */
 static void backward_to_landmarks(const Pass *p, real *w_x, real *grads, real *scratch, size task) {
     size inner = head_width(p), n = p->landmarks, rank = p->rank, set = task / p->heads, head = task % p->heads;
-    real *of_rows = scratch, *tall = of_rows + padded(n, BROAD) * padded(inner, BROAD);
-    real *broad = tall + padded(n, BROAD) * padded(rank, BROAD);
+    real *broad = scratch, *of_rows = broad + BROAD * padded(inner, BROAD);
     if (n && !has_landmarks(p, set)) return;
     for (size side = 0; side < 2; side++) {
         size channel = side * p->heads + head;
-        real *grad = grad_at(p, grads, set, channel);
+        const real *w = (side ? p->w_r : p->w_e) + head * n * rank;
+        real *grad = weights_at(p, grads, set, channel);
         if (p->grad_objective && p->projected_trace) add_projected_trace(p, w_x, set, channel, grad);
         if (!n || !p->grad_x) continue;
-        pack_tall(n, rank, (side ? p->w_r : p->w_e) + head * n * rank, rank, 1, tall, rank * TALL);
-        pack_broad(rank, inner, grad, inner, 1, broad, rank * BROAD);
-        multiply(n, inner, rank, tall, broad, 0, side, of_rows, inner);
+        for (size j = 0; j < rank; j += BROAD) { /* panel by panel of the directions */
+            size count = least(BROAD, rank - j);
+            pack_broad(count, inner, grad + j * inner, 1, BROAD, broad, count * BROAD);
+            multiply(n, inner, count, in_rows(w + j, rank), broad, count * BROAD, 0, to_rows(of_rows, inner, side || j));
+        }
     }
     const size *places = p->places + set * n;
     for (size j = 0; p->grad_x && j < n; j++) {
@@ -105,22 +97,20 @@ static void backward_to_landmarks(const Pass *p, real *w_x, real *grads, real *s
 }
 
 /* From dW_{·|X} of all sets to dW_e or dW_r: one channel. */
-static void backward_to_weights(const Pass *p, real *grads, real *scratch, size channel) {
+static void backward_to_weights(const Pass *p, real *grads, real *rows, size channel) {
     size inner = head_width(p), n = p->landmarks, rank = p->rank, count = (n ? n : inner) * rank;
     size side = channel / p->heads, head = channel % p->heads, add = 0;
     real *to = (side ? p->grad_w_r : p->grad_w_e) + head * count, through_trace = 0;
     const real *other = (side ? p->w_e : p->w_r) + head * count;
-    real *rows = scratch, *tall = rows + padded(n, BROAD) * padded(inner, BROAD);
-    real *broad = tall + padded(n, BROAD) * padded(inner, BROAD);
     for (size set = 0; set < weight_sets(p); set++) {
-        const real *grad = grad_at(p, grads, set, channel);
+        const real *grad = weights_at(p, grads, set, channel);
         if (!n)
-            for (size i = 0; i < count; i++) to[i] = grad[i % rank * inner + i / rank];
+            for (size i = 0; i < inner; i++)
+                for (size j = 0; j < rank; j++)
+                    to[i * rank + j] = grad[j / BROAD * BROAD * inner + i * BROAD + j % BROAD];
         else if (has_landmarks(p, set)) {
             gather(p, set, head, rows);
-            pack_tall(n, inner, rows, inner, 1, tall, inner * TALL);
-            pack_broad(inner, rank, grad, 1, inner, broad, inner * BROAD);
-            multiply(n, rank, inner, tall, broad, 0, add, to, rank);
+            multiply(n, rank, inner, in_rows(rows, inner), grad, inner * BROAD, 0, to_rows(to, rank, add));
             add = 1;
         }
     }
