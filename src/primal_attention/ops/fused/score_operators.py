@@ -115,9 +115,15 @@ def _fake_running_score(
     rank: int,
     whole: bool,
 ) -> tuple[Tensor, ...]:
-    heads, _, p = wx.shape[1:4]
     scores, energy = _fake_score(qk, wx, bias, None, tables, single, rank, whole)
-    return scores, energy, floats(qk, tables[4].shape[0], heads, 2, p), floats(qk, tables[0].shape[0], heads, 2, p)
+    return scores, energy, *fake_sums(qk, wx, initial, tables, single)
+
+
+def fake_sums(qk: Tensor, wx: Tensor, initial: Any, tables: Tables, single: bool) -> tuple[Tensor, Tensor]:
+    """The carries, none where nothing stands before any chunk (`Plan.forward_carries`), and the final sums."""
+    heads, _, p = wx.shape[1:4]
+    chunks = 0 if single and initial is None else tables[4].shape[0]
+    return floats(qk, chunks, heads, 2, p), floats(qk, tables[0].shape[0], heads, 2, p)
 
 
 def running_score_backward(

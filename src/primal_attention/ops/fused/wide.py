@@ -17,7 +17,7 @@ from ..kernels import wide as mixing
 from ..kernels.config import stored_rank
 from ..kernels.segments import segment_sum, tall_sum
 from .operator import Operator, Tables, floats, sequences_of
-from .score_operators import gradient_of_weights, weights_again
+from .score_operators import fake_sums, gradient_of_weights, weights_again
 
 
 def mix(
@@ -101,9 +101,8 @@ def _fake_running_mix(
     qk: Tensor, wx: Tensor, score_weight: Tensor, score_bias: Any, bias: Any, log_decay: Any, initial: Any,
     tables: Tables, single: bool, whole: bool, measured: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    heads, _, p = wx.shape[1:4]
     each, energy = _fake_mix(qk, wx, score_weight, score_bias, bias, None, tables, single, whole, measured)
-    return each, energy, floats(qk, tables[4].shape[0], heads, 2, p), floats(qk, tables[0].shape[0], heads, 2, p)
+    return each, energy, *fake_sums(qk, wx, initial, tables, single)
 
 
 def running_mix_backward(

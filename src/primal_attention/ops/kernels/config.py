@@ -106,9 +106,16 @@ def wide_back_tiles(dtype: torch.dtype, head_dim: int, rank: int) -> Tiles:
     return Tiles(32, width, block, blocks, 8, 1) if dtype == torch.float32 else Tiles(64, width, block, blocks, 4)
 
 
-def wide_running_tiles(dtype: torch.dtype, head_dim: int, rank: int, decay: bool) -> Tiles:
-    """As `wide_back_tiles`, for the causal scan."""
-    size, exact = wide_back_tiles(dtype, head_dim, rank), dtype == torch.float32
+def wide_running_tiles(dtype: torch.dtype, head_dim: int, rank: int, decay: bool, back: bool = True) -> Tiles:
+    """As `wide_back_tiles`, for the causal scan.
+
+    Four warps let two programs stand side by side where eight leave room for one; exact products, and those of the
+    decay, would not fit in their registers. Forward TF32 takes the rank in larger blocks: half the waiting for weights.
+    """
+    size, exact = wide_back_tiles(dtype, head_dim, rank), dtype == torch.float32 and precision(dtype) == "ieee"
+    if not back and dtype == torch.float32 and not exact:
+        block = min(64, power_of_two(stored_rank(rank)))
+        size = size._replace(rank=block, rank_blocks=ceil_div(stored_rank(rank), block))
     return size._replace(tokens=32, warps=8 if exact or decay else 4, stages=2 if exact else 1)
 
 

@@ -4,6 +4,7 @@
 
 The scan is that of `scan.py`. Three launches forward: the chunks' own sums, the carries from them, the scores. Back
 the same: ds and the chunks' adjoint sums, their carries from the end, then dz = Lᵀ ds plus what comes after the block.
+Sequences of one chunk each need neither sums nor carries: EARLIER and LATER say whether there are any to be read.
 Blocks are short (32 rows): products that small stay on instructions that the compiler gets right, and the kernels wait
 for memory, not for them.
 The gradient of log γ is Σ_i dz_i · (s_i − z_i). Layouts as in `scores.py`; a lane is (head, side).
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from .config import running_tiles
 from .products import dot, dot_ones
-from .scan import Plan, last_row, powers, sums_within, triangle_of
+from .scan import Plan, before_chunk, last_row, powers, sums_within, triangle_of
 from .scores import EPS
 from .sequences import Sequences
 
@@ -32,10 +33,10 @@ def _weights_block(wx, lane, rank_block, like, P: tl.constexpr, S: tl.constexpr,
 
 @triton.jit
 def _running_scores(
-    qk, wx, carries, scores, energy, log_decay, chunk_start, chunk_end,
+    qk, wx, carries, final, scores, energy, log_decay, chunk_start, chunk_end,
     HEADS: tl.constexpr, P: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr,
-    BT: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, NS: tl.constexpr,
-    DECAY: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.constexpr,
+    BT: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, NS: tl.constexpr, EARLIER: tl.constexpr,
+    FINAL: tl.constexpr, DECAY: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
     chunk, lane = tl.program_id(0), tl.program_id(1)
     head, side = lane // 2, lane % 2
@@ -44,25 +45,28 @@ def _running_scores(
     rate = tl.load(log_decay + head) if DECAY else 0.0
     triangle = triangle_of(rate, BT, DECAY)
     fade = powers(rate, t + 1, DECAY)
+    own = chunk.to(tl.int64) * (2 * HEADS) + lane
     qk += (side * HEADS + head) * P
     for rank_block in tl.static_range(NS):
         s = rank_block * BS + tl.arange(0, BS)
         w = _weights_block(wx, lane, rank_block, qk, P, S, BP, BS)
         total = tl.zeros((BS,), tl.float32)
-        carry = tl.load(carries + (chunk.to(tl.int64) * (2 * HEADS) + lane) * P + p, mask=p < P, other=0.0)
+        carry = before_chunk(carries, own, P, BP, EARLIER)
         for first in range(start, end, BT):
             row = first + t
             live = row < end
             z = tl.load(qk + row[:, None] * (2 * HEADS * P) + p[None], mask=live[:, None] & (p[None] < P), other=0.0)
             sums = sums_within(z, triangle, DECAY, PRECISION, FINE) + fade[:, None] * carry[None]
-            carry = last_row(sums, BT)
+            carry = last_row(sums, end - first, BT)
             inverse = 1.0 / tl.maximum(tl.sqrt(tl.sum(sums * sums, 1)), EPS)
             e = dot((sums * inverse[:, None]).to(z.dtype), w, PRECISION)
             total += tl.sum(tl.where(live[:, None], e * e, 0.0), 0)
             e = tl.where((s[None] == RANK) & (lane == 0), 1.0, e)  # see scores.py
             place = scores + row[:, None] * (2 * HEADS * S) + lane * S + s[None]
             tl.store(place, e.to(scores.dtype.element_ty), mask=live[:, None] & (s[None] < S))
-        tl.store(energy + (chunk.to(tl.int64) * (2 * HEADS) + lane) * S + s, total, mask=s < S)
+        tl.store(energy + own * S + s, total, mask=s < S)
+        if FINAL and rank_block == 0:
+            tl.store(final + own * P + p, carry, mask=p < P)
 
 
 @triton.jit
@@ -116,10 +120,10 @@ def _adjoint_sums(
     qk, wx, carries, grad_scores, grad_energy, grad_sums, block_carries, sums, grad_wx,
     log_decay, chunk_sequence, chunk_start, chunk_end,
     HEADS: tl.constexpr, P: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr, BLOCKS: tl.constexpr,
-    BT: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, NS: tl.constexpr,
-    DECAY: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.constexpr,
+    BT: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, NS: tl.constexpr, EARLIER: tl.constexpr,
+    LATER: tl.constexpr, DECAY: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
-    """Σ_i γ^i ds_i of each chunk and dW (where NS is 1); without decay also ds, with decay the carry before each block.
+    """dW (where NS is 1); if LATER, Σ_i γ^i ds_i; without decay ds itself, with decay the carry before each block.
 
     The gradient of log γ is a sum of small differences that does not bear ds in 16 bits: with decay it is formed again.
     """
@@ -134,7 +138,8 @@ def _adjoint_sums(
     w = _weights_block(wx, lane, 0, qk, P, S, BP, BS)
     sum_w = tl.zeros((BS, BP), tl.float32)
     parts = tl.zeros((BT, BP), tl.float32)
-    carry = tl.load(carries + (chunk.to(tl.int64) * (2 * HEADS) + lane) * P + p, mask=p < P, other=0.0)
+    out = chunk.to(tl.int64) * (2 * HEADS) + lane
+    carry = before_chunk(carries, out, P, BP, EARLIER)
     place = (chunk.to(tl.int64) * BLOCKS * (2 * HEADS) + lane) * P + p
     for first in range(start, end, BT):
         row = first + t
@@ -147,15 +152,16 @@ def _adjoint_sums(
             z, w, wx, carry, grad_scores, grad_energy, triangle, fade, row, live, lane, sequence,
             HEADS, P, S, RANK, BT, BP, BS, NS, DECAY, PRECISION, FINE,
         )  # fmt: skip
-        carry = last_row(rows, BT)
-        parts += grad * powers(rate, row - start, DECAY)[:, None] if DECAY else grad
+        carry = last_row(rows, end - first, BT)
+        if LATER:
+            parts += grad * powers(rate, row - start, DECAY)[:, None] if DECAY else grad
         if not DECAY:
             inside = live[:, None] & (p[None] < P)
             tl.store(grad_sums + row[:, None] * (2 * HEADS * P) + column[None], grad.to(z.dtype), mask=inside)
         if NS == 1:
             sum_w += dot(tl.trans(de.to(phi.dtype)), phi, PRECISION)
-    out = chunk.to(tl.int64) * (2 * HEADS) + lane
-    tl.store(sums + out * P + p, tl.sum(parts, 0), mask=p < P)
+    if LATER:
+        tl.store(sums + out * P + p, tl.sum(parts, 0), mask=p < P)
     if NS == 1:
         fits = (p[None] < P) & (s[:, None] < S)
         tl.store(grad_wx + out * (P * S) + p[None] * S + s[:, None], sum_w, mask=fits)
@@ -166,7 +172,7 @@ def _running_rows(
     qk, wx, block_carries, after, grad_scores, grad_energy, grad_qk, grad_bias, grad_decay,
     log_decay, chunk_sequence, chunk_start, chunk_end,
     HEADS: tl.constexpr, P: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr, BLOCKS: tl.constexpr,
-    BT: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, NS: tl.constexpr,
+    BT: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, NS: tl.constexpr, LATER: tl.constexpr,
     DECAY: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
     """From the chunk's end: dz = Lᵀ ds + γ^(m−t)·(what comes after the block), and the gradients of b and log γ."""
@@ -181,7 +187,7 @@ def _running_rows(
     w = _weights_block(wx, lane, 0, qk, P, S, BP, BS)
     sum_b = tl.zeros((BP,), tl.float32)
     sum_decay = tl.zeros((BP,), tl.float32)
-    later = tl.load(after + (chunk.to(tl.int64) * (2 * HEADS) + lane) * P + p, mask=p < P, other=0.0)
+    later = before_chunk(after, chunk.to(tl.int64) * (2 * HEADS) + lane, P, BP, LATER)
     blocks = tl.cdiv(end - start, BT)
     for back in range(blocks):
         first = start + (blocks - 1 - back) * BT
@@ -217,7 +223,7 @@ def _running_rows(
 def _running_weights(
     qk, wx, carries, grad_scores, grad_energy, grad_wx, log_decay, chunk_sequence, chunk_start, chunk_end,
     HEADS: tl.constexpr, P: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr,
-    BT: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr,
+    BT: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, EARLIER: tl.constexpr,
     DECAY: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
     """dW of one block of directions, for ranks of several blocks."""
@@ -231,19 +237,19 @@ def _running_weights(
     fade = powers(rate, t + 1, DECAY)
     w = _weights_block(wx, lane, rank_block, qk, P, S, BP, BS)
     sum_w = tl.zeros((BS, BP), tl.float32)
-    carry = tl.load(carries + (chunk.to(tl.int64) * (2 * HEADS) + lane) * P + p, mask=p < P, other=0.0)
+    out = chunk.to(tl.int64) * (2 * HEADS) + lane
+    carry = before_chunk(carries, out, P, BP, EARLIER)
     for first in range(start, end, BT):
         row = first + t
         live = row < end
         z = tl.load(qk + row[:, None] * (2 * HEADS * P) + column[None], mask=live[:, None] & (p[None] < P), other=0.0)
         sums = sums_within(z, triangle, DECAY, PRECISION, FINE) + fade[:, None] * carry[None]
-        carry = last_row(sums, BT)
+        carry = last_row(sums, end - first, BT)
         phi = (sums / tl.maximum(tl.sqrt(tl.sum(sums * sums, 1)), EPS)[:, None]).to(z.dtype)
         _, de = _score_gradient(
             phi, w, grad_scores, grad_energy, row, live, lane, sequence, rank_block, HEADS, S, RANK, BS, PRECISION
         )  # fmt: skip
         sum_w += dot(tl.trans(de.to(phi.dtype)), phi, PRECISION)
-    out = chunk.to(tl.int64) * (2 * HEADS) + lane
     fits = (p[None] < P) & (s[:, None] < S)
     tl.store(grad_wx + out * (P * S) + p[None] * S + s[:, None], sum_w, mask=fits)
 
@@ -270,8 +276,9 @@ def running_forward(
         return scores, energy, plan.sums()
     carries = plan.forward_carries(qk, initial, final)
     _running_scores[(plan.chunks, 2 * plan.heads)](
-        qk, wx, carries, scores, energy, plan.rate, seqs.chunk_start, seqs.chunk_end, **plan.full,
-        NS=plan.size.rank_blocks, num_warps=max(1, plan.size.warps // 2),
+        qk, wx, carries, energy if final is None else final, scores, energy, plan.rate, seqs.chunk_start,
+        seqs.chunk_end, **plan.full, NS=plan.size.rank_blocks, EARLIER=bool(len(carries)),
+        FINAL=seqs.single and final is not None, num_warps=max(1, plan.size.warps // 2),
     )  # fmt: skip
     return scores, energy, carries
 
@@ -301,19 +308,21 @@ def running_backward(
     if not plan.chunks:
         return grad_qk, grad_wx, grad_bias, grad_decay
     tables = (plan.rate, seqs.chunk_sequence, seqs.chunk_start, seqs.chunk_end)
-    grid, rank_blocks = (plan.chunks, 2 * plan.heads), plan.size.rank_blocks
+    grid, rank_blocks, earlier = (plan.chunks, 2 * plan.heads), plan.size.rank_blocks, bool(len(carries))
     sums, block_carries = plan.sums(), plan.sums(0 if log_decay is None else plan.blocks)
     _adjoint_sums[grid](
         qk, wx, carries, grad_scores, grad_energy, grad_qk, block_carries, sums, grad_wx, *tables,
-        **plan.full, BLOCKS=plan.blocks, NS=rank_blocks, num_warps=plan.size.warps,
+        **plan.full, BLOCKS=plan.blocks, NS=rank_blocks, EARLIER=earlier, LATER=not seqs.single,
+        num_warps=plan.size.warps,
     )  # fmt: skip
-    after = plan.carries(sums, True, None, None)
+    after = plan.backward_carries(sums)
     _running_rows[grid](
         qk, wx, block_carries, after, grad_scores, grad_energy, grad_qk, grad_bias, grad_decay, *tables,
-        **plan.full, BLOCKS=plan.blocks, NS=rank_blocks, num_warps=plan.size.warps,
+        **plan.full, BLOCKS=plan.blocks, NS=rank_blocks, LATER=not seqs.single, num_warps=plan.size.warps,
     )  # fmt: skip
     if rank_blocks > 1:
         _running_weights[(plan.chunks, 2 * plan.heads, rank_blocks)](
-            qk, wx, carries, grad_scores, grad_energy, grad_wx, *tables, **plan.full, num_warps=plan.size.warps
+            qk, wx, carries, grad_scores, grad_energy, grad_wx, *tables, **plan.full, EARLIER=earlier,
+            num_warps=plan.size.warps,
         )  # fmt: skip
     return grad_qk, grad_wx, grad_bias, grad_decay

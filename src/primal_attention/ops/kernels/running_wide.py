@@ -11,13 +11,14 @@ import triton.language as tl
 from torch import Tensor
 
 from .config import power_of_two, wide_running_tiles
+from .grouped import add_energy_gradient, store_output_gradients
 from .products import dot
 from .running import _running_rows
-from .scan import Plan, last_row, powers, sums_within, triangle_of
+from .scan import Plan, before_chunk, last_row, powers, sums_within, triangle_of
 from .scores import EPS
 from .segments import column_sum
 from .sequences import Sequences
-from .square import add_product, energy_map, in_one, no_sums, output_map, store_energies, weight_gradients
+from .square import add_product, energy_map, in_one, no_sums, output_map, store_energies
 from .wide import Parts
 
 
@@ -32,10 +33,11 @@ def _features(z, carry, triangle, fade, DECAY: tl.constexpr, PRECISION: tl.const
 
 @triton.jit
 def _running_mix(
-    qk, wx, carries, score_weight, score_bias, each, energy, log_decay, chunk_start, chunk_end,
+    qk, wx, carries, final, score_weight, score_bias, each, energy, log_decay, chunk_start, chunk_end,
     HEADS: tl.constexpr, P: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr,
     BT: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, NS: tl.constexpr,
-    BIAS: tl.constexpr, ENERGY: tl.constexpr, DECAY: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.constexpr,
+    BIAS: tl.constexpr, ENERGY: tl.constexpr, EARLIER: tl.constexpr, FINAL: tl.constexpr,
+    DECAY: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
     """A chunk of one head, both sides."""
     program = tl.program_id(0)
@@ -52,9 +54,9 @@ def _running_mix(
     shift = tl.load(score_bias + p, mask=p < P, other=0.0).to(tl.float32) if BIAS else tl.zeros((BP,), tl.float32)
     low_q, high_q = no_sums(BT, BP)
     low_k, high_k = no_sums(BT, BP)
-    carries += program.to(tl.int64) * (2 * P)
-    carry_q = tl.load(carries + p, mask=p < P, other=0.0)
-    carry_k = tl.load(carries + P + p, mask=p < P, other=0.0)
+    own = program.to(tl.int64) * 2
+    carry_q = before_chunk(carries, own, P, BP, EARLIER)
+    carry_k = before_chunk(carries, own + 1, P, BP, EARLIER)
     qk += start * (2 * HEADS * P) + head * P
     each += start * (HEADS * P) + head * P
     rows = (end - start).to(tl.int32)
@@ -66,18 +68,21 @@ def _running_mix(
         z_q = tl.load(place, mask=inside, other=0.0)
         z_k = tl.load(place + HEADS * P, mask=inside, other=0.0)
         sums, wide, _, _ = _features(z_q, carry_q, triangle, fade, DECAY, PRECISION, FINE)
-        carry_q = last_row(sums, BT)
+        carry_q = last_row(sums, rows - first, BT)
         phi_q = tl.where(live, wide, 0.0).to(z_q.dtype)
         sums, wide, _, _ = _features(z_k, carry_k, triangle, fade, DECAY, PRECISION, FINE)
-        carry_k = last_row(sums, BT)
+        carry_k = last_row(sums, rows - first, BT)
         phi_k = tl.where(live, wide, 0.0).to(z_k.dtype)
         out = dot(phi_q, a_q, PRECISION) + dot(phi_k, a_k, PRECISION) + shift[None]
         if ENERGY:
             low_q, high_q = add_product(low_q, high_q, phi_q, phi_q, BT, BP, PRECISION)
             low_k, high_k = add_product(low_k, high_k, phi_k, phi_k, BT, BP, PRECISION)
         tl.store(each + row[:, None] * (HEADS * P) + p[None], out.to(z_q.dtype), mask=inside)
+    if FINAL:
+        tl.store(final + own * P + p, carry_q, mask=p < P)
+        tl.store(final + own * P + P + p, carry_k, mask=p < P)
     if ENERGY:
-        energy += program.to(tl.int64) * (2 * S)
+        energy += own * S
         store_energies(in_one(low_q, high_q, BT, BP), w_q, energy, qk, P, S, BP, BS, NS, PRECISION)
         store_energies(in_one(low_k, high_k, BT, BP), w_k, energy + S, qk, P, S, BP, BS, NS, PRECISION)
 
@@ -103,7 +108,8 @@ def _adjoint_mix(
     log_decay, chunk_sequence, chunk_start, chunk_end, chunks, per_group,
     HEADS: tl.constexpr, P: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr, BLOCKS: tl.constexpr,
     BT: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, NS: tl.constexpr, BR: tl.constexpr,
-    ENERGY: tl.constexpr, DECAY: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.constexpr,
+    ENERGY: tl.constexpr, EARLIER: tl.constexpr, LATER: tl.constexpr,
+    DECAY: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
     """As `_adjoint_sums`: of a group of chunks, one head and one side; dW and dW_o are the group's."""
     group, lane = (tl.program_id(0) // (2 * HEADS)).to(tl.int64), tl.program_id(0) % (2 * HEADS)
@@ -117,6 +123,7 @@ def _adjoint_mix(
     grad_score += ((group * HEADS + head) * (2 * P) + side) * S
     grad_wx += (group * (2 * HEADS) + lane) * (P * S)
     a = output_map(w, score_weight, qk, P, S, RANK, BP, BS, NS, PRECISION)
+    low, high = no_sums(BT, BP)
     begins = group * per_group
     for chunk in range(begins, tl.minimum(begins + per_group, chunks)):
         start, end = tl.load(chunk_start + chunk), tl.load(chunk_end + chunk)
@@ -124,10 +131,9 @@ def _adjoint_mix(
         b, most = a, 0.0
         if ENERGY:
             b, most = energy_map(w, of_energy, qk, P, S, RANK, BP, BS, NS, BR, PRECISION)
-        low, high = no_sums(BT, BP)
         gram_low, gram_high = no_sums(BT, BP)
-        own = (chunk * (2 * HEADS) + lane) * P
-        carry = tl.load(carries + own + p, mask=p < P, other=0.0)
+        own = chunk * (2 * HEADS) + lane
+        carry = before_chunk(carries, own, P, BP, EARLIER)
         total = tl.zeros((BP,), tl.float32)
         begin = start * (2 * HEADS * P) + (side * HEADS + head) * P
         from_out = grad_each + start * (HEADS * P) + head * P
@@ -144,20 +150,23 @@ def _adjoint_mix(
                 tl.store(kept, carry, mask=p < P)
                 kept += 2 * HEADS * P
             within, phi, grad = _adjoint(z, g, carry, a, b, most, triangle, fade, live, ENERGY, DECAY, PRECISION, FINE)
-            carry = last_row(within, BT)
-            if DECAY:
-                total += tl.sum(grad * powers(rate, row, DECAY)[:, None], 0)
-            else:
-                total += tl.sum(grad, 0)
+            carry = last_row(within, rows - first, BT)
+            if LATER:
+                total += tl.sum(grad * powers(rate, row, DECAY)[:, None] if DECAY else grad, 0)
+            if not DECAY:
                 tl.store(grad_sums + begin + place, grad.to(z.dtype), mask=inside)
             low, high = add_product(low, high, phi, g, BT, BP, PRECISION)
             if ENERGY:
                 gram_low, gram_high = add_product(gram_low, gram_high, phi, phi, BT, BP, PRECISION)
-        tl.store(sums + own + p, total, mask=p < P)
-        weight_gradients(
-            in_one(low, high, BT, BP), in_one(gram_low, gram_high, BT, BP), w, score_weight, of_energy,
-            grad_wx, grad_score, chunk > begins, qk, P, S, RANK, BP, BS, NS, False, ENERGY, PRECISION,
-        )  # fmt: skip
+        if LATER:
+            tl.store(sums + own * P + p, total, mask=p < P)
+        if ENERGY:
+            gram = in_one(gram_low, gram_high, BT, BP)
+            add_energy_gradient(gram, w, of_energy, grad_wx, chunk > begins, qk, P, S, RANK, BP, BS, NS, PRECISION)
+    cross = in_one(low, high, BT, BP)
+    store_output_gradients(
+        cross, w, score_weight, grad_wx, grad_score, qk, P, S, RANK, BP, BS, NS, ENERGY, PRECISION
+    )  # fmt: skip
 
 
 @triton.jit
@@ -166,7 +175,7 @@ def _decayed_rows(
     log_decay, chunk_sequence, chunk_start, chunk_end,
     HEADS: tl.constexpr, P: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr, BLOCKS: tl.constexpr,
     BT: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, NS: tl.constexpr, BR: tl.constexpr,
-    ENERGY: tl.constexpr, DECAY: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.constexpr,
+    ENERGY: tl.constexpr, LATER: tl.constexpr, DECAY: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
     """As `_running_rows` with decay: ds once more, in float32, and with it dz and the gradients of b and log γ."""
     chunk, lane = (tl.program_id(0) // (2 * HEADS)).to(tl.int64), tl.program_id(0) % (2 * HEADS)
@@ -184,7 +193,7 @@ def _decayed_rows(
         b, most = energy_map(w, of_energy, qk, P, S, RANK, BP, BS, NS, BR, PRECISION)
     sum_b = tl.zeros((BP,), tl.float32)
     sum_decay = tl.zeros((BP,), tl.float32)
-    later = tl.load(after + (chunk * (2 * HEADS) + lane) * P + p, mask=p < P, other=0.0)
+    later = before_chunk(after, chunk * (2 * HEADS) + lane, P, BP, LATER)
     column = (side * HEADS + head) * P
     begin = start * (2 * HEADS * P) + column
     from_out = grad_each + start * (HEADS * P) + head * P
@@ -212,8 +221,9 @@ def _decayed_rows(
     tl.store(grad_decay + chunk * (2 * HEADS) + lane, tl.sum(sum_decay, 0))
 
 
-def _plan(qk: Tensor, wx: Tensor, log_decay: Tensor | None, seqs: Sequences, rank: int) -> Plan:
-    return Plan(qk, wx, log_decay, seqs, rank, wide_running_tiles(qk.dtype, wx.shape[3], rank, log_decay is not None))
+def _plan(qk: Tensor, wx: Tensor, log_decay: Tensor | None, seqs: Sequences, rank: int, back: bool) -> Plan:
+    size = wide_running_tiles(qk.dtype, wx.shape[3], rank, log_decay is not None, back)
+    return Plan(qk, wx, log_decay, seqs, rank, size)
 
 
 def running_mix_forward(
@@ -230,7 +240,7 @@ def running_mix_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `wide.mix_forward`, and the chunks' carries for the way back. initial, final: as in `running_forward`."""
     rank = score_weight.shape[1] // 2
-    plan = _plan(qk, wx, log_decay, seqs, rank)
+    plan = _plan(qk, wx, log_decay, seqs, rank, back=False)
     each = (torch.empty if whole else torch.zeros)(
         (qk.shape[0], plan.heads * plan.p), dtype=qk.dtype, device=qk.device
     )  # fmt: skip
@@ -240,9 +250,11 @@ def running_mix_forward(
         return each, energy, plan.sums()
     carries = plan.forward_carries(qk, initial, final)
     _running_mix[(plan.chunks * plan.heads,)](
-        qk, wx, carries, score_weight, score_weight if score_bias is None else score_bias, each, energy, plan.rate,
+        qk, wx, carries, energy if final is None else final, score_weight,
+        score_weight if score_bias is None else score_bias, each, energy, plan.rate,
         seqs.chunk_start, seqs.chunk_end, **{**plan.full, "num_stages": 1}, NS=plan.size.rank_blocks,
-        BIAS=score_bias is not None, ENERGY=measured, num_warps=plan.size.warps,
+        BIAS=score_bias is not None, ENERGY=measured, EARLIER=bool(len(carries)),
+        FINAL=seqs.single and final is not None, num_warps=plan.size.warps,
     )  # fmt: skip
     return each, energy, carries
 
@@ -261,7 +273,7 @@ def running_mix_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """As `wide.mix_backward`, and the partial sums of the gradient of log γ (chunks, H, 2)."""
     rank = score_weight.shape[1] // 2
-    plan = _plan(qk, wx, log_decay, seqs, rank)
+    plan = _plan(qk, wx, log_decay, seqs, rank, back=True)
     parts = Parts(qk, wx, plan.chunks, False)
     grad_qk = qk if spend else (torch.empty_like if whole else torch.zeros_like)(qk)
     grad_bias, grad_decay = (
@@ -269,20 +281,23 @@ def running_mix_backward(
         for width in (2 * plan.heads * plan.p, 2 * plan.heads)
     )
     if plan.chunks:
-        maps = {"NS": plan.size.rank_blocks, "BR": power_of_two(rank), "ENERGY": grad_energy is not None}
+        maps = {
+            "NS": plan.size.rank_blocks, "BR": power_of_two(rank), "ENERGY": grad_energy is not None,
+            "LATER": not seqs.single,
+        }  # fmt: skip
         tables = (plan.rate, seqs.chunk_sequence, seqs.chunk_start, seqs.chunk_end)
         of_energy = wx if grad_energy is None else grad_energy
         sums, block_carries = plan.sums(), plan.sums(0 if log_decay is None else plan.blocks)
         _adjoint_mix[(parts.groups * 2 * plan.heads,)](
             qk, wx, carries, score_weight, grad_each, of_energy, grad_qk, block_carries, sums, parts.of_wx,
             parts.of_score, *tables, plan.chunks, parts.per_group,
-            **plan.full, **maps, BLOCKS=plan.blocks, num_warps=plan.size.warps,
+            **plan.full, **maps, BLOCKS=plan.blocks, EARLIER=bool(len(carries)), num_warps=plan.size.warps,
         )  # fmt: skip
-        after = plan.carries(sums, True, None, None)
+        after = plan.backward_carries(sums)
         if log_decay is None:
             _running_rows[(plan.chunks, 2 * plan.heads)](
                 qk, wx, block_carries, after, grad_each, of_energy, grad_qk, grad_bias, grad_decay, *tables,
-                **plan.full, BLOCKS=plan.blocks, NS=1, num_warps=plan.size.warps,
+                **plan.full, BLOCKS=plan.blocks, NS=1, LATER=maps["LATER"], num_warps=plan.size.warps,
             )  # fmt: skip
         else:
             _decayed_rows[(plan.chunks * 2 * plan.heads,)](

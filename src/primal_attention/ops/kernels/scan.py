@@ -115,9 +115,16 @@ def _carries(
 
 
 @triton.jit
-def last_row(sums, BT: tl.constexpr):
-    """What a full block hands on to the next."""
-    return tl.sum(tl.where(tl.arange(0, BT)[:, None] == BT - 1, sums, 0.0), 0)
+def before_chunk(carries, index, P: tl.constexpr, BP: tl.constexpr, EARLIER: tl.constexpr):
+    """The sums before a chunk; nothing stands there unless EARLIER. index: of chunk and lane, int64."""
+    p = tl.arange(0, BP)
+    return tl.load(carries + index * P + p, mask=p < P, other=0.0) if EARLIER else tl.zeros((BP,), tl.float32)
+
+
+@triton.jit
+def last_row(sums, left, BT: tl.constexpr):
+    """What a block hands on to the next. left: rows from its first to the chunk's end."""
+    return tl.sum(tl.where(tl.arange(0, BT)[:, None] == tl.minimum(left, BT) - 1, sums, 0.0), 0)
 
 
 class Plan:
@@ -153,9 +160,19 @@ class Plan:
         return carries
 
     def forward_carries(self, qk: Tensor, initial: Tensor | None, final: Tensor | None) -> Tensor:
-        """What stands before each chunk. initial, final: see `running_forward`."""
+        """What stands before each chunk. initial, final: see `running_forward`.
+
+        Sequences of one chunk each have nothing before it but `initial`, and no sums to hand on: without it, what is
+        returned is empty. Their final sums come from the kernel that runs over the rows (`FINAL`).
+        """
+        if self.seqs.single:
+            return self.sums(0) if initial is None else initial.clone()
         sums, starts = self.sums(), (self.seqs.chunk_start, self.seqs.chunk_end)
         _chunk_sums[(self.chunks, 2 * self.heads)](
             qk, sums, self.rate, *starts, **self.shape, BT=32, BP=self.size.width
         )  # fmt: skip
         return self.carries(sums, False, initial, final)
+
+    def backward_carries(self, sums: Tensor) -> Tensor:
+        """What stands after each chunk; not to be read unless `LATER`."""
+        return sums if self.seqs.single else self.carries(sums, True, None, None)
