@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kernel_cases import MODES, assert_as_truth, make, results, tokens
+from primal_attention.ops.kernels import scan
 
 pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan", "short_chunks")
 
@@ -41,6 +42,21 @@ def test_padded_input_matches_and_what_stands_in_the_padding_is_never_read(
         assert not found[name][mask].any(), name
     for name in ("e", "r"):
         assert not found[name].transpose(1, 2)[mask].any(), name
+
+
+@pytest.mark.parametrize("mode", ["causal", "learned_decay"])
+@pytest.mark.parametrize(("rank", "scored"), [(24, False), (5, True)], ids=["wide", "narrow"])
+def test_sequences_of_one_chunk_need_no_scan_over_chunks(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, mode: str, rank: int, scored: bool
+) -> None:
+    """Left padding as in reinforcement learning; one of the sequences is empty."""
+    for kernel in ("_chunk_sums", "_carries"):
+        monkeypatch.setattr(scan, kernel, None)
+    layer = make(mode, rank=rank).to(device)
+    mask = padding([60, 0, 5, 33], 60, "left").to(device)
+    x = tokens(layer, *mask.shape)
+    x[mask] = float("nan")
+    assert_as_truth(layer, x, mask, scored=scored)
 
 
 @pytest.mark.parametrize("mode", MODES)

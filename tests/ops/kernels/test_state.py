@@ -69,9 +69,10 @@ def test_a_state_of_the_equations_resumes_on_the_kernels(device: torch.device) -
 
 
 @pytest.mark.parametrize("mode", ["causal", "learned_decay"])
+@pytest.mark.parametrize("rank", [5, 24], ids=["narrow", "wide"])
 @torch.no_grad()
-def test_padding_in_a_stretch_leaves_the_state_alone(device: torch.device, mode: str) -> None:
-    layer = make(mode).to(device).eval()
+def test_padding_in_a_stretch_leaves_the_state_alone(device: torch.device, mode: str, rank: int) -> None:
+    layer = make(mode, rank=rank).to(device).eval()
     truth = twin(layer)
     x, mask = tokens(layer, 3, 9), torch.zeros(3, 9, dtype=torch.bool, device=device)
     mask[0, :4] = mask[1, 6:] = mask[2] = True
