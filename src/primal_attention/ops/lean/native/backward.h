@@ -7,12 +7,13 @@
 
 typedef struct {
     size *queues;
-    real *w_qk, *w_x, *parts, *grad_w_x, *dz, *heads, *grad_heads, *rows_x, *rows_y, *grad_map, *shares, *own;
+    real *w_qk, *w_x, *parts, *grad_w_x, *dz, *heads, *grad_heads, *rows_x, *rows_y, *sums_y, *grad_map, *shares,
+        *own;
     size of_thread;
     Output out;
 } BackwardScratch;
 
-enum { BACKWARD_QUEUES = 8, STRETCH_QUEUES = 6 };
+enum { BACKWARD_QUEUES = 8, STRETCH_QUEUES = 4 };
 
 static inline size stretch_size(const Pass *p) {
     return least(padded(STRETCH, block_size(p)), padded(p->tokens, BROAD));
@@ -35,6 +36,7 @@ static BackwardScratch backward_scratch(const Pass *p, size *used) {
     s.grad_heads = take(p, used, apart);
     s.rows_x = take(p, used, tokens * breadth);
     s.rows_y = take(p, used, tokens * breadth);
+    s.sums_y = take(p, used, pieces(tokens, block_size(p)) * d);
     s.grad_map = take(p, used, p->folded ? all * d : 0);
     s.shares = take(p, used, p->heads * share_size(p));
     s.out = take_output(p, used);
@@ -94,6 +96,7 @@ static void tokens_back(const Pass *p, const BackwardScratch *s, Range rows, siz
 #pragma GCC unroll 16
                 for (int v = 0; v < VECTORS; v++) {
                     size at = i * BROAD + v * LANES;
+                    __builtin_prefetch(z + inner * BROAD + at, 0, 2); /* the next channel */
                     vec share = *(const vec *)(z + at) * *(const vec *)(along + v * LANES);
                     if (begun) share += *(vec *)(to + at);
                     *(vec *)(to + at) = share;
@@ -115,10 +118,18 @@ static inline real *part_at(const Pass *p, const BackwardScratch *s, Range stret
     return s->parts + (block + set - first) * set_size(p);
 }
 
+/* sums = Σ rows, or sums + Σ rows. */
+static void sum_rows(size m, size n, const real *rows, int add, real *sums) {
+    if (!add) memset(sums, 0, n * sizeof(real));
+    for (size i = 0; i < m; i++)
+        for (size j = 0; j < n; j++) sums[j] += rows[i * n + j];
+}
+
 /* A block of tokens from dy to dz and dx. */
 static void backward_block(const Pass *p, const BackwardScratch *s, Range stretch, size block, real *own) {
     Range rows = piece(stretch, block_size(p), block);
     size d = p->width, all = all_scores(p), m = rows.to - rows.from, at = rows.from - stretch.from;
+    size apart = (stretch.to - stretch.from) * BROAD;
     real *grad = own, *more = grad + BLOCK * all, *broad = more + BLOCK * all, *dz = s->dz + panel_at(at, 2 * d);
     const real *scores = p->scores + panel_at(rows.from, all);
     if (!p->grad_y)
@@ -126,6 +137,10 @@ static void backward_block(const Pass *p, const BackwardScratch *s, Range stretc
     else {
         real *to = p->folded ? grad : s->grad_heads + panel_at(at, d);
         pack_broad(d, m, p->grad_y + rows.from * d, 1, d, broad, d * BROAD);
+        if (p->grad_w_out) {
+            pack_broad(m, d, p->grad_y + rows.from * d, d, 1, s->rows_y + at * BROAD, apart);
+            sum_rows(m, d, p->grad_y + rows.from * d, 0, s->sums_y + block * d);
+        }
         multiply(mapped(p), padded(m, BROAD), d, p->folded ? in_rows(s->out.map, d) : in_panels(s->out.map, d), broad,
                  d * BROAD, 0, to_panels(to, mapped(p) * BROAD, 0));
         if (!p->folded) heads_back(p, m, to, grad);
@@ -144,6 +159,7 @@ static void backward_block(const Pass *p, const BackwardScratch *s, Range stretc
         set = set_of(p, b);
         row = end;
     }
+    if (p->grad_w_qk) pack_broad(m, d, p->x + rows.from * d, d, 1, s->rows_x + at * BROAD, apart);
     if (p->grad_x)
         multiply(d, m, 2 * d, in_panels(s->w_qk, 2 * d), dz, 2 * d * BROAD, 0, to_turned(p->grad_x + rows.from * d, d, 0));
 }
@@ -197,26 +213,14 @@ static void add_share(const Pass *p, const BackwardScratch *s, Range stretch, re
 }
 
 static void backward_stretch(const Pass *p, const BackwardScratch *s, Range stretch, size *queue, real *own) {
-    size d = p->width, count = stretch.to - stretch.from, panels = pieces(d, BROAD);
+    size d = p->width, count = stretch.to - stretch.from;
     int learns = p->grad_y && p->grad_w_out, add = stretch.from > 0;
     const real *seen = p->folded ? p->scores + panel_at(stretch.from, mapped(p)) : s->heads;
     TASKS(queue, pieces(count, block_size(p))) backward_block(p, s, stretch, task, own);
-    TASKS(queue + 1, p->grad_w_qk ? panels : 0) {
-        size j = task * BROAD;
-        pack_broad(count, least(BROAD, d - j), p->x + stretch.from * d + j, d, 1, s->rows_x + j * count, 0);
-    }
-    TASKS(queue + 2, learns ? panels : 0) {
-        size j = task * BROAD, columns = least(BROAD, d - j);
-        pack_broad(count, columns, p->grad_y + stretch.from * d + j, d, 1, s->rows_y + j * count, 0);
-        vec sums[VECTORS] = {{0}};
-        for (size l = 0; l < count; l++)
-            for (int v = 0; v < VECTORS; v++) sums[v] += *(vec *)(s->rows_y + j * count + l * BROAD + v * LANES);
-        for (size c = 0; c < columns; c++) p->grad_b_out[j + c] += sums[c / LANES][c % LANES];
-    }
 #pragma omp barrier
-    TASKS(queue + 3, p->grad_w_qk ? pieces(2 * d, ROWS) : 0)
+    TASKS(queue + 1, p->grad_w_qk ? pieces(2 * d, ROWS) : 0)
         sum_over_tokens(p, stretch, s->dz, 2 * d, s->rows_x, to_rows(p->grad_w_qk, d, add), p->grad_b_qk, own, task);
-    TASKS(queue + 4, learns ? pieces(mapped(p), ROWS) + (p->folded ? 0 : p->heads) : 0) {
+    TASKS(queue + 2, learns ? pieces(mapped(p), ROWS) + (p->folded ? 0 : p->heads) : 0) {
         if (task < pieces(mapped(p), ROWS))
             sum_over_tokens(p, stretch, seen, mapped(p), s->rows_y,
                             to_turned(p->folded ? s->grad_map : p->grad_w_out, mapped(p), add), 0, own, task);
@@ -224,8 +228,13 @@ static void backward_stretch(const Pass *p, const BackwardScratch *s, Range stre
             add_share(p, s, stretch, own, task - pieces(mapped(p), ROWS));
     }
     size first = set_of(p, sequence_of(p, stretch.from)), last = set_of(p, sequence_of(p, stretch.to - 1));
-    TASKS(queue + 5, (last - first + 1) * 2 * p->heads)
-        add_parts(p, s, stretch, first + task / (2 * p->heads), task % (2 * p->heads));
+    size channels = (last - first + 1) * 2 * p->heads;
+    TASKS(queue + 3, channels + learns) {
+        if (task < channels)
+            add_parts(p, s, stretch, first + task / (2 * p->heads), task % (2 * p->heads));
+        else
+            sum_rows(pieces(count, block_size(p)), d, s->sums_y, add, p->grad_b_out);
+    }
 #pragma omp barrier
 }
 
@@ -239,7 +248,7 @@ static void prepare_backward(const Pass *p, const BackwardScratch *s, real *own)
         pack_tall(least(unit, d - task * unit), 2 * d, p->w_qk + task * unit, d, s->w_qk + task * unit * 2 * d);
     TASKS(queue + 4, 1) {
         if (p->grad_w_qk) memset(p->grad_b_qk, 0, 2 * d * sizeof(real));
-        if (p->grad_w_out) memset(p->grad_b_out, 0, d * sizeof(real));
+        if (p->grad_w_out && !p->grad_y) memset(p->grad_b_out, 0, d * sizeof(real));
     }
 #pragma omp barrier
 }

@@ -22,7 +22,7 @@ typedef struct { /* as `Pass` in native/library.py has it */
 } Pass;
 
 enum { BLOCK = 128 };    /* tokens, at most, that go through a pass together: they stay in the second cache */
-enum { STRETCH = 1024 }; /* tokens whose dz waits for the gradient of W_qk */
+enum { STRETCH = 512 }; /* tokens whose dz waits for the gradient of W_qk */
 static const real SMALLEST = (real)1e-12; /* what ‖z‖ is at least taken for: EPS of ops/feature_maps.py */
 
 static inline size head_width(const Pass *p) { return p->width / p->heads; }

@@ -22,7 +22,7 @@ enum { BYTES = 16, TALL = 4, VECTORS = 2 };
 #endif
 enum { LANES = BYTES / sizeof(real), BROAD = VECTORS * LANES };
 
-enum { DEEP = 512 };       /* k that is taken at once: TALL rows of A stay in the first cache */
+enum { DEEP = 1024 };      /* k that is taken at once: TALL rows of A stay in the first cache */
 enum { WIDE = 8 * BROAD }; /* columns that are taken at once: their panels stay in the second */
 
 typedef real vec __attribute__((vector_size(BYTES), may_alias));
@@ -129,30 +129,26 @@ static void pack_tall(size m, size k, const real *a, size right, real *panels) {
 /* B, whose element (l, j) stands at b[l·down + j·right], one of both 1, as panels of BROAD columns, `apart` numbers from
    each other. */
 static void pack_broad(size k, size n, const real *b, size down, size right, real *panels, size apart) {
-    for (size j = 0; j < n; j += BROAD, panels += apart) {
-        const real *from = b + j * right;
-        size columns = least(BROAD, n - j);
-        if (right == 1) {
-            for (size l = 0; l < k; l++)
+    for (size l = 0; right == 1 && l < k; l++) /* row by row, as memory likes it */
+        for (size j = 0; j < n; j += BROAD)
 #pragma GCC unroll 4
-                for (int v = 0; v < VECTORS; v++)
-                    *(vec *)(panels + l * BROAD + v * LANES) =
-                        columns == BROAD        ? *(const loose *)(from + l * down + v * LANES)
-                        : columns > v * LANES   ? load_first(from + l * down + v * LANES, columns - v * LANES)
-                                                : (vec){0};
-            continue;
-        }
-        for (size c = 0; c < BROAD; c += LANES)
-            for (size l = 0; l < k; l += LANES) {
-                vec block[LANES];
-#pragma GCC unroll 16
-                for (int r = 0; r < LANES; r++)
-                    block[r] = c + r < columns ? load_first(from + (c + r) * right + l, k - l) : (vec){0};
-                turn(block, LANES);
-#pragma GCC unroll 16
-                for (int r = 0; r < LANES; r++)
-                    if (l + r < k) *(vec *)(panels + (l + r) * BROAD + c) = block[r];
+            for (int v = 0; v < VECTORS; v++) {
+                size left = n - j - v * LANES;
+                *(vec *)(panels + j / BROAD * apart + l * BROAD + v * LANES) =
+                    left > 0 ? load_first(b + l * down + j + v * LANES, left) : (vec){0};
             }
+    for (size j = 0; right != 1 && j < padded(n, BROAD); j += LANES) {
+        real *to = panels + j / BROAD * apart + j % BROAD;
+        for (size l = 0; l < k; l += LANES) {
+            vec block[LANES];
+#pragma GCC unroll 16
+            for (int r = 0; r < LANES; r++)
+                block[r] = j + r < n ? load_first(b + (j + r) * right + l, k - l) : (vec){0};
+            turn(block, LANES);
+#pragma GCC unroll 16
+            for (int r = 0; r < LANES; r++)
+                if (l + r < k) *(vec *)(to + (l + r) * BROAD) = block[r];
+        }
     }
 }
 
@@ -181,6 +177,9 @@ static inline __attribute__((always_inline)) void tile_of(size k, const real *a,
                                                           const real *ahead, const real *b, const real *start,
                                                           const Result *form,
                                                           int add, real *c, size rows, size columns) {
+    size stride = form->step;
+    for (int i = 0; i < (form->turned ? BROAD : TALL); i++) /* C's lines come while the sums are formed */
+        for (int v = 0; v < (form->turned ? 1 : VECTORS); v++) __builtin_prefetch(c + i * stride + v * LANES, 1, 3);
     vec sums[TALL][VECTORS];
 #pragma GCC unroll 16
     for (int i = 0; i < TALL; i++)
@@ -196,7 +195,6 @@ static inline __attribute__((always_inline)) void tile_of(size k, const real *a,
 #pragma GCC unroll 16
             for (int v = 0; v < VECTORS; v++) sums[i][v] += a[turned ? i : i * step] * row[v];
     }
-    size stride = form->step;
     if (!form->turned) {
 #pragma GCC unroll 16
         for (int i = 0; i < TALL; i++)
@@ -219,9 +217,14 @@ static inline __attribute__((always_inline)) void tile_of(size k, const real *a,
         turn(block, TALL);
         memcpy(edge + v * LANES * TALL, block, sizeof block);
     }
-    if (rows == TALL && columns == BROAD && !add) {
+    if (rows == TALL && columns == BROAD) {
 #pragma GCC unroll 32
-        for (int j = 0; j < BROAD; j++) memcpy(c + j * stride, edge + j * TALL, TALL * sizeof(real));
+        for (int j = 0; j < BROAD; j++, c += stride) {
+            real *sum = edge + j * TALL;
+            if (add)
+                for (int i = 0; i < TALL; i++) sum[i] += c[i];
+            memcpy(c, sum, TALL * sizeof(real));
+        }
         return;
     }
     for (size j = 0; j < columns; j++, c += stride)
