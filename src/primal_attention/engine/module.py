@@ -145,17 +145,21 @@ class TrainingModule(pl.LightningModule):
         """The loss and its parts, such that the mean over the processes is what one process would compute."""
         if self.layout is not None and self.layout.splits:
             self._seed("batch", self._steps, self.share[0])
-        task = self._part * self.task_loss(batch)
+        task = self._own(self.task_loss(batch))
         parts = {"task_loss": task}
         loss = task
         if self.has_primal:
             group = None if self.layout is None else self.layout.everyone.group
             ksvd = ksvd_loss(self.model, self.ksvd_reduction, group=group, part=self._part)
-            loss = task + (self.recipe.eta or 0.0) * ksvd
+            loss = torch.add(task, ksvd, alpha=self.recipe.eta or 0.0)
             parts["ksvd_loss"] = ksvd
-            parts["J"] = self._part * objective(self.model)
+            parts["J"] = self._own(objective(self.model))
         parts["loss"] = loss
         return parts
+
+    def _own(self, mean: Tensor) -> Tensor:
+        """A mean over this rank's cases, as it counts among the ranks' means."""
+        return mean if self._part == 1.0 else self._part * mean
 
     def training_step(self, batch: Any, number: int) -> Tensor | None:
         if not self.automatic_optimization:
@@ -180,11 +184,11 @@ class TrainingModule(pl.LightningModule):
         self._recorded, self._sums = None, {}  # the recordings hold the memory of a step
 
     def add_to_sums(self, parts: Mapping[str, Tensor]) -> None:
-        for key, value in parts.items():
-            value = value.detach().float()
+        values = {key: value.detach().float() for key, value in parts.items()}
+        for key, value in values.items():
             if key not in self._sums:
                 self._sums[key] = torch.zeros_like(value)
-            self._sums[key] += value
+        torch._foreach_add_([self._sums[key] for key in values], list(values.values()))  # all in one launch
 
     def count_step(self, batch: Batch) -> None:
         """Once per step, after its losses were added: from time to time, look whether they are numbers."""
@@ -340,8 +344,8 @@ class TrainingModule(pl.LightningModule):
 
 def objective(model: nn.Module) -> Tensor:
     """Mean J over the model's Primal layers and the batch of the last forward in training mode, without a graph."""
-    values = [layer.objective for layer in primal_layers(model).values()]
-    return torch.stack([v.detach().float().mean() for v in values if v is not None]).mean()
+    means = [j.detach().float().mean() for layer in primal_layers(model).values() if (j := layer.objective) is not None]
+    return means[0] if len(means) == 1 else torch.stack(means).mean()
 
 
 def average_share(decay: float, step: int) -> float:

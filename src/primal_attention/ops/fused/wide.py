@@ -152,7 +152,7 @@ def output_backward(
     if not biased:
         return grad_each, grad_weight, grad_y.new_empty(weight.shape[0]), grad_y.new_empty(width)
     total = tall_sum(grad_y)  # float32
-    of_score = (total[:, None] * weight).view(len(weight), -1, width).sum((0, 1))
+    of_score = (total @ weight.float()).view(-1, width).sum(0)
     return grad_each, grad_weight, total.to(grad_y.dtype), of_score.to(grad_y.dtype)
 
 

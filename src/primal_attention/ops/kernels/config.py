@@ -23,6 +23,7 @@ class Tiles(NamedTuple):
     warps: int
     stages: int = 3  # of a loop's loads in flight
     registers: int | None = None  # most for a thread, where the compiler would take more than pays
+    tail: int = 0  # rows of a last block that are few: it is then no larger
 
 
 def ceil_div(value: int, by: int) -> int:
@@ -92,7 +93,7 @@ def wide_tiles(dtype: torch.dtype, head_dim: int, rank: int) -> Tiles:
 
     Measured on an H200 at head width 64, rank 96: 168 registers let three programs stand side by side, 136 → 110 µs.
     """
-    size = wide_back_tiles(dtype, head_dim, rank)
+    size = _wide_blocks(dtype, head_dim, rank)
     if dtype == torch.float32:
         return size
     block = min(64, power_of_two(stored_rank(rank)))
@@ -100,19 +101,25 @@ def wide_tiles(dtype: torch.dtype, head_dim: int, rank: int) -> Tiles:
 
 
 def wide_back_tiles(dtype: torch.dtype, head_dim: int, rank: int) -> Tiles:
-    """As `wide_tiles`, for the way back; taller blocks meet the errors of `square.no_sums`."""
+    """As `wide_tiles`, for the way back: in 16 bits all of the rank at once where it fits."""
+    size, whole = _wide_blocks(dtype, head_dim, rank), power_of_two(stored_rank(rank))
+    return size if dtype == torch.float32 or whole > 128 else size._replace(rank=whole, rank_blocks=1, tail=16)
+
+
+def _wide_blocks(dtype: torch.dtype, head_dim: int, rank: int) -> Tiles:
+    """Small blocks of the rank; taller blocks of tokens meet the errors of `square.no_sums`."""
     width, block = power_of_two(head_dim), min(32, power_of_two(stored_rank(rank)))
     blocks = ceil_div(stored_rank(rank), block)
     return Tiles(32, width, block, blocks, 8, 1) if dtype == torch.float32 else Tiles(64, width, block, blocks, 4)
 
 
 def wide_running_tiles(dtype: torch.dtype, head_dim: int, rank: int, decay: bool, back: bool = True) -> Tiles:
-    """As `wide_back_tiles`, for the causal scan.
+    """As `wide_tiles`, for the causal scan.
 
     Four warps let two programs stand side by side where eight leave room for one; exact products, and those of the
     decay, would not fit in their registers. Forward TF32 takes the rank in larger blocks: half the waiting for weights.
     """
-    size, exact = wide_back_tiles(dtype, head_dim, rank), dtype == torch.float32 and precision(dtype) == "ieee"
+    size, exact = _wide_blocks(dtype, head_dim, rank), dtype == torch.float32 and precision(dtype) == "ieee"
     if not back and dtype == torch.float32 and not exact:
         block = min(64, power_of_two(stored_rank(rank)))
         size = size._replace(rank=block, rank_blocks=ceil_div(stored_rank(rank), block))

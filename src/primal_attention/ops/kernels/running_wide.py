@@ -75,8 +75,8 @@ def _running_mix(
         phi_k = tl.where(live, wide, 0.0).to(z_k.dtype)
         out = dot(phi_q, a_q, PRECISION) + dot(phi_k, a_k, PRECISION) + shift[None]
         if ENERGY:
-            low_q, high_q = add_product(low_q, high_q, phi_q, phi_q, BT, BP, PRECISION)
-            low_k, high_k = add_product(low_k, high_k, phi_k, phi_k, BT, BP, PRECISION)
+            low_q, high_q = add_product(low_q, high_q, phi_q, phi_q, BT, BT, BP, PRECISION)
+            low_k, high_k = add_product(low_k, high_k, phi_k, phi_k, BT, BT, BP, PRECISION)
         tl.store(each + row[:, None] * (HEADS * P) + p[None], out.to(z_q.dtype), mask=inside)
     if FINAL:
         tl.store(final + own * P + p, carry_q, mask=p < P)
@@ -155,9 +155,9 @@ def _adjoint_mix(
                 total += tl.sum(grad * powers(rate, row, DECAY)[:, None] if DECAY else grad, 0)
             if not DECAY:
                 tl.store(grad_sums + begin + place, grad.to(z.dtype), mask=inside)
-            low, high = add_product(low, high, phi, g, BT, BP, PRECISION)
+            low, high = add_product(low, high, phi, g, BT, BT, BP, PRECISION)
             if ENERGY:
-                gram_low, gram_high = add_product(gram_low, gram_high, phi, phi, BT, BP, PRECISION)
+                gram_low, gram_high = add_product(gram_low, gram_high, phi, phi, BT, BT, BP, PRECISION)
         if LATER:
             tl.store(sums + own * P + p, total, mask=p < P)
         if ENERGY:

@@ -93,6 +93,47 @@ def add(target, value, again, mask):
 
 
 @triton.jit
+def pile(target, value, again, mask):
+    """As `add`, without waiting for what is there.
+
+    A thread meets the same places in every chunk, so their sums have one order.
+    """
+    if again:
+        tl.atomic_add(target, value, mask=mask, sem="relaxed")
+    else:
+        tl.store(target, value, mask=mask)
+
+
+@triton.jit
+def largest(twice):
+    """Of a head's energies: what B is divided by, which 16 bits might not hold."""
+    most = tl.max(tl.abs(twice), 0)
+    return tl.where(most > 0.0, most, 1.0)
+
+
+@triton.jit
+def weight_gradients_at_once(
+    turned, gram, w_s, w_o, twice, grad_w, grad_score, again,
+    P: tl.constexpr, S: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr,
+    DEPENDS: tl.constexpr, ENERGY: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """As `weight_gradients`, where W and W_o are at hand in one block; turned: Dᵀ."""
+    p, s = tl.arange(0, BP), tl.arange(0, BS)
+    fits = (p[:, None] < P) & (s[None] < S)
+    turned = turned.to(w_s.dtype)
+    of_w = dot(tl.trans(turned), w_o, PRECISION)
+    if ENERGY:
+        of_w += dot(gram.to(w_s.dtype), w_s, PRECISION) * twice[None]
+    target = grad_w + p[:, None] * S + s[None]
+    if DEPENDS:
+        tl.store(target, of_w.to(grad_w.dtype.element_ty), mask=fits)
+    else:
+        pile(target, of_w, again, fits)
+    pile(grad_score + p[:, None] * (2 * S) + s[None], dot(turned, w_s, PRECISION), again, fits)
+    tl.debug_barrier()  # the next chunk's sums may be added by other threads than wrote these
+
+
+@triton.jit
 def weight_gradients(
     cross, gram, w, score_weight, grad_energy, grad_w, grad_score, again, like,
     P: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, NS: tl.constexpr,
@@ -132,10 +173,12 @@ def no_sums(BT: tl.constexpr, BP: tl.constexpr):
 
 
 @triton.jit
-def add_product(low, high, left, right, BT: tl.constexpr, BP: tl.constexpr, PRECISION: tl.constexpr):
-    """leftᵀ right onto such a sum."""
+def add_product(
+    low, high, left, right, BT: tl.constexpr, ROWS: tl.constexpr, BP: tl.constexpr, PRECISION: tl.constexpr
+):
+    """leftᵀ right of ROWS rows onto such a sum, which is for blocks of BT."""
     if BT < 64 and BP >= 64:
-        upper, lower = tl.split(tl.permute(tl.reshape(left, (BT, 2, BP // 2)), (0, 2, 1)))
+        upper, lower = tl.split(tl.permute(tl.reshape(left, (ROWS, 2, BP // 2)), (0, 2, 1)))
         low += dot(tl.trans(upper), right, PRECISION)
         high += dot(tl.trans(lower), right, PRECISION)
     else:
