@@ -17,6 +17,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from closeness import assert_close, rms_ratio
 from kernel_cases import Layer, assert_same, make, results, tokens, twin
 from primal_attention.ops.kernels import running, scores
+from primal_attention.ops.kernels import wide as mixing
 from primal_attention.ops.kernels.wide import wide
 
 MODES = ["data_dependent", "plain", "causal", "learned_decay"]
@@ -136,14 +137,9 @@ def test_a_graph_that_is_kept_can_be_walked_again(device: torch.device, mode: st
         assert torch.equal(a, b), name
 
 
-@pytest.mark.usefixtures("bfloat16_rounds")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
-@pytest.mark.parametrize("mode", MODES)
-def test_the_kernels_are_as_exact_as_the_equations_in_the_same_dtype(
-    device: torch.device, mode: str, dtype: torch.dtype
-) -> None:
-    layer = make(mode, **SMALL, heads=4).to(device, dtype)
-    x = tokens(layer, 1, 40)
+def assert_as_exact_as_the_equations(layer: Layer, x: Tensor) -> None:
+    """In the layer's own dtype."""
+    dtype = layer.w_e.dtype
     truth, eager, fused = (without_scores(one, x) for one in (twin(layer), twin(layer, dtype), layer))
     for name, value in fused.items():
         assert value.dtype == eager[name].dtype, name
@@ -151,6 +147,32 @@ def test_the_kernels_are_as_exact_as_the_equations_in_the_same_dtype(
         factor = 1.2 if value.numel() >= 32 else 3.0
         limit = max(factor * rms_ratio(eager[name], truth[name]), 0.1 * torch.finfo(dtype).eps)
         assert_close(value, truth[name], limit, name)
+
+
+HALVES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+
+
+@pytest.mark.usefixtures("bfloat16_rounds")
+@HALVES
+@pytest.mark.parametrize("mode", MODES)
+def test_the_kernels_are_as_exact_as_the_equations_in_the_same_dtype(
+    device: torch.device, mode: str, dtype: torch.dtype
+) -> None:
+    layer = make(mode, **SMALL, heads=4).to(device, dtype)
+    assert_as_exact_as_the_equations(layer, tokens(layer, 1, 40))
+
+
+@pytest.mark.usefixtures("bfloat16_rounds", "unwritten_memory_is_nan", "short_chunks")
+@HALVES
+@pytest.mark.parametrize("length", [76, 100], ids=["a short tail", "a long one"])
+@pytest.mark.parametrize("mode", ["data_dependent", "plain"])
+def test_chunks_that_pile_up_their_sums_are_as_exact(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, mode: str, length: int, dtype: torch.dtype
+) -> None:
+    """All chunks of three sequences in one group; what is left of a sequence is a short block, or fills a whole one."""
+    monkeypatch.setattr(mixing, "AT_ONCE", 1)
+    layer = make(mode, **SMALL, heads=4).to(device, dtype)
+    assert_as_exact_as_the_equations(layer, tokens(layer, 3, length))
 
 
 def test_a_small_gradient_of_the_energies_survives_half_precision(device: torch.device) -> None:
