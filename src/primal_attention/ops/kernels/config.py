@@ -129,18 +129,26 @@ def wide_running_tiles(dtype: torch.dtype, head_dim: int, rank: int, decay: bool
 def precision(dtype: torch.dtype) -> str:
     """How products are formed: those of float32 exactly, unless the user allowed TF32.
 
-    Then in one pass of it, with operands rounded to the nearest of its numbers. The GPU would cut their last bits off,
-    and what is a sum of squares, an energy for one, would come out a thousandth too small.
-    Triton's interpreter has no such rounding, and cannot multiply bfloat16, which numpy lacks: there float32 stays
-    exact, and bfloat16 is widened first.
+    Then in three passes of it. One would cut the last bits off every operand, and what is a sum of squares, an energy
+    for one, would come out a thousandth too small; most kernels wait for memory more than for these products.
+    Triton's interpreter cannot multiply bfloat16, which numpy lacks: there it is widened first, and float32 is exact.
     """
     if INTERPRETED:
         return "widened" if dtype == torch.bfloat16 else "ieee"
     if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32:
-        return "rounded"
+        return "tf32x3"
     return "ieee"
+
+
+def quick_precision(dtype: torch.dtype) -> str:
+    """As `precision`, in loops that wait for their products: one pass of TF32, of operands rounded to the nearest.
+
+    Rounding is right on average where cutting off is not, and what it does to single tokens averages out in their sums.
+    """
+    found = precision(dtype)
+    return "rounded" if found == "tf32x3" else found
 
 
 def fine_precision(dtype: torch.dtype) -> str:
     """As `precision`, where small differences count that the operands' own bits do not hold: three passes of TF32."""
-    return "ieee" if dtype == torch.float32 and precision(dtype) == "ieee" else "tf32x3"
+    return precision(dtype) if dtype == torch.float32 else "tf32x3"
