@@ -63,6 +63,7 @@ static void through_norm(const Pass *p, size row, size channel, const lanes *her
         for (int v = 0; v < VECTORS; v++) {
             size at = j * BROAD + v * LANES;
             vec score = *(const vec *)(scores + at), g = *(const vec *)(grad + at) + twice_lambda * score;
+            __builtin_prefetch(scores + 2 * p->rank * BROAD + at, 0, 2); /* the next channel */
             sums[v] += g * score;
             *(vec *)(scaled + at) = either(here[v], g * *(const vec *)(inverse + v * LANES), (vec){0});
         }

@@ -172,7 +172,7 @@ static inline Result to_rows(real *c, size step, int add) { return (Result){c, s
 static inline Result to_turned(real *c, size step, int add) { return (Result){c, step, BROAD * step, 1, add}; }
 static inline Result to_panels(real *c, size apart, int add) { return (Result){c, BROAD, apart, 0, add}; }
 
-/* One tile; `start` has a number for each row that it begins with, or is NULL; `ahead` is what will be read next of A. */
+/* One tile; `start` has a number for each row that it begins with, or is NULL; `ahead` is where A goes on. */
 static inline __attribute__((always_inline)) void tile_of(size k, const real *a, size step, const int turned,
                                                           const real *ahead, const real *b, const real *start,
                                                           const Result *form,
@@ -185,9 +185,9 @@ static inline __attribute__((always_inline)) void tile_of(size k, const real *a,
     for (int i = 0; i < TALL; i++)
 #pragma GCC unroll 16
         for (int v = 0; v < VECTORS; v++) sums[i][v] = (vec){0} + (start && i < rows ? start[i] : 0);
-    for (size l = 0; l < k; l++, a += turned ? step : 1, b += BROAD, ahead += TALL) {
+    for (size l = 0; l < k; l++, a += turned ? step : 1, b += BROAD) {
         vec row[VECTORS];
-        __builtin_prefetch(ahead, 0, 2);
+        __builtin_prefetch(ahead + (turned ? l * TALL : l % TALL * step + l / TALL * TALL), 0, 2);
 #pragma GCC unroll 16
         for (int v = 0; v < VECTORS; v++) row[v] = *(const vec *)(b + v * LANES);
 #pragma GCC unroll 16
