@@ -224,7 +224,6 @@ def _decayed_rows(
 def _plan(qk: Tensor, wx: Tensor, log_decay: Tensor | None, seqs: Sequences, rank: int, back: bool) -> Plan:
     size = wide_running_tiles(qk.dtype, wx.shape[3], rank, log_decay is not None, back)
     plan = Plan(qk, wx, log_decay, seqs, rank, size)
-    plan.full["PRECISION"] = quick_precision(qk.dtype)
     return plan
 
 
