@@ -103,7 +103,7 @@ def wide_tiles(dtype: torch.dtype, head_dim: int, rank: int) -> Tiles:
 def wide_back_tiles(dtype: torch.dtype, head_dim: int, rank: int) -> Tiles:
     """As `wide_tiles`, for the way back: in 16 bits all of the rank at once where it fits."""
     size, whole = _wide_blocks(dtype, head_dim, rank), power_of_two(stored_rank(rank))
-    return size if dtype == torch.float32 or whole > 128 else size._replace(rank=whole, rank_blocks=1, tail=16)
+    return size if dtype == torch.float32 or whole > 128 else size._replace(rank=whole, rank_blocks=1)
 
 
 def _wide_blocks(dtype: torch.dtype, head_dim: int, rank: int) -> Tiles:
