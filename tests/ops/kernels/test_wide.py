@@ -16,8 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from closeness import assert_close, rms_ratio
 from kernel_cases import Layer, assert_same, make, results, tokens, twin
-from primal_attention.ops.kernels import running, scores
-from primal_attention.ops.kernels import wide as mixing
+from primal_attention.ops.kernels import running, scores, wide_back
 from primal_attention.ops.kernels.wide import wide
 
 MODES = ["data_dependent", "plain", "causal", "learned_decay"]
@@ -164,13 +163,13 @@ def test_the_kernels_are_as_exact_as_the_equations_in_the_same_dtype(
 
 @pytest.mark.usefixtures("bfloat16_rounds", "unwritten_memory_is_nan", "short_chunks")
 @HALVES
-@pytest.mark.parametrize("length", [76, 100], ids=["a short tail", "a long one"])
+@pytest.mark.parametrize("length", [76, 100])
 @pytest.mark.parametrize("mode", ["data_dependent", "plain"])
 def test_chunks_that_pile_up_their_sums_are_as_exact(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, mode: str, length: int, dtype: torch.dtype
 ) -> None:
-    """All chunks of three sequences in one group; what is left of a sequence is a short block, or fills a whole one."""
-    monkeypatch.setattr(mixing, "AT_ONCE", 1)
+    """All chunks of three sequences in one group."""
+    monkeypatch.setattr(wide_back, "AT_ONCE", 1)
     layer = make(mode, **SMALL, heads=4).to(device, dtype)
     assert_as_exact_as_the_equations(layer, tokens(layer, 3, length))
 

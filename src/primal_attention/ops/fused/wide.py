@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..kernels import running_wide
+from ..kernels import running_wide, wide_back
 from ..kernels import wide as mixing
 from ..kernels.config import stored_rank
 from ..kernels.segments import segment_sum, tall_sum
@@ -61,7 +61,7 @@ def mix_backward(
     """Gradients of qk, of wx, of the score map and of the projection's bias; arguments as in `score_backward`."""
     wx, depends = weights_again(origin, exact)
     seqs = sequences_of(tables, single)
-    return mixing.mix_backward(
+    return wide_back.mix_backward(
         qk, wx, score_weight, grad_each, grad_energy, seqs, depends, whole, spend, spend_wx=depends
     )
 

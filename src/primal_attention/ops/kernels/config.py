@@ -23,7 +23,6 @@ class Tiles(NamedTuple):
     warps: int
     stages: int = 3  # of a loop's loads in flight
     registers: int | None = None  # most for a thread, where the compiler would take more than pays
-    tail: int = 0  # rows of a last block that are few: it is then no larger
 
 
 def ceil_div(value: int, by: int) -> int:
@@ -113,16 +112,9 @@ def _wide_blocks(dtype: torch.dtype, head_dim: int, rank: int) -> Tiles:
     return Tiles(32, width, block, blocks, 8, 1) if dtype == torch.float32 else Tiles(64, width, block, blocks, 4)
 
 
-def wide_running_tiles(dtype: torch.dtype, head_dim: int, rank: int, decay: bool, back: bool = True) -> Tiles:
-    """As `wide_tiles`, for the causal scan.
-
-    Four warps let two programs stand side by side where eight leave room for one; exact products, and those of the
-    decay, would not fit in their registers. Forward TF32 takes the rank in larger blocks: half the waiting for weights.
-    """
-    size, exact = _wide_blocks(dtype, head_dim, rank), dtype == torch.float32 and precision(dtype) == "ieee"
-    if not back and dtype == torch.float32 and not exact:
-        block = min(64, power_of_two(stored_rank(rank)))
-        size = size._replace(rank=block, rank_blocks=ceil_div(stored_rank(rank), block))
+def wide_running_tiles(dtype: torch.dtype, head_dim: int, rank: int, decay: bool) -> Tiles:
+    """As `wide_tiles`, for the causal scan."""
+    size, exact = _wide_blocks(dtype, head_dim, rank), dtype == torch.float32
     return size._replace(tokens=32, warps=8 if exact or decay else 4, stages=2 if exact else 1)
 
 
@@ -138,15 +130,6 @@ def precision(dtype: torch.dtype) -> str:
     if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32:
         return "tf32x3"
     return "ieee"
-
-
-def quick_precision(dtype: torch.dtype) -> str:
-    """As `precision`, in loops that wait for their products: one pass of TF32, of operands rounded to the nearest.
-
-    Rounding is right on average where cutting off is not, and what it does to single tokens averages out in their sums.
-    """
-    found = precision(dtype)
-    return "rounded" if found == "tf32x3" else found
 
 
 def fine_precision(dtype: torch.dtype) -> str:

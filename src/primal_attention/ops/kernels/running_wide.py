@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .config import power_of_two, quick_precision, wide_running_tiles
+from .config import power_of_two, wide_running_tiles
 from .grouped import add_energy_gradient, store_output_gradients
 from .products import dot
 from .running import _running_rows
@@ -19,7 +19,7 @@ from .scores import EPS
 from .segments import column_sum
 from .sequences import Sequences
 from .square import add_product, energy_map, in_one, no_sums, output_map, store_energies
-from .wide import Parts
+from .wide_back import Parts
 
 
 @triton.jit
@@ -75,8 +75,8 @@ def _running_mix(
         phi_k = tl.where(live, wide, 0.0).to(z_k.dtype)
         out = dot(phi_q, a_q, PRECISION) + dot(phi_k, a_k, PRECISION) + shift[None]
         if ENERGY:
-            low_q, high_q = add_product(low_q, high_q, phi_q, phi_q, BT, BT, BP, PRECISION)
-            low_k, high_k = add_product(low_k, high_k, phi_k, phi_k, BT, BT, BP, PRECISION)
+            low_q, high_q = add_product(low_q, high_q, phi_q, phi_q, BT, BP, PRECISION)
+            low_k, high_k = add_product(low_k, high_k, phi_k, phi_k, BT, BP, PRECISION)
         tl.store(each + row[:, None] * (HEADS * P) + p[None], out.to(z_q.dtype), mask=inside)
     if FINAL:
         tl.store(final + own * P + p, carry_q, mask=p < P)
@@ -155,9 +155,9 @@ def _adjoint_mix(
                 total += tl.sum(grad * powers(rate, row, DECAY)[:, None] if DECAY else grad, 0)
             if not DECAY:
                 tl.store(grad_sums + begin + place, grad.to(z.dtype), mask=inside)
-            low, high = add_product(low, high, phi, g, BT, BT, BP, PRECISION)
+            low, high = add_product(low, high, phi, g, BT, BP, PRECISION)
             if ENERGY:
-                gram_low, gram_high = add_product(gram_low, gram_high, phi, phi, BT, BT, BP, PRECISION)
+                gram_low, gram_high = add_product(gram_low, gram_high, phi, phi, BT, BP, PRECISION)
         if LATER:
             tl.store(sums + own * P + p, total, mask=p < P)
         if ENERGY:
@@ -221,10 +221,9 @@ def _decayed_rows(
     tl.store(grad_decay + chunk * (2 * HEADS) + lane, tl.sum(sum_decay, 0))
 
 
-def _plan(qk: Tensor, wx: Tensor, log_decay: Tensor | None, seqs: Sequences, rank: int, back: bool) -> Plan:
-    size = wide_running_tiles(qk.dtype, wx.shape[3], rank, log_decay is not None, back)
-    plan = Plan(qk, wx, log_decay, seqs, rank, size)
-    return plan
+def _plan(qk: Tensor, wx: Tensor, log_decay: Tensor | None, seqs: Sequences, rank: int) -> Plan:
+    size = wide_running_tiles(qk.dtype, wx.shape[3], rank, log_decay is not None)
+    return Plan(qk, wx, log_decay, seqs, rank, size)
 
 
 def running_mix_forward(
@@ -241,7 +240,7 @@ def running_mix_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `wide.mix_forward`, and the chunks' carries for the way back. initial, final: as in `running_forward`."""
     rank = score_weight.shape[1] // 2
-    plan = _plan(qk, wx, log_decay, seqs, rank, back=False)
+    plan = _plan(qk, wx, log_decay, seqs, rank)
     each = (torch.empty if whole else torch.zeros)(
         (qk.shape[0], plan.heads * plan.p), dtype=qk.dtype, device=qk.device
     )  # fmt: skip
@@ -272,9 +271,9 @@ def running_mix_backward(
     whole: bool,
     spend: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As `wide.mix_backward`, and the partial sums of the gradient of log γ (chunks, H, 2)."""
+    """As `wide_back.mix_backward`, and the partial sums of the gradient of log γ (chunks, H, 2)."""
     rank = score_weight.shape[1] // 2
-    plan = _plan(qk, wx, log_decay, seqs, rank, back=True)
+    plan = _plan(qk, wx, log_decay, seqs, rank)
     parts = Parts(qk, wx, plan.chunks, False)
     grad_qk = qk if spend else (torch.empty_like if whole else torch.zeros_like)(qk)
     grad_bias, grad_decay = (

@@ -173,12 +173,10 @@ def no_sums(BT: tl.constexpr, BP: tl.constexpr):
 
 
 @triton.jit
-def add_product(
-    low, high, left, right, BT: tl.constexpr, ROWS: tl.constexpr, BP: tl.constexpr, PRECISION: tl.constexpr
-):
-    """leftᵀ right of ROWS rows onto such a sum, which is for blocks of BT."""
+def add_product(low, high, left, right, BT: tl.constexpr, BP: tl.constexpr, PRECISION: tl.constexpr):
+    """leftᵀ right onto such a sum."""
     if BT < 64 and BP >= 64:
-        upper, lower = tl.split(tl.permute(tl.reshape(left, (ROWS, 2, BP // 2)), (0, 2, 1)))
+        upper, lower = tl.split(tl.permute(tl.reshape(left, (BT, 2, BP // 2)), (0, 2, 1)))
         low += dot(tl.trans(upper), right, PRECISION)
         high += dot(tl.trans(lower), right, PRECISION)
     else:
