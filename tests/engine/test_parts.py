@@ -12,7 +12,7 @@ from torch import nn
 
 from closeness import assert_close
 from primal_attention.engine import files
-from primal_attention.engine.batches import Batches, derive_seed
+from primal_attention.engine.batches import Batches, derive_seed, set_seed
 from primal_attention.engine.checkpoint import read_checkpoint
 from primal_attention.engine.errors import RunError
 from primal_attention.engine.module import one_cycle, update_average
@@ -46,6 +46,13 @@ def test_ranks_share_every_batch_between_them():
 
 def test_neighbouring_seeds_give_unrelated_streams():
     assert len({derive_seed("epoch", s, e) for s in range(20) for e in range(20)}) == 400
+
+
+def test_a_seed_starts_the_numbers_that_torch_starts():
+    torch.manual_seed(5)
+    numbers = torch.randn(3)
+    set_seed(5, torch.device("cpu"))
+    assert torch.equal(torch.randn(3), numbers)
 
 
 @pytest.fixture

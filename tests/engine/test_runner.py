@@ -7,12 +7,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import toy
 
-from primal_attention.engine import runner
+from primal_attention.engine import callbacks, runner
 from primal_attention.engine.errors import DivergedError, RunError
 from primal_attention.engine.files import read_weights
 
@@ -82,6 +83,44 @@ def test_a_run_killed_at_any_moment_resumes_to_bit_identical_weights(tmp_path: P
     lines = done.stdout.strip().splitlines()
     assert len(lines) == 7
     assert all(line.endswith(": same") for line in lines), done.stdout
+
+
+def test_chosen_weights_wait_for_a_checkpoint_and_a_run_cut_off_between_two_chooses_the_same(
+    both, toy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    written: list[int] = []
+    usual = callbacks.write_weights
+
+    def count(path: Path, state: dict[str, torch.Tensor]) -> None:
+        written.append(len(written))
+        usual(path, state)
+
+    monkeypatch.setattr(callbacks, "write_weights", count)
+    recipe = toy.recipe(toy_folder, protocol="validation", trainer__checkpoint_every=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(callbacks.RunState, "on_train_epoch_start", fail_in_epoch(3, callbacks.RunState))
+        with pytest.raises(PowerCutError):
+            runner.train(recipe, tmp_path)
+    assert len(written) == 1
+    runner.train(recipe, tmp_path, resume=True)
+    assert len(written) <= 2
+    for file in ("metrics.csv", "model.safetensors", "checkpoints/best.safetensors"):
+        assert (tmp_path / file).read_bytes() == (both[0] / "validation" / file).read_bytes()
+
+
+class PowerCutError(Exception):
+    pass
+
+
+def fail_in_epoch(number: int, kind: type[callbacks.RunState]) -> Any:
+    usual = kind.on_train_epoch_start
+
+    def hook(self: callbacks.RunState, trainer: Any, module: Any) -> None:
+        if trainer.current_epoch + 1 == number:
+            raise PowerCutError
+        usual(self, trainer, module)
+
+    return hook
 
 
 def test_a_finished_run_is_not_trained_again(both, toy_folder: Path):

@@ -47,6 +47,7 @@ class RunState(Checkpoint):
         self._started = self._written = 0.0
         self.middle: dict[str, Any] | None = None  # of an epoch: batches done, and what each process stands at
         self.unmeasured: Row | None = None  # an epoch that was trained and not measured yet
+        self._chosen: dict[str, torch.Tensor] | None = None  # weights of the chosen epoch that are not on disk yet
         self.notice = Notice()
         self._trainer: Any = None
         self._board: Any = None
@@ -106,7 +107,7 @@ class RunState(Checkpoint):
             torch.distributed.all_gather_object(everyone, here)
         seconds = time.perf_counter() - self._started
         self.middle = {"batches": done, "steps": here["steps"], "seconds": seconds, "processes": everyone}
-        self._trainer.save_checkpoint(self.checkpoint)
+        self._save()
         self.middle = None
         if asked:
             raise Preempted(f"asked to stop: saved after batch {done} of epoch {self._trainer.current_epoch + 1}")
@@ -114,7 +115,7 @@ class RunState(Checkpoint):
     def while_measuring(self) -> None:
         """Between two batches of an evaluation."""
         if self.notice.anywhere(self.experiment.module.device):
-            self._trainer.save_checkpoint(self.checkpoint)
+            self._save()
             raise Preempted("asked to stop: saved before the last epoch was measured")
 
     def on_train_epoch_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -154,7 +155,7 @@ class RunState(Checkpoint):
         asked = self.notice.anywhere(module.device)
         saved = self.finished or asked or epoch % config.checkpoint_every == 0
         if saved:
-            trainer.save_checkpoint(self.checkpoint)
+            self._save()
         if trainer.is_global_zero:
             if saved or time.monotonic() - self._written > 1:  # short epochs would spend their time on this file
                 write_csv(self.folder / "metrics.csv", self.rows)
@@ -177,7 +178,18 @@ class RunState(Checkpoint):
             self.best = {"epoch": row["epoch"], "rank": rank}
             state = distributed.whole(module.final_model.state_dict())
             if write:
-                write_weights(self.best_weights, state)
+                self._chosen = {name: t.detach().to("cpu", copy=True) for name, t in state.items()}
+
+    def _save(self) -> None:
+        """Where the training stands, for a run that goes on from here.
+
+        Only such a run reads the chosen weights, so they are written beside a checkpoint and not at every better epoch;
+        before it, since what a checkpoint says of them must be there.
+        """
+        if self._chosen is not None:
+            write_weights(self.best_weights, self._chosen)
+            self._chosen = None
+        self._trainer.save_checkpoint(self.checkpoint)
 
     def _patience_spent(self, patience: int) -> bool:
         return bool(patience and self.best and len(self.rows) - self.best["epoch"] >= patience)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from primal_attention.engine import compiling
-from primal_attention.engine.batches import Batches, derive_seed
+from primal_attention.engine.batches import Batches, derive_seed, set_seed
 from primal_attention.engine.config import OptimConfig, Recipe
 from primal_attention.engine.errors import DivergedError, RunError
 from primal_attention.engine.recordable import RecordableRAdam
@@ -127,7 +127,7 @@ class TrainingModule(pl.LightningModule):
         return tuple(None if t is None else shard(t, self.layout.sequence) for t in sequences)
 
     def _seed(self, *what: object) -> None:
-        torch.manual_seed(derive_seed("epoch", self.recipe.seed, self.current_epoch, *what))
+        set_seed(derive_seed("epoch", self.recipe.seed, self.current_epoch, *what), self.device)
 
     def on_train_epoch_start(self) -> None:
         self._seed(self.share[0])
@@ -140,6 +140,12 @@ class TrainingModule(pl.LightningModule):
         self.automatic_optimization = False
         self._batches_per_epoch = train.batches_per_epoch
         train.group = group
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Lightning looks at every tensor, and there are hundreds in a turn of recorded steps; `Batches` are there."""
+        if isinstance(batch, list) and not self.automatic_optimization and batch[0][0].device == device:
+            return batch
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         """The loss and its parts, such that the mean over the processes is what one process would compute."""
@@ -233,12 +239,12 @@ class TrainingModule(pl.LightningModule):
 
     def epoch_means(self) -> dict[str, float]:
         """Mean over the epoch's steps of the losses and J, over all ranks."""
-        means = {}
-        for key, total in self._sums.items():
-            mean = total / max(self._steps, 1)
-            if self.trainer.world_size > 1:
-                mean = self.trainer.strategy.reduce(mean, reduce_op="mean")  # type: ignore[assignment]
-            means[key] = float(mean)
+        if not self._sums:
+            return {}
+        totals = torch.stack(list(self._sums.values())) / max(self._steps, 1)  # read at once: the host waits once
+        if self.trainer.world_size > 1:
+            totals = self.trainer.strategy.reduce(totals, reduce_op="mean")  # type: ignore[assignment]
+        means = dict(zip(self._sums, totals.tolist(), strict=True))
         if not math.isfinite(means.get("loss", 0.0)):  # before anybody saves or measures what is left of the weights
             raise DivergedError(self._explain(None, self._steps % CHECK_EVERY or CHECK_EVERY))
         return means
