@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 def primal_layers(model: nn.Module) -> dict[str, PrimalAttention]:
     """The Primal-Attention layers of a model by name."""
+    if isinstance(model, PrimalAttention):  # which has no other inside
+        return {"": model}
     return {name: module for name, module in model.named_modules() if isinstance(module, PrimalAttention)}
 
 

@@ -234,7 +234,7 @@ class PrimalAttention(nn.Module):
         if self.training:
             # The last pass' graph goes before this one's is built: kept, it would bind the parameters' gradients to the
             # stream of that pass, which a CUDA graph's capture does not survive.
-            self._objective = None
+            self._keep_objective(None)
         result = attend(
             x,
             self._weights(),
@@ -254,9 +254,13 @@ class PrimalAttention(nn.Module):
         )
         y = result.y
         if result.objective is not None:
-            y, self._objective = tie(y, result.objective)
+            y, objective = tie(y, result.objective)
+            self._keep_objective(objective)
         extras = ([result.scores] if return_scores else []) + ([result.state] if return_state else [])
         return (y, *extras) if extras else y
+
+    def _keep_objective(self, objective: Tensor | None) -> None:
+        object.__setattr__(self, "_objective", objective)  # nn.Module would first look whether it is a parameter
 
     def _check_whole(self, what: str, asked: bool = True) -> None:
         if self.context is not None and asked:

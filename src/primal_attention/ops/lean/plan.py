@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,8 +10,7 @@ from torch import Tensor
 from ..modes import Mode
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     mode: Mode
     dropout: float = 0.0
     form: Literal["mean", "sum"] = "mean"

@@ -34,7 +34,7 @@ def unfit(
     for tensor in (x, *weights, sqrt_lambda):
         if tensor is None:
             continue
-        if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
+        if type(tensor) not in (Tensor, torch.nn.Parameter) or not tensor.is_cpu:
             return "it takes plain tensors on a CPU"
         if tensor.dtype != x.dtype:
             return f"it takes one type of numbers (x has {x.dtype}, a weight {tensor.dtype})"
