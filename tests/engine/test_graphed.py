@@ -18,6 +18,7 @@ from primal_attention.engine.config import override
 from primal_attention.engine.errors import DivergedError, RunError
 from primal_attention.engine.module import TrainingModule, update_average
 from primal_attention.engine.recordable import RecordableRAdam
+from primal_attention.engine.recording import Number, Recorder, Recording
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 PLAIN = {
@@ -104,10 +105,40 @@ def test_recordable_radam_is_radam(weight_decay: float):
             again.load_state_dict(a.state_dict())
             a = again
         a.prepare()
+        assert a.steady == (step >= 5)  # the first five steps have no 1/√v
         a.step()
         b.step()
         for p, q in zip(ours, theirs, strict=True):
             torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)  # float32, factors in another order
+
+
+def test_a_number_on_the_device_is_written_where_it_changes():
+    number = Number(torch.device("cpu"))
+    for value in (0.5, 0.5, 0.25):
+        before = number.held._version
+        changes = value != number.value
+        number.put(value)
+        assert float(number.held) == value
+        assert (number.held._version != before) == changes
+
+
+def test_steps_are_recorded_once_they_are_all_alike(monkeypatch: pytest.MonkeyPatch):
+    class Steps(Recorder):
+        done = 0
+
+        def work(self, batch: Any) -> None:
+            self.done += 1
+
+        def steady(self) -> bool:
+            return self.done >= 5
+
+    steps = Steps(torch.device("cpu"))
+    steps.records = True
+    monkeypatch.setattr(Steps, "_record", lambda self, batch: Recording(torch.nn.Identity(), [torch.zeros(2)]))
+    monkeypatch.setattr(Recording, "replay", lambda self, batch: None)
+    for _ in range(9):
+        steps.step(torch.ones(2))
+    assert steps.done == 5
 
 
 def test_a_share_on_the_device_moves_the_average_as_a_number_does():

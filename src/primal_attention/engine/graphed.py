@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from primal_attention.engine.config import Recipe, require
 from primal_attention.engine.module import Batch, TrainingModule, average_share, precision_context, update_average
-from primal_attention.engine.recording import Recorder, rates_on_device
+from primal_attention.engine.recording import Number, Recorder, rates_on_device
 from primal_attention.nn.objective import primal_layers
 from primal_attention.nn.rivals.draws import RandomBuffers
 
@@ -49,12 +48,12 @@ class RecordedStep(Recorder):
         super().__init__(next(module.model.parameters()).device)
         self.module, self.optimizer = module, optimizer
         self.random = [m for m in module.model.modules() if isinstance(m, RandomBuffers) and m.redraw_every]
-        self.rates: list[Tensor] = []
-        self.share: Tensor | float = 0.0
+        self.rates: list[Number] = []
+        self.share: Number | float = 0.0
         if self.on_gpu:
             if not hasattr(optimizer, "prepare"):
-                self.rates = [torch.zeros((), device=self.device) for _ in optimizer.param_groups]
-            self.share = torch.zeros((), device=self.device)
+                self.rates = [Number(self.device) for _ in optimizer.param_groups]
+            self.share = Number(self.device)
 
     def run(self, batches: list[Batch]) -> None:
         """One step for each batch."""
@@ -69,10 +68,13 @@ class RecordedStep(Recorder):
         if hasattr(self.optimizer, "prepare"):
             self.optimizer.prepare()
         for held, group in zip(self.rates, self.optimizer.param_groups, strict=False):
-            held.fill_(group["lr"])
+            held.put(group["lr"])
         if self.module.averaged is not None:
             share = average_share(self.module.recipe.trainer.ema, self.module.global_step + 1)
-            self.share = self.share.fill_(share) if isinstance(self.share, Tensor) else share
+            if isinstance(self.share, Number):
+                self.share.put(share)
+            else:
+                self.share = share
         for layer in self.random:
             redraw_in_place(layer)
 
@@ -89,10 +91,11 @@ class RecordedStep(Recorder):
             if config.optim.clip:
                 weights = [p for group in self.optimizer.param_groups for p in group["params"]]
                 torch.nn.utils.clip_grad_norm_(weights, config.optim.clip)
-            with rates_on_device(self.optimizer, self.rates):
+            with rates_on_device(self.optimizer, [rate.held for rate in self.rates]):
                 self.optimizer.step()
             if module.averaged is not None:
-                update_average(module.averaged, module.model, self.share)
+                share = self.share.held if isinstance(self.share, Number) else self.share
+                update_average(module.averaged, module.model, share)
         for layer in primal_layers(module.model).values():
             # The objective holds the step's graph, which holds on to the stream that it was made on.
             layer._objective = None if layer.objective is None else layer.objective.detach()
@@ -106,6 +109,9 @@ class RecordedStep(Recorder):
         if schedule is not None:
             schedule.step()
         module.count_step(batch)
+
+    def steady(self) -> bool:
+        return getattr(self.optimizer, "steady", True)
 
     def clear(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)

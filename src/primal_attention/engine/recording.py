@@ -33,6 +33,18 @@ def whole(tensors: Sequence[Tensor], form: tuple[str, ...] | bool) -> Any:
     return dict(zip(form, tensors, strict=True))
 
 
+class Number:
+    """A number on the device that a recorded step reads. Most stay for many steps: it is written where it changes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.held, self.value = torch.zeros((), device=device), 0.0
+
+    def put(self, value: float) -> None:
+        if value != self.value:
+            self.held.fill_(value)
+            self.value = value
+
+
 class Recording(NamedTuple):
     """A graph and the tensors that it reads its batch from."""
 
@@ -74,6 +86,10 @@ class Recorder:
         """The step itself: everything that a replay repeats."""
         raise NotImplementedError
 
+    def steady(self) -> bool:
+        """Whether coming steps do what this one does, other numbers aside: only such a step is recorded."""
+        return True
+
     def clear(self) -> None:
         """Drop what a step that was not finished left on the host."""
 
@@ -110,7 +126,7 @@ class Recorder:
         shape = (form, *((tuple(t.shape), t.dtype) for t in tensors))
         if shape not in self.recordings:
             self.seen[shape] = self.seen.get(shape, 0) + 1
-            if self.seen[shape] <= WARMUP or len(self.recordings) >= SHAPES:
+            if self.seen[shape] <= WARMUP or len(self.recordings) >= SHAPES or not self.steady():
                 return None
             try:
                 self.recordings[shape] = self._record(batch)

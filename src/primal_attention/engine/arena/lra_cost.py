@@ -126,7 +126,7 @@ class Step:
         self.compiled = module.compiled
         self.recorded = RecordedStep(module, optimizer)
         for held in self.recorded.rates:
-            held.fill_(module.recipe.optim.lr)
+            held.put(module.recipe.optim.lr)
         split = data.train
         arrays = [split.tokens, *([] if split.second is None else [split.second]), split.labels]
         self.batch = tuple(torch.from_numpy(a).to(device) for a in arrays)
