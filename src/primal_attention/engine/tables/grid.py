@@ -11,6 +11,7 @@ finished run leaves a small JSON file in the results folder, which is what table
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import os
@@ -100,11 +101,24 @@ class Grid:
         ]
 
 
+@functools.cache
+def _engine() -> tuple[Any, Any]:
+    """Registry and runner. Their imports make half a million objects, which are there to stay: the garbage collector
+    would look through all of them several times meanwhile, and again in every run."""
+    gc.disable()
+    try:
+        from primal_attention.engine import registry, runner
+    finally:
+        gc.freeze()
+        gc.enable()
+    return registry, runner
+
+
 def run_job(job: Job) -> Outcome:
     """Train one job, or take its result if it is there. Errors are told, not raised: the others go on."""
     if job.result.exists():
         return Outcome(job, summary=json.loads(job.result.read_text()))
-    from primal_attention.engine import registry, runner
+    registry, runner = _engine()
     from primal_attention.engine.config import override
 
     gc.collect()  # what the last run of this process left behind would count as this one's memory
