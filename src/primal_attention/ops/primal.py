@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,13 +59,14 @@ def attend(
             x, weights, mode, feature_map, valid=valid, decay=decay, dropout=dropout, objective=objective,
             stretch=stretch,
         )  # fmt: skip
+    given: dict[str, Any] = {"decay": decay, "dropout": dropout, "objective": objective}
+    layer: Callable[..., Attended]
     if chosen == "lean":
         from .lean import lean_attention
 
-        layer = partial(lean_attention, need_scores=need_scores, need_state=need_state)
+        layer, given["need_scores"], given["need_state"] = lean_attention, need_scores, need_state
     else:
-        layer = partial(_compiled() if chosen == "compiled" else reference_attention, feature_map=feature_map)
-    given: dict[str, Any] = {"decay": decay, "dropout": dropout, "objective": objective}
+        layer, given["feature_map"] = (_compiled() if chosen == "compiled" else reference_attention), feature_map
     if cu_seqlens is None:
         return layer(x, weights, mode, valid=valid, state=state, **given)
     width = max(int(cu_seqlens.diff().max()), 1) if max_seqlen is None else max_seqlen
