@@ -74,7 +74,7 @@ def _tf32_is_allowed() -> Iterator[None]:
 def test_where_tf32_is_allowed_the_kernels_lose_nothing_by_it(
     device: torch.device, mode: str, head_dim: int, rank: int
 ) -> None:
-    """Products round their operands to TF32, in the equations as here: neither may miss the truth by more."""
+    """The large products around the kernels round to TF32, in the equations as here; the kernels' own do not."""
     layer = make(mode, head_dim=head_dim, rank=rank).to(device)
     inputs = [tokens(layer, 2, 60) for _ in range(3)]
     truth, eager, fused = (
