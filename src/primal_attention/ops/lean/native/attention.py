@@ -49,41 +49,43 @@ class Sequences(NamedTuple):
 
     starts: Tensor  # (B + 1,)
     places: Tensor | None  # (B, n)
-    rows: Tensor | None  # which rows of the padded input are tokens
 
     @classmethod
-    def of(cls, x: Tensor, valid: Tensor | None, mode: Mode) -> Sequences:
+    def of(cls, x: Tensor, lengths: Tensor | None, mode: Mode) -> Sequences:
+        """x: (B, N, d), or with their lengths (T, d): so much tells both ways, and nothing else has to be kept."""
         count = mode.landmarks if mode.data_dependent else 0
-        if valid is None:
-            return _even(x.shape[0], x.shape[1], count)
-        return cls(*_laid_out(valid.sum(dim=1), count), valid.reshape(-1).nonzero()[:, 0])
+        return _even(x.shape[0], x.shape[1], count) if lengths is None else _laid_out(lengths, count)
 
 
-def _laid_out(lengths: Tensor, landmarks: int) -> tuple[Tensor, Tensor | None]:
+def _laid_out(lengths: Tensor, landmarks: int) -> Sequences:
     starts = torch.zeros(lengths.shape[0] + 1, dtype=torch.int64)
     torch.cumsum(lengths, 0, out=starts[1:])
     if landmarks == 0:
-        return starts, None
-    return starts, (ragged_landmark_indices(lengths, landmarks) + starts[:-1, None]).contiguous()
+        return Sequences(starts, None)
+    return Sequences(starts, (ragged_landmark_indices(lengths, landmarks) + starts[:-1, None]).contiguous())
 
 
 @lru_cache(maxsize=64)
 def _even(batch: int, length: int, landmarks: int) -> Sequences:
     with torch.inference_mode(False):
-        return Sequences(*_laid_out(torch.full((batch,), length), landmarks), None)
+        return _laid_out(torch.full((batch,), length), landmarks)
 
 
 class NativeLayer(torch.autograd.Function):
-    """(x, √Λ, weights) → (y, J, scores as rows (T, 2Hs)); None for what is not asked for. x: (…, d), its T rows."""
+    """(x, √Λ, weights) → (y, J, scores as rows (T, 2Hs)); None for what is not asked for.
+
+    x: (B, N, d), or the rows (T, d) of sequences with these lengths, (B,).
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, plan: Plan, lib: Library, starts: Tensor, places: Tensor | None, x: Tensor,
-        sqrt_lambda: Tensor | None, *parameters: Tensor | None,
+        ctx: Any, plan: Plan, lib: Library, lengths: Tensor | None, x: Tensor, sqrt_lambda: Tensor | None,
+        *parameters: Tensor | None,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         ctx.set_materialize_grads(False)
         weights = Weights(*parameters)  # type: ignore[arg-type]
-        given = _pass(plan, starts, places, x, sqrt_lambda, weights)
+        sequences = Sequences.of(x, lengths, plan.mode)
+        given = _pass(plan, sequences, x, sqrt_lambda, weights)
         kept, y = x.new_empty(lib.kept(given)), torch.empty_like(x)
         j = None if sqrt_lambda is None else x.new_empty(given.sequences)
         rows = x.new_empty(given.tokens, 2 * given.heads * given.rank) if plan.scores else None
@@ -91,7 +93,7 @@ class NativeLayer(torch.autograd.Function):
         lib.run(given, back=False)
         if plan.keep:
             ctx.plan, ctx.lib = plan, lib
-            ctx.save_for_backward(starts, places, x, sqrt_lambda, kept, *parameters)
+            ctx.save_for_backward(lengths, x, sqrt_lambda, kept, *parameters)
         return y, j, rows
 
     @staticmethod
@@ -99,8 +101,8 @@ class NativeLayer(torch.autograd.Function):
     def backward(
         ctx: Any, grad_y: Tensor | None, grad_j: Tensor | None, grad_scores: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        starts, places, x, sqrt_lambda, kept, *parameters = ctx.saved_tensors
-        needs, weights = ctx.needs_input_grad[4:], Weights(*parameters)
+        lengths, x, sqrt_lambda, kept, *parameters = ctx.saved_tensors
+        needs, weights = ctx.needs_input_grad[3:], Weights(*parameters)
         need_x, _, need_qk, need_qk_bias, _, _, *need_output = needs
         # All gradients of a map come together: its weight's, its bias'.
         like = [None if p is None else torch.empty_like(p) for p in parameters]
@@ -127,12 +129,13 @@ class NativeLayer(torch.autograd.Function):
             "grad_objective": None if grad_j is None else grad_j.contiguous(),
             "grad_scores": None if grad_scores is None else grad_scores.contiguous(),
         }
-        given = _pass(ctx.plan, starts, places, x, sqrt_lambda, weights)
+        sequences = Sequences.of(x, lengths, ctx.plan.mode)
+        given = _pass(ctx.plan, sequences, x, sqrt_lambda, weights)
         given.hold(kept=kept, **incoming, **grads)
         ctx.lib.run(given, back=True)
         output = found[4:] if learns else (None,) * 4
         result = (grads["grad_x"], grads["grad_sqrt_lambda"], *found[:4], *output)
-        return None, None, None, None, *(grad if need else None for grad, need in zip(result, needs, strict=True))
+        return None, None, None, *(grad if need else None for grad, need in zip(result, needs, strict=True))
 
 
 def _or_empty(bias: Tensor | None, x: Tensor, size: int) -> Tensor:
@@ -140,10 +143,8 @@ def _or_empty(bias: Tensor | None, x: Tensor, size: int) -> Tensor:
     return x.new_empty(size) if bias is None else bias
 
 
-def _pass(
-    plan: Plan, starts: Tensor, places: Tensor | None, x: Tensor, sqrt_lambda: Tensor | None, weights: Weights
-) -> Pass:
-    heads, rank, d = plan.mode.heads, weights.w_e.shape[2], x.shape[-1]
+def _pass(plan: Plan, sequences: Sequences, x: Tensor, sqrt_lambda: Tensor | None, weights: Weights) -> Pass:
+    (starts, places), heads, rank, d = sequences, plan.mode.heads, weights.w_e.shape[2], x.shape[-1]
     tokens = x.numel() // d
     given = Pass(
         starts.shape[0] - 1, tokens, d, heads, rank, 0 if places is None else places.shape[1], torch.get_num_threads(),
@@ -165,10 +166,13 @@ def native_attention(
     if isinstance(lib, str):  # it was there a moment ago: only the environment can have changed
         raise RuntimeError(f"the lean path's library is gone: {lib}")
     batch, length, d = x.shape
-    starts, places, rows = Sequences.of(x, valid, plan.mode)
-    tokens = x.contiguous() if rows is None else x.reshape(-1, d).index_select(0, rows)
+    lengths = rows = None
+    tokens = x.contiguous()
+    if valid is not None:
+        lengths, rows = valid.sum(dim=1), valid.reshape(-1).nonzero()[:, 0]
+        tokens = x.reshape(-1, d).index_select(0, rows)
     given = (None if w is None else w.contiguous() for w in (sqrt_lambda, *weights))
-    y, j, scores = NativeLayer.apply(plan, lib, starts, places, tokens, *given)
+    y, j, scores = NativeLayer.apply(plan, lib, lengths, tokens, *given)
     if rows is not None:
         y = _spread(y, rows, batch * length).view(x.shape)
         scores = None if scores is None else _spread(scores, rows, batch * length)

@@ -8,7 +8,7 @@
 typedef struct {
     size *queues;
     real *w_qk, *w_x, *parts, *grad_w_x, *dz, *heads, *grad_heads, *rows_x, *rows_y, *sums_y, *grad_map, *shares,
-        *own;
+        *energies, *last, *own;
     size of_thread;
     Output out;
 } BackwardScratch;
@@ -39,9 +39,11 @@ static BackwardScratch backward_scratch(const Pass *p, size *used) {
     s.sums_y = take(p, used, pieces(tokens, block_size(p)) * d);
     s.grad_map = take(p, used, p->folded ? all * d : 0);
     s.shares = take(p, used, p->heads * share_size(p));
+    s.energies = take(p, used, p->grad_objective ? energies_size(p) : 0);
+    s.last = take(p, used, room_of_last(p));
     s.out = take_output(p, used);
     size most = landmark_scratch(p) + fold_scratch(p) + unfold_scratch(p);
-    size block = BLOCK * (2 * all + d) + 2 * BROAD * padded(p->rank, BROAD) + BROAD;
+    size block = BLOCK * (2 * all + d) + 2 * BROAD * padded(p->rank, BROAD) + BROAD + all * LANES;
     size sums = row_step(tokens) * (ROWS > head_width(p) ? ROWS : head_width(p)) + tokens * pair;
     if (most < block) most = block;
     s.of_thread = padded(most < sums ? sums : most, BLOCK);
@@ -50,23 +52,26 @@ static BackwardScratch backward_scratch(const Pass *p, size *used) {
 }
 
 /* g / ‖z‖ of a panel and a channel, and −⟨g, e⟩ / ‖z‖² into `along`; zero for tokens that are not `here`.
-   grad: what came through y and through the scores themselves. */
-static void through_norm(const Pass *p, size row, size channel, const lanes *here, real lambda_weight, const real *grad,
-                         real *along, real *scaled) {
-    const real *scores = p->scores + panel_at(row, all_scores(p)) + column_of(p, channel) * BROAD;
-    const real *inverse = p->inverse + panel_at(row, 2 * p->heads) + channel * BROAD;
+   grad: what came through y and through the scores themselves. squares, if any, += e², a vector for each score. */
+static void through_norm(const Pass *p, Tokens at, size row, size channel, const lanes *here, real lambda_weight,
+                         const real *grad, real *along, real *scaled, real *squares) {
+    const real *scores = at.scores + panel_at(row, all_scores(p)) + column_of(p, channel) * BROAD;
+    const real *inverse = at.inverse + panel_at(row, 2 * p->heads) + channel * BROAD;
     const real *root = p->sqrt_lambda + channel % p->heads * p->rank;
     vec sums[VECTORS] = {{0}};
     for (size j = 0; j < p->rank; j++) {
-        real twice_lambda = p->grad_objective ? lambda_weight * root[j] * root[j] : 0;
+        real twice_lambda = squares ? lambda_weight * root[j] * root[j] : 0;
+        vec square = {0};
 #pragma GCC unroll 16
         for (int v = 0; v < VECTORS; v++) {
-            size at = j * BROAD + v * LANES;
-            vec score = *(const vec *)(scores + at), g = *(const vec *)(grad + at) + twice_lambda * score;
-            __builtin_prefetch(scores + 2 * p->rank * BROAD + at, 0, 2); /* the next channel */
+            size i = j * BROAD + v * LANES;
+            vec score = *(const vec *)(scores + i), g = *(const vec *)(grad + i) + twice_lambda * score;
+            __builtin_prefetch(scores + 2 * p->rank * BROAD + i, 0, 2); /* the next channel */
             sums[v] += g * score;
-            *(vec *)(scaled + at) = either(here[v], g * *(const vec *)(inverse + v * LANES), (vec){0});
+            square += either(here[v], score * score, (vec){0});
+            *(vec *)(scaled + i) = either(here[v], g * *(const vec *)(inverse + v * LANES), (vec){0});
         }
+        if (squares) *(vec *)(squares + j * LANES) += square;
     }
     for (int v = 0; v < VECTORS; v++) {
         vec factor = *(const vec *)(inverse + v * LANES);
@@ -76,12 +81,14 @@ static void through_norm(const Pass *p, size row, size channel, const lanes *her
 }
 
 /* dz of tokens that share their weights, and their part of dW_{·|X}; either adds to what the block has.
-   grad: that of their scores. */
-static void tokens_back(const Pass *p, const BackwardScratch *s, Range rows, size sequence, int add, const real *grad,
-                        real *dz, real *part, real *own) {
+   grad: that of their scores. energies, if any: what becomes Σ e², Σ r². */
+static void tokens_back(const Pass *p, const BackwardScratch *s, Tokens at, Range rows, size sequence, int add,
+                        const real *grad, real *dz, real *part, real *energies, real *own) {
     size inner = head_width(p), rank = p->rank, d = p->width, all = all_scores(p), breadth = padded(rank, BROAD);
     size first = rows.from / BROAD * BROAD, set = set_of(p, sequence);
     real *along = own, *scaled = along + BROAD, *turned = scaled + BROAD * breadth;
+    real *squares = energies ? turned + BROAD * breadth : 0;
+    if (squares) memset(squares, 0, all * LANES * sizeof(real));
     real lambda_weight = p->grad_objective ? 2 * p->grad_objective[sequence] * energy_scale(p, sequence) : 0;
     for (size row = first; row < rows.to; row += BROAD) {
         int begun = row < rows.from; /* with the tokens of another sequence */
@@ -89,18 +96,19 @@ static void tokens_back(const Pass *p, const BackwardScratch *s, Range rows, siz
         mask_of(row, rows, here);
         for (size channel = 0; channel < 2 * p->heads; channel++) {
             const real *w = weights_at(p, s->w_x, set, channel);
-            const real *z = p->z + panel_at(row, 2 * d) + channel * inner * BROAD;
+            const real *z = at.z + panel_at(row, 2 * d) + channel * inner * BROAD;
             real *to = dz + panel_at(row, 2 * d) + channel * inner * BROAD;
-            through_norm(p, row, channel, here, lambda_weight, grad + panel_at(row, all) + column_of(p, channel) * BROAD,
-                         along, scaled);
+            size column = column_of(p, channel);
+            through_norm(p, at, row, channel, here, lambda_weight, grad + panel_at(row, all) + column * BROAD, along,
+                         scaled, squares ? squares + column * LANES : 0);
             for (size i = 0; i < inner; i++)
 #pragma GCC unroll 16
                 for (int v = 0; v < VECTORS; v++) {
-                    size at = i * BROAD + v * LANES;
-                    __builtin_prefetch(z + inner * BROAD + at, 0, 2); /* the next channel */
-                    vec share = *(const vec *)(z + at) * *(const vec *)(along + v * LANES);
-                    if (begun) share += *(vec *)(to + at);
-                    *(vec *)(to + at) = share;
+                    size j = i * BROAD + v * LANES;
+                    __builtin_prefetch(z + inner * BROAD + j, 0, 2); /* the next channel */
+                    vec share = *(const vec *)(z + j) * *(const vec *)(along + v * LANES);
+                    if (begun) share += *(vec *)(to + j);
+                    *(vec *)(to + j) = share;
                 }
             for (size j = 0; j < rank; j += BROAD)
                 multiply(inner, BROAD, least(BROAD, rank - j), in_rows(w + j * inner, BROAD), scaled + j * BROAD, 0, 0,
@@ -110,6 +118,7 @@ static void tokens_back(const Pass *p, const BackwardScratch *s, Range rows, siz
                      to_panels(part + channel * packed_weights(p), inner * BROAD, add || row > first));
         }
     }
+    for (size i = 0; squares && i < all; i++) energies[i] = sum_of(*(vec *)(squares + i * LANES));
 }
 
 /* dW_{·|X} of the tokens of one block and one set. Blocks and sets both follow the tokens, so that the sum of their
@@ -129,23 +138,25 @@ static void sum_rows(size m, size n, const real *rows, int add, real *sums) {
 /* A block of tokens from dy to dz and dx. */
 static void backward_block(const Pass *p, const BackwardScratch *s, Range stretch, size block, real *own) {
     Range rows = piece(stretch, block_size(p), block);
-    size d = p->width, all = all_scores(p), m = rows.to - rows.from, at = rows.from - stretch.from;
+    size d = p->width, all = all_scores(p), m = rows.to - rows.from, begin = rows.from - stretch.from;
+    Tokens at = tokens_of(p, rows, s->last);
     size apart = (stretch.to - stretch.from) * BROAD;
-    real *grad = own, *more = grad + BLOCK * all, *broad = more + BLOCK * all, *dz = s->dz + panel_at(at, 2 * d);
-    const real *scores = p->scores + panel_at(rows.from, all);
+    real *grad = own, *more = grad + BLOCK * all, *broad = more + BLOCK * all, *dz = s->dz + panel_at(begin, 2 * d);
+    const real *scores = at.scores + panel_at(rows.from, all);
+    move_tokens(p, rows, at, 1);
     if (!p->grad_y)
         memset(grad, 0, padded(m, BROAD) * all * sizeof(real));
     else {
-        real *to = p->folded ? grad : s->grad_heads + panel_at(at, d);
+        real *to = p->folded ? grad : s->grad_heads + panel_at(begin, d);
         pack_broad(d, m, p->grad_y + rows.from * d, 1, d, broad, d * BROAD);
         if (p->grad_w_out) {
-            pack_broad(m, d, p->grad_y + rows.from * d, d, 1, s->rows_y + at * BROAD, apart);
+            pack_broad(m, d, p->grad_y + rows.from * d, d, 1, s->rows_y + begin * BROAD, apart);
             sum_rows(m, d, p->grad_y + rows.from * d, 0, s->sums_y + block * d);
         }
         multiply(mapped(p), padded(m, BROAD), d, p->folded ? in_rows(s->out.map, d) : in_panels(s->out.map, d), broad,
                  d * BROAD, 0, to_panels(to, mapped(p) * BROAD, 0));
         if (!p->folded) heads_back(p, m, to, grad);
-        if (!p->folded && p->grad_w_out) heads_of(p, m, scores, s->heads + panel_at(at, d));
+        if (!p->folded && p->grad_w_out) heads_of(p, m, scores, s->heads + panel_at(begin, d));
     }
     if (p->grad_scores) {
         pack_broad(all, m, p->grad_scores + rows.from * all, 1, all, more, all * BROAD);
@@ -155,12 +166,13 @@ static void backward_block(const Pass *p, const BackwardScratch *s, Range stretc
     for (size row = rows.from; row < rows.to;) {
         size b = sequence_of(p, row), end = least(rows.to, p->starts[b + 1]);
         /* Numbers of panels count from the first token of all. */
-        tokens_back(p, s, (Range){row, end}, b, set_of(p, b) == set, grad - panel_at(rows.from, all),
-                    dz - panel_at(rows.from, 2 * d), part_at(p, s, stretch, block, set_of(p, b)), broad);
+        tokens_back(p, s, at, (Range){row, end}, b, set_of(p, b) == set, grad - panel_at(rows.from, all),
+                    dz - panel_at(rows.from, 2 * d), part_at(p, s, stretch, block, set_of(p, b)),
+                    p->grad_objective ? energies_at(p, s->energies, rows.from / block_size(p), b) : 0, broad);
         set = set_of(p, b);
         row = end;
     }
-    if (p->grad_w_qk) pack_broad(m, d, p->x + rows.from * d, d, 1, s->rows_x + at * BROAD, apart);
+    if (p->grad_w_qk) pack_broad(m, d, p->x + rows.from * d, d, 1, s->rows_x + begin * BROAD, apart);
     if (p->grad_x)
         multiply(d, m, 2 * d, in_panels(s->w_qk, 2 * d), dz, 2 * d * BROAD, 0, to_turned(p->grad_x + rows.from * d, d, 0));
 }
@@ -178,18 +190,24 @@ static void add_parts(const Pass *p, const BackwardScratch *s, Range stretch, si
     }
 }
 
+/* How broad the panel is that begins at `row` among `tokens`. */
+static inline size breadth_of(size row, size tokens, int kept) { return kept ? least(BROAD, tokens - row) : BROAD; }
+
 /* Rows of panels, `numbers` each, one after the other: (rows, tokens). */
-static void lay_out(const real *panels, size numbers, size rows, size tokens, real *to) {
-    for (size row = 0; row < tokens; row += BROAD)
-        for (size i = 0; i < rows; i++)
-            memcpy(to + i * row_step(tokens) + row, panels + panel_at(row, numbers) + i * BROAD, BROAD * sizeof(real));
+static void lay_out(const real *panels, size numbers, Range rows, size tokens, int kept, real *to) {
+    for (size row = 0; row < tokens; row += BROAD) {
+        size breadth = breadth_of(row, tokens, kept);
+        const real *from = panels + panel_at(row, numbers) + rows.from * breadth;
+        for (size i = 0; i < rows.to - rows.from; i++, from += breadth)
+            memcpy(to + i * row_step(tokens) + row, from, breadth * sizeof(real));
+    }
 }
 
 /* ROWS rows of grad += Aᵀ B over the tokens of a stretch, A in panels of m numbers; totals, if any, += Σ A. */
-static void sum_over_tokens(const Pass *p, Range stretch, const real *a, size m, const real *packed_b, Result to,
-                            real *totals, real *own, size task) {
+static void sum_over_tokens(const Pass *p, Range stretch, const real *a, size m, int kept, const real *packed_b,
+                            Result to, real *totals, real *own, size task) {
     size count = stretch.to - stretch.from, i = task * ROWS, rows = least(ROWS, m - i), step = row_step(count);
-    lay_out(a + i * BROAD, m, rows, count, own);
+    lay_out(a, m, (Range){i, i + rows}, count, kept, own);
     for (size j = 0; totals && j < rows; j++) {
         real sum = 0;
 #pragma omp simd reduction(+ : sum)
@@ -205,10 +223,12 @@ static void add_share(const Pass *p, const BackwardScratch *s, Range stretch, re
     size inner = head_width(p), pair = 2 * p->rank, all = all_scores(p), count = stretch.to - stretch.from;
     size tokens = padded(count, BROAD);
     real *rows = own, *broad = own + row_step(count) * inner;
-    lay_out(s->grad_heads + head * inner * BROAD, p->width, inner, count, rows);
-    for (size row = 0; row < tokens; row += BROAD)
-        pack_broad(BROAD, pair, p->scores + panel_at(stretch.from + row, all) + head * pair * BROAD, 1, BROAD,
+    lay_out(s->grad_heads, p->width, (Range){head * inner, (head + 1) * inner}, count, 0, rows);
+    for (size row = 0; row < tokens; row += BROAD) {
+        size breadth = breadth_of(row, count, 1);
+        pack_broad(breadth, pair, p->scores + panel_at(stretch.from + row, all) + head * pair * breadth, 1, breadth,
                    broad + row * BROAD, tokens * BROAD);
+    }
     multiply(inner, pair, count, in_rows(rows, row_step(count)), broad, tokens * BROAD, 0,
              to_rows(s->shares + head * share_size(p), pair, stretch.from > 0));
 }
@@ -220,10 +240,10 @@ static void backward_stretch(const Pass *p, const BackwardScratch *s, Range stre
     TASKS(queue, pieces(count, block_size(p))) backward_block(p, s, stretch, task, own);
 #pragma omp barrier
     TASKS(queue + 1, p->grad_w_qk ? pieces(2 * d, ROWS) : 0)
-        sum_over_tokens(p, stretch, s->dz, 2 * d, s->rows_x, to_rows(p->grad_w_qk, d, add), p->grad_b_qk, own, task);
+        sum_over_tokens(p, stretch, s->dz, 2 * d, 0, s->rows_x, to_rows(p->grad_w_qk, d, add), p->grad_b_qk, own, task);
     TASKS(queue + 2, learns ? pieces(mapped(p), ROWS) + (p->folded ? 0 : p->heads) : 0) {
         if (task < pieces(mapped(p), ROWS))
-            sum_over_tokens(p, stretch, seen, mapped(p), s->rows_y,
+            sum_over_tokens(p, stretch, seen, mapped(p), p->folded, s->rows_y,
                             to_turned(p->folded ? s->grad_map : p->grad_w_out, mapped(p), add), 0, own, task);
         else
             add_share(p, s, stretch, own, task - pieces(mapped(p), ROWS));
@@ -254,12 +274,14 @@ static void prepare_backward(const Pass *p, const BackwardScratch *s, real *own)
 #pragma omp barrier
 }
 
-static void grad_of_lambda(const Pass *p) {
-    for (size i = 0; i < p->heads * p->rank; i++) {
-        real sum = 0;
-        for (size b = 0; b < p->sequences; b++)
-            sum += p->energy[b * p->heads * p->rank + i] * p->grad_objective[b] * energy_scale(p, b);
-        p->grad_sqrt_lambda[i] = 2 * p->sqrt_lambda[i] * sum;
+static void grad_of_lambda(const Pass *p, const BackwardScratch *s, real *energy) {
+    size count = p->heads * p->rank;
+    real *to = p->grad_sqrt_lambda;
+    memset(to, 0, count * sizeof(real));
+    for (size b = 0; b < p->sequences; b++) {
+        real factor = 2 * p->grad_objective[b] * energy_scale(p, b);
+        sum_energies(p, s->energies, b, energy);
+        for (size i = 0; i < count; i++) to[i] += factor * p->sqrt_lambda[i] * energy[i];
     }
 }
 
@@ -283,7 +305,7 @@ static void backward(const Pass *p, const BackwardScratch *s, size thread) {
             backward_to_weights(p, s->grad_w_x, own, task);
         else {
             if (learns) finish_score_map(p, s->shares);
-            if (p->grad_objective) grad_of_lambda(p);
+            if (p->grad_objective) grad_of_lambda(p, s, own);
         }
     }
 }

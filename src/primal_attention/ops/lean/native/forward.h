@@ -2,7 +2,7 @@
 
 typedef struct {
     size *queues;
-    real *w_x, *energies, *own;
+    real *w_x, *energies, *last, *own;
     size of_thread;
     Output out;
 } ForwardScratch;
@@ -13,9 +13,11 @@ static ForwardScratch forward_scratch(const Pass *p, size *used) {
     ForwardScratch s;
     s.queues = take_bytes(p, used, FORWARD_QUEUES * sizeof(size));
     s.w_x = take(p, used, weight_sets(p) * set_size(p));
-    s.energies = take(p, used, (pieces(p->tokens, block_size(p)) + p->sequences) * all_scores(p));
+    s.energies = take(p, used, energies_size(p));
+    s.last = take(p, used, room_of_last(p));
     s.out = take_output(p, used);
     size prepared = landmark_scratch(p) + fold_scratch(p), block = BLOCK * (p->width + padded(p->rank, BROAD));
+    if (prepared < p->heads * p->rank) prepared = p->heads * p->rank;
     s.of_thread = padded(prepared > block ? prepared : block, BLOCK);
     s.own = take(p, used, s.of_thread * p->threads);
     return s;
@@ -38,11 +40,11 @@ static void inverse_norms(const Pass *p, const real *z, real *inverse) {
 }
 
 /* The scores of tokens that share their weights, and the energies they bring. */
-static void scores_of(const Pass *p, Range rows, real *w_x, size set, real *energy, real *raw) {
+static void scores_of(const Pass *p, Tokens at, Range rows, real *w_x, size set, real *energy, real *raw) {
     size inner = head_width(p), rank = p->rank, all = all_scores(p), d = p->width, breadth = padded(rank, BROAD);
     size first = rows.from / BROAD * BROAD, m = padded(rows.to - first, BROAD);
     for (size channel = 0; channel < 2 * p->heads; channel++) {
-        const real *w = weights_at(p, w_x, set, channel), *z = p->z + panel_at(first, 2 * d) + channel * inner * BROAD;
+        const real *w = weights_at(p, w_x, set, channel), *z = at.z + panel_at(first, 2 * d) + channel * inner * BROAD;
         for (size j = 0; j < rank; j += BROAD)
             multiply(padded(least(BROAD, rank - j), TALL), m, inner, in_columns(w + j * inner, BROAD), z, 2 * d * BROAD,
                      0, to_panels(raw + j * BROAD, breadth * BROAD, 0));
@@ -50,16 +52,16 @@ static void scores_of(const Pass *p, Range rows, real *w_x, size set, real *ener
         memset(squares, 0, sizeof squares);
         for (size row = first; row < rows.to; row += BROAD) {
             const real *from = raw + panel_at(row - first, breadth);
-            const real *inverse = p->inverse + panel_at(row, 2 * p->heads) + channel * BROAD;
-            real *to = p->scores + panel_at(row, all) + column_of(p, channel) * BROAD;
+            const real *inverse = at.inverse + panel_at(row, 2 * p->heads) + channel * BROAD;
+            real *to = at.scores + panel_at(row, all) + column_of(p, channel) * BROAD;
             lanes here[VECTORS];
             mask_of(row, rows, here);
             for (size j = 0; j < rank; j++)
 #pragma GCC unroll 16
                 for (int v = 0; v < VECTORS; v++) {
-                    size at = j * BROAD + v * LANES;
-                    vec score = *(const vec *)(from + at) * *(const vec *)(inverse + v * LANES);
-                    *(vec *)(to + at) = either(here[v], score, row < rows.from ? *(vec *)(to + at) : (vec){0});
+                    size i = j * BROAD + v * LANES;
+                    vec score = *(const vec *)(from + i) * *(const vec *)(inverse + v * LANES);
+                    *(vec *)(to + i) = either(here[v], score, row < rows.from ? *(vec *)(to + i) : (vec){0});
                     squares[j][v] += either(here[v], score * score, (vec){0});
                 }
         }
@@ -73,35 +75,31 @@ static void scores_of(const Pass *p, Range rows, real *w_x, size set, real *ener
 
 static void forward_block(const Pass *p, const ForwardScratch *s, size block, Range rows, real *own) {
     size d = p->width, all = all_scores(p), m = rows.to - rows.from;
-    real *broad = own, *raw = own + BLOCK * d, *z = p->z + panel_at(rows.from, 2 * d);
-    const real *scores = p->scores + panel_at(rows.from, all);
+    Tokens at = tokens_of(p, rows, s->last);
+    real *broad = own, *raw = own + BLOCK * d;
+    const real *scores = at.scores + panel_at(rows.from, all);
     pack_broad(d, m, p->x + rows.from * d, 1, d, broad, d * BROAD);
-    multiply(2 * d, padded(m, BROAD), d, in_rows(p->w_qk, d), broad, d * BROAD, p->b_qk, to_panels(z, 2 * d * BROAD, 0));
+    multiply(2 * d, padded(m, BROAD), d, in_rows(p->w_qk, d), broad, d * BROAD, p->b_qk,
+             to_panels(at.z + panel_at(rows.from, 2 * d), 2 * d * BROAD, 0));
     for (size row = rows.from; row < rows.to; row += BROAD)
-        inverse_norms(p, p->z + panel_at(row, 2 * d), p->inverse + panel_at(row, 2 * p->heads));
+        inverse_norms(p, at.z + panel_at(row, 2 * d), at.inverse + panel_at(row, 2 * p->heads));
     for (size row = rows.from; row < rows.to;) {
         size b = sequence_of(p, row), end = least(rows.to, p->starts[b + 1]);
-        scores_of(p, (Range){row, end}, s->w_x, set_of(p, b), s->energies + (block + b) * all, raw);
+        scores_of(p, at, (Range){row, end}, s->w_x, set_of(p, b), energies_at(p, s->energies, block, b), raw);
         row = end;
     }
     if (!p->folded) heads_of(p, m, scores, broad);
     multiply(d, m, mapped(p), in_rows(p->folded ? s->out.map : p->w_out, mapped(p)), p->folded ? scores : broad,
              mapped(p) * BROAD, s->out.shift, to_turned(p->y + rows.from * d, d, 0));
     for (size row = rows.from; p->score_rows && row < rows.to; row++)
-        for (size j = 0; j < all; j++) p->score_rows[row * all + j] = p->scores[panel_at(row, all) + j * BROAD + row % BROAD];
+        for (size j = 0; j < all; j++) p->score_rows[row * all + j] = at.scores[panel_at(row, all) + j * BROAD + row % BROAD];
+    move_tokens(p, rows, at, 0);
 }
 
-/* J of a sequence. Its energies come block after block: e and r alike, since Λ weighs both alike. */
-static void objective_of(const Pass *p, const ForwardScratch *s, size b, real trace) {
-    real *energy = p->energy + b * p->heads * p->rank, j = 0;
-    Range rows = rows_of(p, b);
-    memset(energy, 0, p->heads * p->rank * sizeof(real));
-    for (size block = rows.from / block_size(p); block * block_size(p) < rows.to && rows.from < rows.to; block++) {
-        const real *from = s->energies + (block + b) * all_scores(p);
-        for (size head = 0; head < p->heads; head++)
-            for (size k = 0; k < p->rank; k++)
-                energy[head * p->rank + k] += from[2 * head * p->rank + k] + from[(2 * head + 1) * p->rank + k];
-    }
+/* J of a sequence. */
+static void objective_of(const Pass *p, const ForwardScratch *s, size b, real trace, real *energy) {
+    real j = 0;
+    sum_energies(p, s->energies, b, energy);
     for (size i = 0; i < p->heads * p->rank; i++) j += energy[i] * p->sqrt_lambda[i] * p->sqrt_lambda[i];
     for (size head = 0; head < p->heads && p->projected_trace; head++) trace += trace_of(p, s->w_x, b, head);
     p->objective[b] = j * energy_scale(p, b) - trace / p->heads;
@@ -121,5 +119,5 @@ static void forward(const Pass *p, const ForwardScratch *s, size thread) {
 #pragma omp barrier
     real trace = 0;
     for (size head = 0; head < p->heads && !p->projected_trace; head++) trace += trace_of(p, s->w_x, 0, head);
-    TASKS(queue + 3, p->sequences) objective_of(p, s, task, trace);
+    TASKS(queue + 3, p->sequences) objective_of(p, s, task, trace, own);
 }

@@ -3,7 +3,8 @@
    Sequences stand one after the other in the rows of x. All that is made of a token stands in panels of BROAD tokens, the
    B of a product: (panel, channel, BROAD). z has the channels [q of each head, k of each head], 1/‖z‖ has one for each of
    these, the scores have [e, r] of each head: (H, 2, s). So the weights stay as they are, sums over a head's channels
-   are sums of vectors, and what pads the last panel is no more than that. */
+   are sums of vectors, and what pads the last panel is no more than that. What is kept for the way back has no padding:
+   there the last panel is as broad as it has tokens. */
 
 #include <omp.h>
 #include <tgmath.h>
@@ -18,7 +19,7 @@ typedef struct { /* as `Pass` in native/library.py has it */
     real *grad_x, *grad_w_qk, *grad_b_qk, *grad_w_e, *grad_w_r, *grad_w_o, *grad_b_o, *grad_w_out, *grad_b_out;
     real *grad_sqrt_lambda;
     char *scratch;
-    real *z, *scores, *inverse, *energy; /* the parts of what is kept */
+    real *z, *scores, *inverse; /* the parts of what is kept */
 } Pass;
 
 enum { BLOCK = 128 };    /* tokens, at most, that go through a pass together: they stay in the second cache */
@@ -85,6 +86,63 @@ static inline size block_size(const Pass *p) {
 static inline size pieces(size count, size unit) { return (count + unit - 1) / unit; }
 static inline Range piece(Range all, size unit, size i) {
     return (Range){all.from + i * unit, least(all.from + (i + 1) * unit, all.to)};
+}
+
+/* What is made of tokens, to be read and written in whole panels. */
+typedef struct {
+    real *z, *scores, *inverse;
+} Tokens;
+
+static inline size numbers_of_token(const Pass *p) { return 2 * p->width + all_scores(p) + 2 * p->heads; }
+
+/* Room for a block that ends within a panel. */
+static inline size room_of_last(const Pass *p) { return p->tokens % BROAD ? block_size(p) * numbers_of_token(p) : 0; }
+
+/* A block's tokens where they are worked on: where they are kept, or in that room. */
+static inline Tokens tokens_of(const Pass *p, Range block, real *room) {
+    size d = p->width, all = all_scores(p), tokens = block_size(p);
+    if (block.to % BROAD == 0) return (Tokens){p->z, p->scores, p->inverse};
+    return (Tokens){room - panel_at(block.from, 2 * d), room + tokens * 2 * d - panel_at(block.from, all),
+                    room + tokens * (2 * d + all) - panel_at(block.from, 2 * p->heads)};
+}
+
+/* A block's numbers from that room to where they are kept, or back. */
+static void move_numbers(size numbers, Range block, real *room, real *kept, int back) {
+    for (size row = block.from; row < block.to; row += BROAD) {
+        size breadth = least(BROAD, block.to - row);
+        real *whole = room + panel_at(row, numbers), *narrow = kept + panel_at(row, numbers);
+        for (size i = 0; i < numbers; i++, whole += BROAD, narrow += breadth) {
+            memcpy(back ? whole : narrow, back ? narrow : whole, breadth * sizeof(real));
+            if (back) memset(whole + breadth, 0, (BROAD - breadth) * sizeof(real));
+        }
+    }
+}
+static void move_tokens(const Pass *p, Range block, Tokens at, int back) {
+    if (block.to % BROAD == 0) return;
+    move_numbers(2 * p->width, block, at.z, p->z, back);
+    move_numbers(all_scores(p), block, at.scores, p->scores, back);
+    move_numbers(2 * p->heads, block, at.inverse, p->inverse, back);
+}
+
+/* Energies: Σ e², Σ r² of the tokens of one block and one sequence. Blocks and sequences both follow the tokens, so that
+   the sum of their numbers is a number of its own. */
+static inline size energies_size(const Pass *p) {
+    return (pieces(p->tokens, block_size(p)) + p->sequences) * all_scores(p);
+}
+static inline real *energies_at(const Pass *p, real *energies, size block, size sequence) {
+    return energies + (block + sequence) * all_scores(p);
+}
+
+/* A sequence's energies, (H, s), block after block: e and r alike, since Λ weighs both alike. */
+static void sum_energies(const Pass *p, real *energies, size sequence, real *sums) {
+    Range rows = rows_of(p, sequence);
+    memset(sums, 0, p->heads * p->rank * sizeof(real));
+    for (size block = rows.from / block_size(p); block * block_size(p) < rows.to && rows.from < rows.to; block++) {
+        const real *from = energies_at(p, energies, block, sequence);
+        for (size head = 0; head < p->heads; head++)
+            for (size k = 0; k < p->rank; k++)
+                sums[head * p->rank + k] += from[2 * head * p->rank + k] + from[(2 * head + 1) * p->rank + k];
+    }
 }
 
 /* Tasks go to whichever thread is free: cores are not equally fast at all times. No sum depends on who computes it. */

@@ -16,12 +16,10 @@
 
 /* Where in what is kept for the way back its parts stand. Returns how many numbers it has. */
 static size lay_kept(Pass *p) {
-    size tokens = padded(p->tokens, BROAD);
     p->z = p->kept;
-    p->scores = p->z + tokens * 2 * p->width;
-    p->inverse = p->scores + tokens * all_scores(p);
-    p->energy = p->inverse + tokens * 2 * p->heads;
-    return tokens * (2 * p->width + all_scores(p) + 2 * p->heads) + p->sequences * p->heads * p->rank;
+    p->scores = p->z + padded(p->tokens * 2 * p->width, LANES);
+    p->inverse = p->scores + padded(p->tokens * all_scores(p), LANES);
+    return p->inverse + p->tokens * 2 * p->heads - p->kept;
 }
 
 size primal_kept(const Pass *given) {

@@ -22,7 +22,7 @@ TENSORS = (
     "grad_y", "grad_objective", "grad_scores",
     "grad_x", "grad_w_qk", "grad_b_qk", "grad_w_e", "grad_w_r", "grad_w_o", "grad_b_o", "grad_w_out", "grad_b_out",
     "grad_sqrt_lambda", "scratch",
-    "z", "scores", "inverse", "energy",
+    "z", "scores", "inverse",
 )  # fmt: skip
 REALS = {torch.float32: "float", torch.float64: "double"}
 _loading = Lock()
