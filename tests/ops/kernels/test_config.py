@@ -35,14 +35,14 @@ def test_stored_rows_are_whole_lanes() -> None:
     assert [stored_rank(rank) for rank in (1, 8, 9, 30, 96)] == [8, 8, 16, 32, 96]
 
 
-@pytest.mark.parametrize(("allowed", "expected"), [(False, "ieee"), (True, "tf32x3")])
+@pytest.mark.parametrize(("allowed", "expected"), [(False, ("ieee", "ieee")), (True, ("tf32x3", config.QUICK))])
 def test_float32_products_are_exact_unless_the_user_allows_tf32(
-    monkeypatch: pytest.MonkeyPatch, allowed: bool, expected: str
+    monkeypatch: pytest.MonkeyPatch, allowed: bool, expected: tuple[str, str]
 ) -> None:
     monkeypatch.setattr(config, "INTERPRETED", False)
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = allowed
     try:
-        assert config.precision(torch.float32) == expected
+        assert (config.precision(torch.float32), config.quick_precision(torch.float32)) == expected
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 import triton
 
+QUICK = "tf32x3"  # where TF32 is allowed, in loops that wait for their products: "rounded", or as everywhere else
 LANE = 8  # scores are stored in rows of a multiple of 8 numbers: whole 16-byte pieces in 16-bit types
 
 
@@ -113,9 +114,14 @@ def _wide_blocks(dtype: torch.dtype, head_dim: int, rank: int) -> Tiles:
 
 
 def wide_running_tiles(dtype: torch.dtype, head_dim: int, rank: int, decay: bool) -> Tiles:
-    """As `wide_tiles`, for the causal scan."""
-    size, exact = _wide_blocks(dtype, head_dim, rank), dtype == torch.float32
-    return size._replace(tokens=32, warps=8 if exact or decay else 4, stages=2 if exact else 1)
+    """As `wide_tiles`, for the causal scan.
+
+    Four warps let two programs stand side by side where eight leave room for one; products in several passes, and those
+    of the decay, would not fit in their registers.
+    """
+    size = _wide_blocks(dtype, head_dim, rank)
+    many = dtype == torch.float32 and (decay or quick_precision(dtype) != "rounded")
+    return size._replace(tokens=32, warps=8 if many or decay else 4, stages=2 if many else 1)
 
 
 def precision(dtype: torch.dtype) -> str:
@@ -130,6 +136,15 @@ def precision(dtype: torch.dtype) -> str:
     if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32:
         return "tf32x3"
     return "ieee"
+
+
+def quick_precision(dtype: torch.dtype) -> str:
+    """As `precision`, in loops that wait for their products: one pass of TF32, of operands rounded to the nearest.
+
+    Rounding is right on average where cutting off is not, and what it does to single tokens averages out in their sums.
+    """
+    found = precision(dtype)
+    return QUICK if found == "tf32x3" else found
 
 
 def fine_precision(dtype: torch.dtype) -> str:

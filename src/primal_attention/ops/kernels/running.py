@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .config import running_tiles
-from .products import dot
+from .products import dot, dot_ones
 from .scan import Plan, before_chunk, last_row, powers, sums_within, triangle_of
 from .scores import EPS
 from .sequences import Sequences
@@ -209,7 +209,7 @@ def _running_rows(
             sum_decay += tl.sum(dz * (sums - z.to(tl.float32)), 0)
         else:
             grad = tl.load(grad_qk + place, mask=inside, other=0.0)
-            dz = dot(tl.trans(triangle).to(grad.dtype), grad, PRECISION) + later[None]
+            dz = dot_ones(tl.trans(triangle).to(grad.dtype), grad, PRECISION) + later[None]
             dz = tl.where(inside, dz, 0.0)
         later = tl.sum(tl.where(t[:, None] == 0, dz, 0.0), 0)
         sum_b += tl.sum(dz, 0)

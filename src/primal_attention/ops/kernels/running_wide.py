@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .config import power_of_two, wide_running_tiles
+from .config import power_of_two, quick_precision, wide_running_tiles
 from .grouped import add_energy_gradient, store_output_gradients
 from .products import dot
 from .running import _running_rows
@@ -223,7 +223,10 @@ def _decayed_rows(
 
 def _plan(qk: Tensor, wx: Tensor, log_decay: Tensor | None, seqs: Sequences, rank: int) -> Plan:
     size = wide_running_tiles(qk.dtype, wx.shape[3], rank, log_decay is not None)
-    return Plan(qk, wx, log_decay, seqs, rank, size)
+    plan = Plan(qk, wx, log_decay, seqs, rank, size)
+    if log_decay is None:
+        plan.full["PRECISION"] = quick_precision(qk.dtype)
+    return plan
 
 
 def running_mix_forward(

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .config import Tiles, ceil_div, fine_precision, precision, stored_rank
-from .products import dot
+from .products import dot, dot_ones
 from .sequences import CHUNK, Sequences
 
 
@@ -37,7 +37,7 @@ def sums_within(z, triangle, DECAY: tl.constexpr, PRECISION: tl.constexpr, FINE:
     """L z. Without decay L is ones, exact in any type; with decay its powers need more than 16 bits."""
     if DECAY:
         return dot(triangle, z.to(tl.float32), FINE)
-    return dot(triangle.to(z.dtype), z, PRECISION)
+    return dot_ones(triangle.to(z.dtype), z, PRECISION)
 
 
 @triton.jit

@@ -30,17 +30,36 @@ def score_map(score_weight, block, P: tl.constexpr, RANK: tl.constexpr, BP: tl.c
 
 
 @triton.jit
+def add_rows(
+    low, high, w, right, block, like,
+    P: tl.constexpr, S: tl.constexpr, SHORT: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A block of W's columns times `right`, (BS, BP), onto the sums of `no_sums(SHORT, BP)`.
+
+    In float32 they are halves: ptxas 12.8 leaves warp-group products of TF32 out of some loops, and sums stay zero.
+    """
+    if SHORT < 64 and BP >= 64:
+        HALF: tl.constexpr = BP // 2
+        low += dot(directions(w, block, like, P, S, HALF, BS), right, PRECISION)
+        high += dot(directions(w + HALF * S, block, like, P - HALF, S, HALF, BS), right, PRECISION)
+    else:
+        low += dot(directions(w, block, like, P, S, BP, BS), right, PRECISION)
+    return low, high
+
+
+@triton.jit
 def output_map(
     w, score_weight, like,
     P: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, NS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A = W W_oᵀ, (BP, BP)."""
-    total = tl.zeros((BP, BP), tl.float32)
+    SHORT: tl.constexpr = 32 if like.dtype.element_ty == tl.float32 else BP
+    low, high = no_sums(SHORT, BP)
     for block in range(NS):
-        w_o = score_map(score_weight, block, P, RANK, BP, BS)
-        total += dot(directions(w, block, like, P, S, BP, BS), tl.trans(w_o), PRECISION)
-    return total.to(like.dtype.element_ty)
+        w_o = tl.trans(score_map(score_weight, block, P, RANK, BP, BS))
+        low, high = add_rows(low, high, w, w_o, block, like, P, S, SHORT, BP, BS, PRECISION)
+    return in_one(low, high, SHORT, BP).to(like.dtype.element_ty)
 
 
 @triton.jit
@@ -59,12 +78,14 @@ def energy_map(
     all_s = tl.arange(0, BR)
     most = 2.0 * tl.max(tl.abs(tl.load(grad_energy + all_s, mask=all_s < RANK, other=0.0)), 0)
     most = tl.where(most > 0.0, most, 1.0)
-    total = tl.zeros((BP, BP), tl.float32)
+    SHORT: tl.constexpr = 32 if like.dtype.element_ty == tl.float32 else BP
+    low, high = no_sums(SHORT, BP)
     for block in range(NS):
         w_s = directions(w, block, like, P, S, BP, BS)
         weighted = w_s.to(tl.float32) * (twice_energy(grad_energy, block, RANK, BS) / most)[None]
-        total += dot(weighted.to(w_s.dtype), tl.trans(w_s), PRECISION)
-    return total.to(like.dtype.element_ty), most
+        weighted = tl.trans(weighted.to(w_s.dtype))
+        low, high = add_rows(low, high, w, weighted, block, like, P, S, SHORT, BP, BS, PRECISION)
+    return in_one(low, high, SHORT, BP).to(like.dtype.element_ty), most
 
 
 @triton.jit
@@ -74,14 +95,15 @@ def store_energies(
 ):  # fmt: skip
     """E_s = w_sᵀ C w_s. Where C is nearly of rank one its rounding shows in every E_s: two terms of 16 bits hold it."""
     kind: tl.constexpr = like.dtype.element_ty
+    FINE: tl.constexpr = "tf32x3" if PRECISION == "rounded" else PRECISION
     high = gram.to(kind)
     low = (gram - high.to(tl.float32)).to(kind)
     for block in range(NS):
         s = block * BS + tl.arange(0, BS)
         w_s = tl.trans(directions(w, block, like, P, S, BP, BS))
-        found = dot(w_s, high, PRECISION)
+        found = dot(w_s, high, FINE)
         if kind != tl.float32:
-            found += dot(w_s, low, PRECISION)
+            found += dot(w_s, low, FINE)
         tl.store(energy + s, tl.sum(found * w_s.to(tl.float32), 1), mask=s < S)
 
 
