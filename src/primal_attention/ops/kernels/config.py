@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-QUICK = "tf32x3"  # where TF32 is allowed, in loops that wait for their products: "rounded", or as everywhere else
+QUICK = "rounded"  # where TF32 is allowed, in loops that wait for their products; "tf32x3": as everywhere else
 LANE = 8  # scores are stored in rows of a multiple of 8 numbers: whole 16-byte pieces in 16-bit types
 
 
