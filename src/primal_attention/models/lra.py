@@ -17,10 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from primal_attention.models.classifier import own_part
+from primal_attention.nn.dropout import Dropout
 from primal_attention.nn.encoder import Encoder, EncoderBlock, masked_mean
 from primal_attention.nn.primal import PrimalAttention
 from primal_attention.nn.rivals.base import Tokens
 from primal_attention.nn.rivals.softmax import SoftmaxAttention
+from primal_attention.ops import backends
 
 if TYPE_CHECKING:
     from primal_attention.parallel.context import Context
@@ -76,7 +78,7 @@ class TokenStem(nn.Module):
         self.positions = nn.Embedding(max_length, embed_dim)
         for table in (self.tokens, self.positions):
             nn.init.normal_(table.weight, std=0.02)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
 
     def forward(self, ids: Tensor) -> Tensor:  # (B, N) → (B, N, d)
         if ids.shape[1] > self.positions.num_embeddings:
@@ -87,14 +89,33 @@ class TokenStem(nn.Module):
 
 
 class LRABlock(EncoderBlock):
-    """A Transformer block that can treat padding as the published research code does; see `LRAClassifier`."""
+    """A Transformer block that can treat padding as the published research code does; see `LRAClassifier`.
+
+    fused: all that follows attention runs as one kernel each way where there is one for it, whatever the attention.
+    """
 
     published_padding = False
+    fused = True
+
+    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:  # (B, N, d) → (B, N, d)
+        if not (self.fused and self.training and x.is_cuda and backends.TRITON_MISSING is None):
+            return super().forward(x, key_padding_mask)
+        from primal_attention.ops.fused import closing
+
+        first, second = self.feed_forward[0], self.feed_forward[3]
+        if not closing.suits(x, first.out_features):  # type: ignore[arg-type]
+            return super().forward(x, key_padding_mask)
+        said = self.attend(self.norm1(x), key_padding_mask)
+        return closing.close(x, said, self.norm2, first, second, self.dropout.p)  # type: ignore[arg-type]
 
     def mix(self, x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+        return self.dropout(self.attend(x, key_padding_mask))
+
+    def attend(self, x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+        """What the tokens learn from each other, before dropout."""
         if key_padding_mask is None or not self.published_padding:
-            return super().mix(x, key_padding_mask)
-        return self.dropout(_mix_as_published(self.attention, x, key_padding_mask))
+            return self.attention(x, key_padding_mask=key_padding_mask)  # type: ignore[no-any-return]
+        return _mix_as_published(self.attention, x, key_padding_mask)
 
 
 def _mix_as_published(attention: nn.Module, x: Tensor, padding: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from primal_attention.nn.dropout import Dropout
 from primal_attention.nn.rivals import make_attention
 
 if TYPE_CHECKING:
@@ -78,9 +79,9 @@ class FeedForward(nn.Sequential):
         super().__init__(
             nn.Linear(embed_dim, hidden_dim),
             nn.GELU(),
-            nn.Dropout(dropout),
+            Dropout(dropout),
             nn.Linear(hidden_dim, embed_dim),
-            nn.Dropout(dropout),
+            Dropout(dropout),
         )
 
 
@@ -109,7 +110,7 @@ class EncoderBlock(nn.Module):
         self.norm1 = nn.LayerNorm(embed_dim)
         self.norm2 = nn.LayerNorm(embed_dim)
         self.feed_forward = FeedForward(embed_dim, ffn_dim or 4 * embed_dim, dropout)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
         self.norm_first = norm_first
 
     def mix(self, x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
