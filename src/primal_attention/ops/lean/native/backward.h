@@ -19,8 +19,8 @@ static inline size stretch_size(const Pass *p) {
     return least(padded(STRETCH, block_size(p)), padded(p->tokens, BROAD));
 }
 
-/* How far rows of so many tokens lie from each other: not by a power of two, for those meet in few places of the cache. */
-static inline size row_step(size tokens) { return padded(tokens, BROAD) + LANES; }
+/* How many numbers the panels of dz have for each token: not a power of two, for those meet in few places of the cache. */
+static inline size numbers_of_dz(const Pass *p) { return 2 * p->width + TALL; }
 
 static BackwardScratch backward_scratch(const Pass *p, size *used) {
     BackwardScratch s;
@@ -31,7 +31,7 @@ static BackwardScratch backward_scratch(const Pass *p, size *used) {
     s.w_x = take(p, used, weight_sets(p) * set_size(p));
     s.parts = take(p, used, (pieces(tokens, block_size(p)) + least(weight_sets(p), tokens)) * set_size(p));
     s.grad_w_x = take(p, used, weight_sets(p) * set_size(p));
-    s.dz = take(p, used, tokens * 2 * d);
+    s.dz = take(p, used, tokens * numbers_of_dz(p));
     s.heads = take(p, used, apart);
     s.grad_heads = take(p, used, apart);
     s.rows_x = take(p, used, tokens * breadth);
@@ -44,9 +44,8 @@ static BackwardScratch backward_scratch(const Pass *p, size *used) {
     s.out = take_output(p, used);
     size most = landmark_scratch(p) + fold_scratch(p) + unfold_scratch(p);
     size block = BLOCK * (2 * all + d) + 2 * BROAD * padded(p->rank, BROAD) + BROAD + all * LANES;
-    size sums = row_step(tokens) * (ROWS > head_width(p) ? ROWS : head_width(p)) + tokens * pair;
     if (most < block) most = block;
-    s.of_thread = padded(most < sums ? sums : most, BLOCK);
+    s.of_thread = padded(most < tokens * pair ? tokens * pair : most, BLOCK);
     s.own = take(p, used, s.of_thread * p->threads);
     return s;
 }
@@ -97,7 +96,7 @@ static void tokens_back(const Pass *p, const BackwardScratch *s, Tokens at, Rang
         for (size channel = 0; channel < 2 * p->heads; channel++) {
             const real *w = weights_at(p, s->w_x, set, channel);
             const real *z = at.z + panel_at(row, 2 * d) + channel * inner * BROAD;
-            real *to = dz + panel_at(row, 2 * d) + channel * inner * BROAD;
+            real *to = dz + panel_at(row, numbers_of_dz(p)) + channel * inner * BROAD;
             size column = column_of(p, channel);
             through_norm(p, at, row, channel, here, lambda_weight, grad + panel_at(row, all) + column * BROAD, along,
                          scaled, squares ? squares + column * LANES : 0);
@@ -141,7 +140,7 @@ static void backward_block(const Pass *p, const BackwardScratch *s, Range stretc
     size d = p->width, all = all_scores(p), m = rows.to - rows.from, begin = rows.from - stretch.from;
     Tokens at = tokens_of(p, rows, s->last);
     size apart = (stretch.to - stretch.from) * BROAD;
-    real *grad = own, *more = grad + BLOCK * all, *broad = more + BLOCK * all, *dz = s->dz + panel_at(begin, 2 * d);
+    real *grad = own, *more = grad + BLOCK * all, *broad = more + BLOCK * all, *dz = s->dz + panel_at(begin, numbers_of_dz(p));
     const real *scores = at.scores + panel_at(rows.from, all);
     move_tokens(p, rows, at, 1);
     if (!p->grad_y)
@@ -167,14 +166,15 @@ static void backward_block(const Pass *p, const BackwardScratch *s, Range stretc
         size b = sequence_of(p, row), end = least(rows.to, p->starts[b + 1]);
         /* Numbers of panels count from the first token of all. */
         tokens_back(p, s, at, (Range){row, end}, b, set_of(p, b) == set, grad - panel_at(rows.from, all),
-                    dz - panel_at(rows.from, 2 * d), part_at(p, s, stretch, block, set_of(p, b)),
+                    dz - panel_at(rows.from, numbers_of_dz(p)), part_at(p, s, stretch, block, set_of(p, b)),
                     p->grad_objective ? energies_at(p, s->energies, rows.from / block_size(p), b) : 0, broad);
         set = set_of(p, b);
         row = end;
     }
     if (p->grad_w_qk) pack_broad(m, d, p->x + rows.from * d, d, 1, s->rows_x + begin * BROAD, apart);
     if (p->grad_x)
-        multiply(d, m, 2 * d, in_panels(s->w_qk, 2 * d), dz, 2 * d * BROAD, 0, to_turned(p->grad_x + rows.from * d, d, 0));
+        multiply(d, m, 2 * d, in_panels(s->w_qk, 2 * d), dz, numbers_of_dz(p) * BROAD, 0,
+                 to_turned(p->grad_x + rows.from * d, d, 0));
 }
 
 /* dW_{·|X} of one set from the parts of its blocks in a stretch; one channel. */
@@ -190,63 +190,71 @@ static void add_parts(const Pass *p, const BackwardScratch *s, Range stretch, si
     }
 }
 
-/* How broad the panel is that begins at `row` among `tokens`. */
-static inline size breadth_of(size row, size tokens, int kept) { return kept ? least(BROAD, tokens - row) : BROAD; }
-
-/* Rows of panels, `numbers` each, one after the other: (rows, tokens). */
-static void lay_out(const real *panels, size numbers, Range rows, size tokens, int kept, real *to) {
-    for (size row = 0; row < tokens; row += BROAD) {
-        size breadth = breadth_of(row, tokens, kept);
-        const real *from = panels + panel_at(row, numbers) + rows.from * breadth;
-        for (size i = 0; i < rows.to - rows.from; i++, from += breadth)
-            memcpy(to + i * row_step(tokens) + row, from, breadth * sizeof(real));
-    }
+/* Rows `which` of C (+)= Aᵀ B over `count` tokens. A has so many numbers of each token, in panels; if those are what is
+   kept, the last one may be narrow. */
+static void sum_over_tokens(const real *a, size numbers, int kept, Range which, size n, size count, const real *b,
+                            size apart, Result to) {
+    size whole = kept ? count / BROAD * BROAD : count, m = which.to - which.from;
+    if (whole)
+        multiply(m, n, whole, as_broad(a + which.from * BROAD, numbers * BROAD), b, apart, 0, to);
+    if (whole == count) return;
+    size rest = count - whole;
+    to.add |= whole > 0;
+    multiply(m, n, rest, in_rows(a + panel_at(whole, numbers) + which.from * rest, rest), b + whole * BROAD, apart, 0, to);
 }
 
-/* ROWS rows of grad += Aᵀ B over the tokens of a stretch, A in panels of m numbers; totals, if any, += Σ A. */
-static void sum_over_tokens(const Pass *p, Range stretch, const real *a, size m, int kept, const real *packed_b,
-                            Result to, real *totals, real *own, size task) {
-    size count = stretch.to - stretch.from, i = task * ROWS, rows = least(ROWS, m - i), step = row_step(count);
-    lay_out(a, m, (Range){i, i + rows}, count, kept, own);
-    for (size j = 0; totals && j < rows; j++) {
-        real sum = 0;
-#pragma omp simd reduction(+ : sum)
-        for (size l = 0; l < count; l++) sum += own[j * step + l];
-        totals[i + j] += sum;
+/* What sums over tokens is cut into tasks of TASK_ROWS rows and WIDE columns. All rows of the same columns come one after the
+   other: the second cache then holds what a thread reads of B from one task to the next. */
+enum { TASK_ROWS = 2 * ROWS };
+static inline size sum_tasks(const Pass *p, size m) { return pieces(m, TASK_ROWS) * pieces(p->width, WIDE); }
+
+/* A task's part of dW_qk, and of db. */
+static void add_to_qk(const Pass *p, const BackwardScratch *s, Range stretch, size task) {
+    size d = p->width, count = stretch.to - stretch.from, numbers = numbers_of_dz(p), down = pieces(2 * d, TASK_ROWS);
+    Range rows = piece((Range){0, 2 * d}, TASK_ROWS, task % down), columns = piece((Range){0, d}, WIDE, task / down);
+    for (size i = rows.from; columns.from == 0 && i < rows.to; i++) {
+        vec sum = {0};
+        for (size row = 0; row < count; row += BROAD)
+            for (int v = 0; v < VECTORS; v++) sum += *(const vec *)(s->dz + panel_at(row, numbers) + i * BROAD + v * LANES);
+        p->grad_b_qk[i] += sum_of(sum);
     }
-    to.at += i * (to.turned ? 1 : to.step);
-    multiply(rows, p->width, count, in_rows(own, step), packed_b, count * BROAD, 0, to);
+    sum_over_tokens(s->dz, numbers, 0, rows, columns.to - columns.from, count, s->rows_x + columns.from * count,
+                    count * BROAD, to_rows(p->grad_w_qk + rows.from * d + columns.from, d, stretch.from > 0));
+}
+
+/* A task's part of dM or dW_out. */
+static void add_to_map(const Pass *p, const BackwardScratch *s, Range stretch, size task) {
+    size d = p->width, count = stretch.to - stretch.from, m = mapped(p), down = pieces(m, TASK_ROWS);
+    Range rows = piece((Range){0, m}, TASK_ROWS, task % down), columns = piece((Range){0, d}, WIDE, task / down);
+    real *to = (p->folded ? s->grad_map : p->grad_w_out) + columns.from * m + rows.from;
+    sum_over_tokens(p->folded ? p->scores + panel_at(stretch.from, m) : s->heads, m, p->folded, rows,
+                    columns.to - columns.from, count, s->rows_y + columns.from * count, count * BROAD,
+                    to_turned(to, m, stretch.from > 0));
 }
 
 /* A head's share of dW_o, where the maps are apart. */
 static void add_share(const Pass *p, const BackwardScratch *s, Range stretch, real *own, size head) {
     size inner = head_width(p), pair = 2 * p->rank, all = all_scores(p), count = stretch.to - stretch.from;
-    size tokens = padded(count, BROAD);
-    real *rows = own, *broad = own + row_step(count) * inner;
-    lay_out(s->grad_heads, p->width, (Range){head * inner, (head + 1) * inner}, count, 0, rows);
-    for (size row = 0; row < tokens; row += BROAD) {
-        size breadth = breadth_of(row, count, 1);
+    for (size row = 0; row < count; row += BROAD) {
+        size breadth = least(BROAD, count - row);
         pack_broad(breadth, pair, p->scores + panel_at(stretch.from + row, all) + head * pair * breadth, 1, breadth,
-                   broad + row * BROAD, tokens * BROAD);
+                   own + row * BROAD, padded(count, BROAD) * BROAD);
     }
-    multiply(inner, pair, count, in_rows(rows, row_step(count)), broad, tokens * BROAD, 0,
-             to_rows(s->shares + head * share_size(p), pair, stretch.from > 0));
+    sum_over_tokens(s->grad_heads, p->width, 0, (Range){head * inner, (head + 1) * inner}, pair, count, own,
+                    padded(count, BROAD) * BROAD, to_rows(s->shares + head * share_size(p), pair, stretch.from > 0));
 }
 
 static void backward_stretch(const Pass *p, const BackwardScratch *s, Range stretch, size *queue, real *own) {
     size d = p->width, count = stretch.to - stretch.from;
     int learns = p->grad_y && p->grad_w_out, add = stretch.from > 0;
-    const real *seen = p->folded ? p->scores + panel_at(stretch.from, mapped(p)) : s->heads;
     TASKS(queue, pieces(count, block_size(p))) backward_block(p, s, stretch, task, own);
 #pragma omp barrier
-    TASKS(queue + 1, p->grad_w_qk ? pieces(2 * d, ROWS) : 0)
-        sum_over_tokens(p, stretch, s->dz, 2 * d, 0, s->rows_x, to_rows(p->grad_w_qk, d, add), p->grad_b_qk, own, task);
-    TASKS(queue + 2, learns ? pieces(mapped(p), ROWS) + (p->folded ? 0 : p->heads) : 0) {
-        if (task < pieces(mapped(p), ROWS))
-            sum_over_tokens(p, stretch, seen, mapped(p), p->folded, s->rows_y,
-                            to_turned(p->folded ? s->grad_map : p->grad_w_out, mapped(p), add), 0, own, task);
+    TASKS(queue + 1, p->grad_w_qk ? sum_tasks(p, 2 * d) : 0) add_to_qk(p, s, stretch, task);
+    TASKS(queue + 2, learns ? sum_tasks(p, mapped(p)) + (p->folded ? 0 : p->heads) : 0) {
+        if (task < sum_tasks(p, mapped(p)))
+            add_to_map(p, s, stretch, task);
         else
-            add_share(p, s, stretch, own, task - pieces(mapped(p), ROWS));
+            add_share(p, s, stretch, own, task - sum_tasks(p, mapped(p)));
     }
     size first = set_of(p, sequence_of(p, stretch.from)), last = set_of(p, sequence_of(p, stretch.to - 1));
     size channels = (last - first + 1) * 2 * p->heads;

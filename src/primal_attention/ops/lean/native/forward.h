@@ -43,32 +43,29 @@ static void inverse_norms(const Pass *p, const real *z, real *inverse) {
 static void scores_of(const Pass *p, Tokens at, Range rows, real *w_x, size set, real *energy, real *raw) {
     size inner = head_width(p), rank = p->rank, all = all_scores(p), d = p->width, breadth = padded(rank, BROAD);
     size first = rows.from / BROAD * BROAD, m = padded(rows.to - first, BROAD);
+    lanes here[BLOCK / BROAD][VECTORS];
+    for (size row = 0; row < m; row += BROAD) mask_of(first + row, rows, here[row / BROAD]);
     for (size channel = 0; channel < 2 * p->heads; channel++) {
         const real *w = weights_at(p, w_x, set, channel), *z = at.z + panel_at(first, 2 * d) + channel * inner * BROAD;
+        const real *inverse = at.inverse + panel_at(first, 2 * p->heads) + channel * BROAD;
+        size column = column_of(p, channel);
+        real *to = at.scores + panel_at(first, all) + column * BROAD;
         for (size j = 0; j < rank; j += BROAD)
             multiply(padded(least(BROAD, rank - j), TALL), m, inner, in_columns(w + j * inner, BROAD), z, 2 * d * BROAD,
                      0, to_panels(raw + j * BROAD, breadth * BROAD, 0));
-        vec squares[breadth][VECTORS];
-        memset(squares, 0, sizeof squares);
-        for (size row = first; row < rows.to; row += BROAD) {
-            const real *from = raw + panel_at(row - first, breadth);
-            const real *inverse = at.inverse + panel_at(row, 2 * p->heads) + channel * BROAD;
-            real *to = at.scores + panel_at(row, all) + column_of(p, channel) * BROAD;
-            lanes here[VECTORS];
-            mask_of(row, rows, here);
-            for (size j = 0; j < rank; j++)
+        for (size j = 0; j < rank; j++) {
+            vec squares = {0};
+            for (size row = 0; row < m; row += BROAD)
 #pragma GCC unroll 16
                 for (int v = 0; v < VECTORS; v++) {
-                    size i = j * BROAD + v * LANES;
-                    vec score = *(const vec *)(from + i) * *(const vec *)(inverse + v * LANES);
-                    *(vec *)(to + i) = either(here[v], score, row < rows.from ? *(vec *)(to + i) : (vec){0});
-                    squares[j][v] += either(here[v], score * score, (vec){0});
+                    vec *score = (vec *)(to + panel_at(row, all) + j * BROAD + v * LANES);
+                    vec other = first + row < rows.from ? *score : (vec){0};
+                    *score = *(const vec *)(raw + panel_at(row, breadth) + j * BROAD + v * LANES) *
+                             *(const vec *)(inverse + panel_at(row, 2 * p->heads) + v * LANES);
+                    squares += either(here[row / BROAD][v], *score * *score, (vec){0});
+                    *score = either(here[row / BROAD][v], *score, other);
                 }
-        }
-        for (size j = 0; j < rank; j++) {
-            vec sum = squares[j][0];
-            for (int v = 1; v < VECTORS; v++) sum += squares[j][v];
-            energy[column_of(p, channel) + j] = sum_of(sum);
+            energy[column + j] = sum_of(squares);
         }
     }
 }
@@ -111,7 +108,7 @@ static void forward(const Pass *p, const ForwardScratch *s, size thread) {
     TASKS(queue, weight_sets(p) * p->heads) projection_weights(p, s->w_x, own, task);
     TASKS(queue + 1, pieces(p->width, ROWS)) {
         if (p->folded) fold(p, &s->out, 0, own, task);
-        fold_shift(p, &s->out, own, task);
+        fold_shift(p, &s->out, task);
     }
 #pragma omp barrier
     TASKS(queue + 2, blocks) forward_block(p, s, task, piece((Range){0, p->tokens}, block_size(p), task), own);

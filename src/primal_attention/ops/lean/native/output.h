@@ -36,15 +36,14 @@ static void fold(const Pass *p, const Output *out, int turned, real *broad, size
 }
 
 /* ROWS numbers of m. */
-static void fold_shift(const Pass *p, const Output *out, real *repeated, size task) {
+static void fold_shift(const Pass *p, const Output *out, size task) {
     size inner = head_width(p), d = p->width;
-    int shifts = p->folded && p->b_o;
-    for (size l = 0; shifts && l < d; l++) repeated[l] = p->b_o[l % inner];
     for (size i = task * ROWS; i < least((task + 1) * ROWS, d); i++) {
-        real sum = 0;
-#pragma omp simd reduction(+ : sum)
-        for (size l = 0; l < (shifts ? d : 0); l++) sum += p->w_out[i * d + l] * repeated[l];
-        out->shift[i] = sum + (p->b_out ? p->b_out[i] : 0);
+        const real *row = p->w_out + i * d;
+        vec sum = {0};
+        for (size head = 0; p->folded && p->b_o && head < p->heads; head++, row += inner)
+            for (size l = 0; l < inner; l += LANES) sum += load_first(row + l, inner - l) * load_first(p->b_o + l, inner - l);
+        out->shift[i] = sum_of(sum) + (p->b_out ? p->b_out[i] : 0);
     }
 }
 

@@ -22,8 +22,8 @@ enum { BYTES = 16, TALL = 4, VECTORS = 2 };
 #endif
 enum { LANES = BYTES / sizeof(real), BROAD = VECTORS * LANES };
 
-enum { DEEP = 1024 };      /* k that is taken at once: TALL rows of A stay in the first cache */
-enum { WIDE = 8 * BROAD }; /* columns that are taken at once: their panels stay in the second */
+enum { DEEP = 1024 / BROAD * BROAD }; /* k that is taken at once: TALL rows of A stay in the first cache */
+enum { WIDE = 8 * BROAD };            /* columns that are taken at once: their panels stay in the second */
 
 typedef real vec __attribute__((vector_size(BYTES), may_alias));
 typedef real loose __attribute__((vector_size(BYTES), may_alias, aligned(sizeof(real)))); /* a vec at any address */
@@ -67,13 +67,6 @@ static inline void store_first(real *to, vec v, size count) {
 /* v where the mask is set, else what `other` has. */
 static inline vec either(lanes mask, vec v, vec other) { return (vec)((mask & (lanes)v) | (~mask & (lanes)other)); }
 
-/* Halves onto halves: one number after the other would wait for itself. */
-static inline real sum_of(vec v) {
-    for (int half = LANES / 2; half; half /= 2)
-        for (int l = 0; l < half; l++) v[l] += v[l + half];
-    return v[0];
-}
-
 /* The even and the odd half of a shuffle: a0 b0 a1 b1 … */
 #if defined(__GNUC__) && !defined(__clang__)
 static inline vec shuffled(vec a, vec b, int half) {
@@ -94,6 +87,12 @@ static inline vec shuffled(vec a, vec b, int half) {
     return both;
 }
 #endif
+
+/* Halves onto halves: one number after the other would wait for itself. */
+static inline real sum_of(vec v) {
+    for (int half = LANES / 2; half; half /= 2) v = shuffled(v, v, 0) + shuffled(v, v, 1);
+    return v[0];
+}
 
 /* `count` rows of LANES numbers, a power of two of them, become LANES rows of `count`: every round of shuffles turns the
    address (row, lane), read as one binary number, by one bit. */
@@ -152,15 +151,18 @@ static void pack_broad(size k, size n, const real *b, size down, size right, rea
     }
 }
 
-/* A: its element (i, l) stands at at[i·step + l], turned at at[i + l·step]. */
+/* A: its element (i, l) stands at at[i·step + l], turned at at[i + l·step]. `apart`, if not 0: as a B whose columns are
+   A's, in panels so far from each other; at[i·BROAD + l] in the first. */
 typedef struct {
     const real *at;
     size step, next; /* from TALL rows to the next */
     int turned;
+    size apart;
 } Left;
-static inline Left in_rows(const real *a, size step) { return (Left){a, step, TALL * step, 0}; }
-static inline Left in_columns(const real *a, size step) { return (Left){a, step, TALL, 1}; }
-static inline Left in_panels(const real *a, size k) { return (Left){a, TALL, TALL * k, 1}; }
+static inline Left in_rows(const real *a, size step) { return (Left){a, step, TALL * step, 0, 0}; }
+static inline Left in_columns(const real *a, size step) { return (Left){a, step, TALL, 1, 0}; }
+static inline Left in_panels(const real *a, size k) { return (Left){a, TALL, TALL * k, 1, 0}; }
+static inline Left as_broad(const real *a, size apart) { return (Left){a, BROAD, TALL * BROAD, 0, apart}; }
 
 /* C: its element (i, j) stands at at[i·step + j] in rows, at at[i + j·step] turned, else in panels as a B. */
 typedef struct {
@@ -174,9 +176,9 @@ static inline Result to_panels(real *c, size apart, int add) { return (Result){c
 
 /* One tile; `start` has a number for each row that it begins with, or is NULL; `ahead` is where A goes on. */
 static inline __attribute__((always_inline)) void tile_of(size k, const real *a, size step, const int turned,
-                                                          const real *ahead, const real *b, const real *start,
-                                                          const Result *form,
-                                                          int add, real *c, size rows, size columns) {
+                                                          size apart, const real *ahead, const real *b,
+                                                          const real *start, const Result *form, int add, real *c,
+                                                          size rows, size columns) {
     size stride = form->step;
     for (int i = 0; i < (form->turned ? BROAD : TALL); i++) /* C's lines come while the sums are formed */
         for (int v = 0; v < (form->turned ? 1 : VECTORS); v++) __builtin_prefetch(c + i * stride + v * LANES, 1, 3);
@@ -185,16 +187,18 @@ static inline __attribute__((always_inline)) void tile_of(size k, const real *a,
     for (int i = 0; i < TALL; i++)
 #pragma GCC unroll 16
         for (int v = 0; v < VECTORS; v++) sums[i][v] = (vec){0} + (start && i < rows ? start[i] : 0);
-    for (size l = 0; l < k; l++, a += turned ? step : 1, b += BROAD) {
-        vec row[VECTORS];
-        __builtin_prefetch(ahead + (turned ? l * TALL : l % TALL * step + l / TALL * TALL), 0, 2);
+    size most = apart ? BROAD : k;
+    for (size begin = 0; begin < k; begin += most, a += apart ? apart - BROAD : 0, ahead += apart)
+        for (size l = 0; l < (apart ? least(BROAD, k - begin) : k); l++, a += turned ? step : 1, b += BROAD) {
+            vec row[VECTORS];
+            __builtin_prefetch(ahead + (turned || apart ? l * TALL : l % TALL * step + l / TALL * TALL), 0, 2);
 #pragma GCC unroll 16
-        for (int v = 0; v < VECTORS; v++) row[v] = *(const vec *)(b + v * LANES);
+            for (int v = 0; v < VECTORS; v++) row[v] = *(const vec *)(b + v * LANES);
 #pragma GCC unroll 16
-        for (int i = 0; i < TALL; i++)
+            for (int i = 0; i < TALL; i++)
 #pragma GCC unroll 16
-            for (int v = 0; v < VECTORS; v++) sums[i][v] += a[turned ? i : i * step] * row[v];
-    }
+                for (int v = 0; v < VECTORS; v++) sums[i][v] += a[turned ? i : i * step] * row[v];
+        }
     if (!form->turned) {
 #pragma GCC unroll 16
         for (int i = 0; i < TALL; i++)
@@ -227,17 +231,30 @@ static inline __attribute__((always_inline)) void tile_of(size k, const real *a,
         }
         return;
     }
-    for (size j = 0; j < columns; j++, c += stride)
-        for (size i = 0; i < rows; i++) c[i] = add ? c[i] + edge[j * TALL + i] : edge[j * TALL + i];
+    for (size j = 0; j < columns; j++, c += stride) {
+        real *sum = edge + j * TALL;
+        if (rows == TALL) {
+            if (add)
+                for (int i = 0; i < TALL; i++) sum[i] += c[i];
+            memcpy(c, sum, TALL * sizeof(real));
+        } else
+            for (size i = 0; i < rows; i++) c[i] = add ? c[i] + sum[i] : sum[i];
+    }
 }
 
-static void tile(size k, const real *a, const real *ahead, const real *b, const real *start, const Result *form, int add, real *c,
-                 size rows, size columns, size step) {
-    tile_of(k, a, step, 0, ahead, b, start, form, add, c, rows, columns);
+typedef void Tile(size k, const real *a, size step, size apart, const real *ahead, const real *b, const real *start,
+                  const Result *form, int add, real *c, size rows, size columns);
+static void tile(size k, const real *a, size step, size apart, const real *ahead, const real *b, const real *start,
+                 const Result *form, int add, real *c, size rows, size columns) {
+    tile_of(k, a, step, 0, 0, ahead, b, start, form, add, c, rows, columns);
 }
-static void tile_turned(size k, const real *a, const real *ahead, const real *b, const real *start, const Result *form, int add, real *c,
-                        size rows, size columns, size step) {
-    tile_of(k, a, step, 1, ahead, b, start, form, add, c, rows, columns);
+static void tile_turned(size k, const real *a, size step, size apart, const real *ahead, const real *b,
+                        const real *start, const Result *form, int add, real *c, size rows, size columns) {
+    tile_of(k, a, step, 1, 0, ahead, b, start, form, add, c, rows, columns);
+}
+static void tile_broad(size k, const real *a, size step, size apart, const real *ahead, const real *b,
+                       const real *start, const Result *form, int add, real *c, size rows, size columns) {
+    tile_of(k, a, BROAD, 0, apart, ahead, b, start, form, add, c, rows, columns);
 }
 
 /* C = start + A B, or C + start + A B; the panels of B are `apart` numbers from each other. */
@@ -248,19 +265,21 @@ static void multiply(size m, size n, size k, Left a, const real *b, size apart, 
         for (size first = 0; first < n; first += WIDE)
             for (size i = 0; i < m; i += TALL) {
                 size rows = least(TALL, m - i), step = a.step;
-                int turned = a.turned;
-                const real *from = a.at + i / TALL * a.next + l * (turned ? step : 1);
+                const real *from = a.at + i / TALL * a.next + (a.apart ? l / BROAD * a.apart : a.turned ? l * step : l);
+                Tile *one = a.apart ? tile_broad : a.turned ? tile_turned : tile;
                 if (rows < TALL) {
                     for (size h = 0; h < depth; h++)
-                        for (size r = 0; r < TALL; r++)
-                            few[h * TALL + r] = r >= rows ? 0 : turned ? from[h * step + r] : from[r * step + h];
-                    from = few, step = TALL, turned = 1;
+                        for (size r = 0; r < TALL; r++) {
+                            size at = a.apart ? h / BROAD * a.apart + r * BROAD + h % BROAD
+                                              : a.turned ? h * step + r : r * step + h;
+                            few[h * TALL + r] = r < rows ? from[at] : 0;
+                        }
+                    from = few, step = TALL, one = tile_turned;
                 }
                 for (size j = first; j < least(first + WIDE, n); j += BROAD)
-                    (turned ? tile_turned : tile)(depth, from, j > first || i + TALL >= m ? from : from + a.next, b + j / BROAD * apart + l * BROAD,
-                                                  l || !start ? 0 : start + i, &c, l || c.add,
-                                                  c.at + j / BROAD * c.apart + i * (c.turned ? 1 : c.step), rows,
-                                                  least(BROAD, n - j), step);
+                    one(depth, from, step, a.apart, j > first || i + TALL >= m ? from : from + a.next,
+                        b + j / BROAD * apart + l * BROAD, l || !start ? 0 : start + i, &c, l || c.add,
+                        c.at + j / BROAD * c.apart + i * (c.turned ? 1 : c.step), rows, least(BROAD, n - j));
             }
     }
 }
