@@ -2,7 +2,7 @@
 
 A generator that is made to pass every test of randomness spends about a hundred instructions on a number, more than
 the rest of a narrow layer's pass over its tokens. Here a number's 32-bit place is mixed by two odd multipliers and
-three shifts, with one half of the key added before and the other xored in between. The key is drawn from torch's
+three shifts, with one half of the key xored in before and the other between them. The key is drawn from torch's
 generator at every call, on the device, so a recorded step draws anew in each replay.
 """
 
@@ -23,7 +23,7 @@ def draw_key(device: torch.device) -> Tensor:
 
 def mixed(key: Tensor, place: Tensor) -> Tensor:
     """32 bits that look random, for each place (int32)."""
-    z = place * STEP + key[0]
+    z = (place ^ key[0]) * STEP
     z = (z ^ _shifted(z, 16)) * FIRST
     z = (z ^ _shifted(z, 15) ^ key[1]) * SECOND
     return z ^ _shifted(z, 16)

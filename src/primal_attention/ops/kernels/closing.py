@@ -48,7 +48,7 @@ FORWARD, BACKWARD = Shape(64, 4, 2, 1), Shape(128, 8, 1, 1)
 @triton.jit
 def _mixed(first, second, place):
     """`dropping.mixed`; all unsigned."""
-    z = place.to(tl.uint32, bitcast=True) * STEP + first
+    z = (place.to(tl.uint32, bitcast=True) ^ first) * STEP
     z = (z ^ (z >> 16)) * FIRST
     z = (z ^ (z >> 15) ^ second) * SECOND
     return z ^ (z >> 16)
