@@ -154,8 +154,9 @@ def lean_attention(
     plan = Plan(mode, dropout, form, trace, need_scores, need_state, keep)  # type: ignore[arg-type]
     if not torch.compiler.is_compiling():
         keep_freed_memory()
-    if native.unfit(x, weights, sqrt_lambda, mode, valid, dropout) is None:
-        y, j, scores = native.native_attention(x, weights, plan, sqrt_lambda, valid)
+    lib = native.fitting(x, weights, sqrt_lambda, mode, valid, dropout)
+    if not isinstance(lib, str):
+        y, j, scores = native.native_attention(lib, x, weights, plan, sqrt_lambda, valid)
         return Attended(y, j, None if scores is None else Scores(*scores.unbind(3)))  # (B, H, N, s) each
     places, empty = Landmarks.of(x, valid, mode.landmarks) if mode.data_dependent else (None, None)
     y, j, scores, final = Layer.apply(plan, valid, places, empty, *given)

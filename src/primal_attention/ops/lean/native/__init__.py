@@ -7,7 +7,7 @@ processor, into the user's cache folder (`build`). Where that fails, and for wha
 PyTorch do the same; PRIMAL_NATIVE=0 asks for them.
 """
 
-from .attention import native_attention, unfit
+from .attention import fitting, native_attention
 from .library import missing
 
-__all__ = ["missing", "native_attention", "unfit"]
+__all__ = ["fitting", "missing", "native_attention"]

@@ -6,6 +6,7 @@ taken out first, so that nothing is computed for padding and nothing that stands
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -18,13 +19,13 @@ from ...once import once
 from ...sampling import ragged_landmark_indices
 from ..output import folding_pays
 from ..plan import Plan
-from .library import Library, Pass, library
+from .library import Library, Sizes, library
 
 
-def unfit(
+def fitting(
     x: Tensor, weights: Weights, sqrt_lambda: Tensor | None, mode: Mode, valid: Tensor | None, dropout: float
-) -> str | None:
-    """Why the library cannot serve this call, or None."""
+) -> Library | str:
+    """The library that can serve this call, or why there is none."""
     if mode.causal:
         return "the causal modes are PyTorch's"
     if dropout:
@@ -40,8 +41,7 @@ def unfit(
             return f"it takes one type of numbers (x has {x.dtype}, a weight {tensor.dtype})"
     if x.numel() == 0 or (valid is not None and not valid.any()):
         return "there is no token"
-    found = library(x.dtype)
-    return found if isinstance(found, str) else None
+    return library(x.dtype)
 
 
 class Sequences(NamedTuple):
@@ -83,16 +83,15 @@ class NativeLayer(torch.autograd.Function):
         *parameters: Tensor | None,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         ctx.set_materialize_grads(False)
-        weights = Weights(*parameters)  # type: ignore[arg-type]
-        sequences = Sequences.of(x, lengths, plan.mode)
-        given = _pass(plan, sequences, x, sqrt_lambda, weights)
-        kept, y = x.new_empty(lib.kept(given)), torch.empty_like(x)
-        j = None if sqrt_lambda is None else x.new_empty(given.sequences)
-        rows = x.new_empty(given.tokens, 2 * given.heads * given.rank) if plan.scores else None
-        given.hold(kept=kept, y=y, objective=j, score_rows=rows)
-        lib.run(given, back=False)
+        sizes = _sizes(plan, lengths, x, parameters)
+        heads, rank = sizes.heads, sizes.rank
+        kept, y = x.new_empty(lib.kept(sizes)), torch.empty_like(x)
+        j = None if sqrt_lambda is None else x.new_empty(sizes.sequences)
+        rows = x.new_empty(sizes.tokens, 2 * heads * rank) if plan.scores else None
+        given = _given(plan, lengths, x, sqrt_lambda, kept, parameters)
+        lib.run(sizes, False, y=y, objective=j, score_rows=rows, **given)
         if plan.keep:
-            ctx.plan, ctx.lib = plan, lib
+            ctx.plan, ctx.lib, ctx.sizes = plan, lib, sizes
             ctx.save_for_backward(lengths, x, sqrt_lambda, kept, *parameters)
         return y, j, rows
 
@@ -102,40 +101,37 @@ class NativeLayer(torch.autograd.Function):
         ctx: Any, grad_y: Tensor | None, grad_j: Tensor | None, grad_scores: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         lengths, x, sqrt_lambda, kept, *parameters = ctx.saved_tensors
-        needs, weights = ctx.needs_input_grad[3:], Weights(*parameters)
+        needs = ctx.needs_input_grad[3:]
         need_x, _, need_qk, need_qk_bias, _, _, *need_output = needs
         # All gradients of a map come together: its weight's, its bias'.
         like = [None if p is None else torch.empty_like(p) for p in parameters]
-        found = Weights(*like)  # type: ignore[arg-type]
-        d = x.shape[-1]
-        grads: dict[str, Tensor | None] = {
+        w_qk, b_qk, w_e, w_r, w_o, b_o, w_out, b_out = like
+        grads = {
             "grad_x": torch.empty_like(x) if need_x else None,
-            "grad_w_e": found.w_e,
-            "grad_w_r": found.w_r,
+            "grad_w_e": w_e,
+            "grad_w_r": w_r,
             "grad_sqrt_lambda": None if grad_j is None else torch.empty_like(sqrt_lambda),
         }
+        d, p = x.shape[-1], parameters[4].shape[0]
         if need_qk or need_qk_bias:
-            grads |= {"grad_w_qk": found.qk_weight, "grad_b_qk": _or_empty(found.qk_bias, x, 2 * d)}
+            grads |= {"grad_w_qk": w_qk, "grad_b_qk": _or_empty(b_qk, x, 2 * d)}
         learns = any(need_output) and grad_y is not None
         if learns:
             grads |= {
-                "grad_w_o": found.score_weight,
-                "grad_b_o": _or_empty(found.score_bias, x, weights.score_weight.shape[0]),
-                "grad_w_out": found.out_weight,
-                "grad_b_out": _or_empty(found.out_bias, x, d),
+                "grad_w_o": w_o,
+                "grad_b_o": _or_empty(b_o, x, p),
+                "grad_w_out": w_out,
+                "grad_b_out": _or_empty(b_out, x, d),
             }
         incoming = {
             "grad_y": None if grad_y is None else grad_y.contiguous(),
             "grad_objective": None if grad_j is None else grad_j.contiguous(),
             "grad_scores": None if grad_scores is None else grad_scores.contiguous(),
         }
-        sequences = Sequences.of(x, lengths, ctx.plan.mode)
-        given = _pass(ctx.plan, sequences, x, sqrt_lambda, weights)
-        given.hold(kept=kept, **incoming, **grads)
-        ctx.lib.run(given, back=True)
-        output = found[4:] if learns else (None,) * 4
-        result = (grads["grad_x"], grads["grad_sqrt_lambda"], *found[:4], *output)
-        return None, None, None, *(grad if need else None for grad, need in zip(result, needs, strict=True))
+        given = _given(ctx.plan, lengths, x, sqrt_lambda, kept, parameters)
+        ctx.lib.run(ctx.sizes, True, **given, **incoming, **grads)
+        found = (grads["grad_x"], grads["grad_sqrt_lambda"], *like[:4], *(like[4:] if learns else [None] * 4))
+        return None, None, None, *(grad if need else None for grad, need in zip(found, needs, strict=True))
 
 
 def _or_empty(bias: Tensor | None, x: Tensor, size: int) -> Tensor:
@@ -143,28 +139,34 @@ def _or_empty(bias: Tensor | None, x: Tensor, size: int) -> Tensor:
     return x.new_empty(size) if bias is None else bias
 
 
-def _pass(plan: Plan, sequences: Sequences, x: Tensor, sqrt_lambda: Tensor | None, weights: Weights) -> Pass:
-    (starts, places), heads, rank, d = sequences, plan.mode.heads, weights.w_e.shape[2], x.shape[-1]
+def _sizes(plan: Plan, lengths: Tensor | None, x: Tensor, parameters: Sequence[Tensor | None]) -> Sizes:
+    weights = Weights(*parameters)  # type: ignore[arg-type]
+    mode, d = plan.mode, x.shape[-1]
     tokens = x.numel() // d
-    given = Pass(
-        starts.shape[0] - 1, tokens, d, heads, rank, 0 if places is None else places.shape[1], torch.get_num_threads(),
-        folding_pays(weights, heads, tokens), plan.form == "mean", plan.trace == "projections",
+    return Sizes(
+        (x if lengths is None else lengths).shape[0], tokens, d, mode.heads, weights.w_e.shape[2],
+        mode.landmarks if mode.data_dependent else 0, torch.get_num_threads(),
+        folding_pays(weights, mode.heads, tokens), plan.form == "mean", plan.trace == "projections",
     )  # fmt: skip
-    given.hold(
-        starts=starts, places=places, x=x, sqrt_lambda=sqrt_lambda, w_qk=weights.qk_weight, b_qk=weights.qk_bias,
-        w_e=weights.w_e, w_r=weights.w_r, w_o=weights.score_weight, b_o=weights.score_bias, w_out=weights.out_weight,
-        b_out=weights.out_bias,
-    )  # fmt: skip
-    return given
+
+
+def _given(
+    plan: Plan, lengths: Tensor | None, x: Tensor, sqrt_lambda: Tensor | None, kept: Tensor,
+    parameters: Sequence[Tensor | None],
+) -> dict[str, Tensor | None]:  # fmt: skip
+    """What both directions are given."""
+    starts, places = Sequences.of(x, lengths, plan.mode)
+    w_qk, b_qk, w_e, w_r, w_o, b_o, w_out, b_out = parameters
+    return {
+        "starts": starts, "places": places, "x": x, "sqrt_lambda": sqrt_lambda, "kept": kept, "w_qk": w_qk,
+        "b_qk": b_qk, "w_e": w_e, "w_r": w_r, "w_o": w_o, "b_o": b_o, "w_out": w_out, "b_out": b_out,
+    }  # fmt: skip
 
 
 def native_attention(
-    x: Tensor, weights: Weights, plan: Plan, sqrt_lambda: Tensor | None, valid: Tensor | None
+    lib: Library, x: Tensor, weights: Weights, plan: Plan, sqrt_lambda: Tensor | None, valid: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """y like x, J (B,), and the scores (B, H, N, 2, s) where the plan asks for them. x: (B, N, d)."""
-    lib = library(x.dtype)
-    if isinstance(lib, str):  # it was there a moment ago: only the environment can have changed
-        raise RuntimeError(f"the lean path's library is gone: {lib}")
     batch, length, d = x.shape
     lengths = rows = None
     tokens = x.contiguous()

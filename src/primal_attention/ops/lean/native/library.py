@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import os
-from functools import cache
+from functools import cache, lru_cache
 from threading import Lock
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .build import BuildError, built
 
-SIZES = (
-    "sequences", "tokens", "width", "heads", "rank", "landmarks", "threads", "folded", "mean", "projected_trace",
-)  # fmt: skip
 TENSORS = (
     "starts", "places",
     "x", "w_qk", "b_qk", "w_e", "w_r", "w_o", "b_o", "w_out", "b_out", "sqrt_lambda",
@@ -22,42 +20,56 @@ TENSORS = (
     "grad_y", "grad_objective", "grad_scores",
     "grad_x", "grad_w_qk", "grad_b_qk", "grad_w_e", "grad_w_r", "grad_w_o", "grad_b_o", "grad_w_out", "grad_b_out",
     "grad_sqrt_lambda", "scratch",
-    "z", "scores", "inverse",
+    "z", "scores", "inverse",  # where C notes what it finds in `kept`
 )  # fmt: skip
 REALS = {torch.float32: "float", torch.float64: "double"}
 _loading = Lock()
 
 
-class Pass(ctypes.Structure):
-    """A pass over the layer as layer.h has it; tensors by their addresses, 0 for what is not there."""
+class Sizes(NamedTuple):
+    """The numbers that a pass begins with; `Pass` in layer.h has them in this order, then the tensors' addresses."""
 
-    _fields_ = [*((name, ctypes.c_int64) for name in SIZES), *((name, ctypes.c_void_p) for name in TENSORS)]
+    sequences: int
+    tokens: int
+    width: int
+    heads: int
+    rank: int
+    landmarks: int
+    threads: int
+    folded: bool
+    mean: bool
+    projected_trace: bool
 
-    def hold(self, **tensors: Tensor | None) -> None:
-        """Enter the addresses; keeping the tensors alive is up to the caller."""
-        for name, tensor in tensors.items():
-            if tensor is not None:
-                setattr(self, name, tensor.data_ptr())
+
+_PLACES = {name: place for place, name in enumerate(TENSORS, len(Sizes._fields))}
+_Record = ctypes.c_int64 * (len(Sizes._fields) + len(TENSORS))
 
 
 class Library:
     def __init__(self, path: str) -> None:
         loaded = ctypes.CDLL(path, mode=os.RTLD_NOW)
         self._kept, self._scratch = loaded.primal_kept, loaded.primal_scratch
-        self._forward, self._backward = loaded.primal_forward, loaded.primal_backward
-        self._kept.restype, self._kept.argtypes = ctypes.c_int64, [ctypes.c_void_p]
-        self._scratch.restype, self._scratch.argtypes = ctypes.c_int64, [ctypes.c_void_p, ctypes.c_int64]
-        for call in (self._forward, self._backward):
-            call.restype, call.argtypes = None, [ctypes.c_void_p]
+        self._passes = loaded.primal_forward, loaded.primal_backward
+        self._kept.restype, self._kept.argtypes = ctypes.c_int64, [_Record]
+        self._scratch.restype, self._scratch.argtypes = ctypes.c_int64, [_Record, ctypes.c_int64]
+        for call in self._passes:
+            call.restype, call.argtypes = None, [_Record]
+        self.kept = lru_cache(maxsize=256)(self._count_kept)
 
-    def kept(self, given: Pass) -> int:
+    def _count_kept(self, sizes: Sizes) -> int:
         """How many numbers the pass forward leaves for the way back."""
-        return self._kept(ctypes.addressof(given))  # type: ignore[no-any-return]
+        return self._kept(_Record(*sizes))  # type: ignore[no-any-return]
 
-    def run(self, given: Pass, back: bool) -> None:
-        scratch = torch.empty(self._scratch(ctypes.addressof(given), back), dtype=torch.uint8)
-        given.scratch = scratch.data_ptr()
-        (self._backward if back else self._forward)(ctypes.addressof(given))
+    def run(self, sizes: Sizes, back: bool, **tensors: Tensor | None) -> None:
+        """A pass over tensors by the names that layer.h gives them; None and what is not named is not there."""
+        record = [*sizes, *[0] * len(TENSORS)]
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                record[_PLACES[name]] = tensor.data_ptr()
+        given = _Record(*record)
+        scratch = torch.empty(self._scratch(given, back), dtype=torch.uint8)
+        given[_PLACES["scratch"]] = scratch.data_ptr()
+        self._passes[back](given)
 
 
 def library(dtype: torch.dtype) -> Library | str:
