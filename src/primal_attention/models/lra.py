@@ -98,15 +98,21 @@ class LRABlock(EncoderBlock):
     fused = True
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:  # (B, N, d) → (B, N, d)
-        if not (self.fused and self.training and x.is_cuda and backends.TRITON_MISSING is None):
+        if not self.has_kernel(x):
             return super().forward(x, key_padding_mask)
-        from primal_attention.ops.fused import closing
+        from primal_attention.ops.fused.closing import close
 
         first, second = self.feed_forward[0], self.feed_forward[3]
-        if not closing.suits(x, first.out_features):  # type: ignore[arg-type]
-            return super().forward(x, key_padding_mask)
         said = self.attend(self.norm1(x), key_padding_mask)
-        return closing.close(x, said, self.norm2, first, second, self.dropout.p)  # type: ignore[arg-type]
+        return close(x, said, self.norm2, first, second, self.dropout.p)  # type: ignore[arg-type]
+
+    def has_kernel(self, x: Tensor) -> bool:
+        """Whether what follows attention runs as one kernel for these tokens."""
+        if not (self.fused and self.training and x.is_cuda and backends.TRITON_MISSING is None):
+            return False
+        from primal_attention.ops.fused.closing import suits
+
+        return suits(x, self.feed_forward[0].out_features)  # type: ignore[arg-type]
 
     def mix(self, x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
         return self.dropout(self.attend(x, key_padding_mask))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..backends import current
+from .. import backends
 from ..dropping import draw_key
 from ..kernels import closing
 from .nodes import Gradients, Node, through
@@ -39,7 +39,7 @@ class Close(Node):
 
 def suits(x: Tensor, hidden: int) -> bool:
     """Whether the kernels are made for these tokens: narrow ones, in training, in autocast to 16 bits."""
-    if not (torch.is_grad_enabled() and torch.is_autocast_enabled("cuda")):
+    if not (torch.is_grad_enabled() and torch.is_autocast_enabled("cuda")) or backends._old_gpu(x.device.index or 0):
         return False
     width = x.shape[-1]
     return width in WIDTHS and hidden in (2 * w for w in WIDTHS) and x.numel() < MOST * width
@@ -48,8 +48,8 @@ def suits(x: Tensor, hidden: int) -> bool:
 def close(x: Tensor, a: Tensor, norm: nn.LayerNorm, first: nn.Linear, second: nn.Linear, p: float) -> Tensor:
     """y (B, N, d) of the residual stream x and of what attention says, a."""
     dtype = torch.get_autocast_dtype("cuda")
-    flat, said = x.reshape(-1, x.shape[-1]), a.reshape(-1, x.shape[-1])
+    flat, said = (t.reshape(-1, x.shape[-1]).contiguous() for t in (x, a))
     weights = norm.weight, norm.bias, first.weight, first.bias, second.weight, second.bias
-    with current(x.device), torch.autocast("cuda", enabled=False):
+    with backends.current(x.device), torch.autocast("cuda", enabled=False):
         y = through(Close, "close", flat, said, draw_key(x.device), *weights, p, norm.eps, dtype)
     return y.view(x.shape)  # type: ignore[no-any-return]
