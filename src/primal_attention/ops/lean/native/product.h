@@ -191,7 +191,7 @@ static inline __attribute__((always_inline)) void tile_of(size k, const real *a,
     for (size begin = 0; begin < k; begin += most, a += apart ? apart - BROAD : 0, ahead += apart)
         for (size l = 0; l < (apart ? least(BROAD, k - begin) : k); l++, a += turned ? step : 1, b += BROAD) {
             vec row[VECTORS];
-            __builtin_prefetch(ahead + (turned || apart ? l * TALL : l % TALL * step + l / TALL * TALL), 0, 2);
+            __builtin_prefetch(ahead + (turned || apart ? l * TALL : l % TALL * step + l / TALL * TALL), 0, 3);
 #pragma GCC unroll 16
             for (int v = 0; v < VECTORS; v++) row[v] = *(const vec *)(b + v * LANES);
 #pragma GCC unroll 16
@@ -277,7 +277,7 @@ static void multiply(size m, size n, size k, Left a, const real *b, size apart, 
                     from = few, step = TALL, one = tile_turned;
                 }
                 for (size j = first; j < least(first + WIDE, n); j += BROAD)
-                    one(depth, from, step, a.apart, j > first || i + TALL >= m ? from : from + a.next,
+                    one(depth, from, step, a.apart, i + TALL >= m ? from : from + a.next,
                         b + j / BROAD * apart + l * BROAD, l || !start ? 0 : start + i, &c, l || c.add,
                         c.at + j / BROAD * c.apart + i * (c.turned ? 1 : c.step), rows, least(BROAD, n - j));
             }
