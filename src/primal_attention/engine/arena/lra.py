@@ -62,11 +62,11 @@ class Short:
 
 
 SHORT = {
-    "listops": Short(2_000, 32, 20),
-    "text": Short(4_000, 32, 20),
-    "retrieval": Short(4_000, 32, 20),
-    "image": Short(8_000, 64, 20),
-    "pathfinder": Short(10_000, 64, 10),
+    "listops": Short(5_000, 32, 20),
+    "text": Short(5_000, 32, 20),
+    "retrieval": Short(5_000, 32, 20),
+    "image": Short(12_000, 64, 20),
+    "pathfinder": Short(20_000, 64, 20),
 }
 KINDS = 4  # of batches by length: as many shapes as a training records
 
