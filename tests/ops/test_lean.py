@@ -12,6 +12,7 @@ from lean_cases import MODES, SAME, assert_same, holes, make, results
 from primal_attention import PrimalAttention, ksvd_loss
 from primal_attention.ops import backends
 from primal_attention.ops.lean import blocks, output
+from primal_attention.ops.lean.native import library
 from primal_attention.ops.modes import COSINE, Mode
 
 every_mode = pytest.mark.parametrize("mode", MODES)
@@ -22,6 +23,7 @@ causal_modes = pytest.mark.parametrize("mode", ["causal", "causal_decay"])
 def _in_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     """test_lean_native.py has the passes in C."""
     monkeypatch.setenv("PRIMAL_NATIVE", "0")
+    monkeypatch.setattr(library, "_found", {})
 
 
 @pytest.fixture

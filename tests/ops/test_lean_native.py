@@ -220,11 +220,9 @@ def test_its_threads_are_pytorchs() -> None:
 
 class TestWithoutIt:
     @pytest.fixture(autouse=True)
-    def _anew(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    def _anew(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        library._loaded.cache_clear()
-        yield
-        library._loaded.cache_clear()
+        monkeypatch.setattr(library, "_found", {})
 
     def test_the_switch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PRIMAL_NATIVE", "0")

@@ -60,7 +60,7 @@ def ksvd_loss(
 
 def mean_square(j: Tensor) -> Tensor:
     """mean_b J_b², in as few and as small operators as there are: small layers feel every one."""
-    if j.device.type != "cpu":
+    if not j.is_cpu:
         return F.mse_loss(j, torch.zeros_like(j))  # as a distance from zero it is one node of autograd's
     total = torch.dot(j, j)
     return total if j.shape[0] == 1 else total / j.shape[0]

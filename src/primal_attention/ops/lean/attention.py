@@ -138,9 +138,10 @@ def lean_attention(
     need_state: bool = False,
 ) -> Attended:
     """The layer of `ops.primal.reference_attention` with the cosine map, but for the causal data-dependent mode."""
-    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(x.device.type)
-        with torch.autocast(x.device.type, enabled=False):
+    device = "cpu" if x.is_cpu else x.device.type  # on a CPU small things count, and the name of a device is one
+    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+        with torch.autocast(device, enabled=False):
             cast = Weights(*(None if w is None else w.to(dtype) for w in weights))  # type: ignore[arg-type]
             return lean_attention(
                 x.to(dtype), cast, mode, valid=valid, decay=decay, state=state, dropout=dropout,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from functools import cache, lru_cache
+from functools import lru_cache
 from threading import Lock
 from typing import NamedTuple
 
@@ -72,16 +72,21 @@ class Library:
         self._passes[back](given)
 
 
+_found: dict[torch.dtype, Library | str] = {}
+
+
 def library(dtype: torch.dtype) -> Library | str:
-    """That for tensors of this type, or the reason why there is none."""
+    """That for tensors of this type, or the reason why there is none; found out once."""
+    if dtype not in _found:
+        with _loading:
+            if dtype not in _found:
+                _found[dtype] = _load(dtype)
+    return _found[dtype]
+
+
+def _load(dtype: torch.dtype) -> Library | str:
     if os.environ.get("PRIMAL_NATIVE", "1") == "0":
         return "PRIMAL_NATIVE=0 asks for PyTorch's operations"
-    with _loading:
-        return _loaded(dtype)
-
-
-@cache
-def _loaded(dtype: torch.dtype) -> Library | str:
     if dtype not in REALS:
         return f"{dtype} is not one of float32, float64"
     try:
