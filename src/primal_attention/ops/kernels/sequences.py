@@ -49,9 +49,13 @@ def uniform(batch: int, length: int, device: torch.device) -> Sequences:
 
 
 def _uniform(batch: int, length: int, device: torch.device) -> Sequences:
-    starts = torch.arange(batch, device=device) * length
-    tables = _tables(starts, torch.full_like(starts, length), batch * (-(-length // CHUNK)))
-    return tables._replace(single=length <= CHUNK)
+    each = -(-length // CHUNK)  # chunks of a sequence
+    first, chunk = torch.arange(batch + 1, device=device), torch.arange(batch * each, device=device)
+    sequence = chunk // max(each, 1)
+    start = sequence * length + (chunk - sequence * each) * CHUNK
+    ends = torch.minimum(start + CHUNK, (sequence + 1) * length)
+    starts = first[:-1] * length
+    return Sequences(starts, torch.full_like(starts, length), first * each, sequence, start, ends, length <= CHUNK)
 
 
 _cached_uniform = lru_cache(maxsize=64)(_uniform)
