@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from closeness import assert_close
 from primal_attention.ops import reference as eq
-from primal_attention.ops.kernels import fold, objective, scan, segments, sequences
+from primal_attention.ops.kernels import fold, landmarks_back, objective, scan, segments, sequences
 from primal_attention.ops.kernels.config import running_tiles, stored_rank
 
 SAME = 1e-6  # float32, sums of at most a few hundred terms
@@ -41,6 +41,40 @@ def test_column_sum_adds_all_chunks(device: torch.device, count: int, width: int
     total = segments.column_sum(parts, torch.float16)
     assert total.dtype == torch.float16
     assert_close(total, parts.double().sum(0), 5e-4)  # one rounding to float16
+
+
+def test_a_sum_through_a_map_adds_over_heads(device: torch.device) -> None:
+    total, weight = torch.randn(200, device=device), torch.randn(200, 3 * 20, device=device).half()
+    rounded, sums = segments.sum_through(total, weight, 20)
+    assert torch.equal(rounded, total.half())
+    assert_close(sums, (total.double() @ weight.double()).view(3, 20).sum(0), 5e-4)  # one rounding to float16
+
+
+@pytest.mark.parametrize(("batch", "n", "heads", "head_dim", "rank"), [(3, 70, 2, 64, 96), (5, 9, 1, 20, 5)])
+@pytest.mark.parametrize("sides", [1, 2])
+def test_the_way_back_from_the_weights_of_landmarks(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch,
+    batch: int, n: int, heads: int, head_dim: int, rank: int, sides: int,
+) -> None:  # fmt: skip
+    """Every row is a landmark; a program adds up one side of dW, or both."""
+    tiles = landmarks_back.landmark_sum_tiles
+    monkeypatch.setattr(landmarks_back, "landmark_sum_tiles", lambda *a: tiles(*a)._replace(sides=sides))
+    draw = lambda *shape: torch.randn(shape, device=device).half()  # noqa: E731
+    x, w_e, w_r = draw(batch * n, heads * head_dim), draw(heads, n, rank), draw(heads, n, rank)
+    grad = F.pad(draw(batch, heads, 2, head_dim, rank), (0, stored_rank(rank) - rank))
+    rows = torch.arange(batch * n, device=device).view(batch, n)
+    assert landmarks_back.everywhere(x, rows, w_e, distinct=True)
+    assert not landmarks_back.everywhere(x, rows[:, 1:], w_e, distinct=True)
+    both, wide = torch.stack([w_e, w_r]).double(), grad[..., :rank].double()
+    expected = torch.einsum("ehns,bheps->bnhp", both, wide).reshape(x.shape)
+    assert_close(landmarks_back.to_all_rows(x, rows, w_e, w_r, grad), expected, 3e-4)
+    added = x.clone()
+    landmarks_back.add_to_rows(rows, w_e, w_r, grad, added, distinct=True)
+    assert_close(added, expected + x.double(), 3e-4)
+    grads = landmarks_back.to_weights(x, rows, w_e, w_r, grad, None)
+    by_head = x.double().view(batch, n, heads, head_dim)
+    for name, found, true in zip("er", grads, torch.einsum("bnhp,bheps->ehns", by_head, wide), strict=True):
+        assert_close(found, true, 3e-4, f"dW_{name}")
 
 
 def output_maps(device: torch.device, heads: int, head_dim: int, rank: int) -> list[Tensor]:

@@ -16,6 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from closeness import assert_close, rms_ratio
 from kernel_cases import Layer, assert_same, make, results, tokens, twin
+from primal_attention.ops.fused import heads
 from primal_attention.ops.kernels import running, scores, wide_back
 from primal_attention.ops.kernels.wide import wide
 
@@ -134,6 +135,32 @@ def test_a_graph_that_is_kept_can_be_walked_again(device: torch.device, mode: st
     first, last = (torch.autograd.grad(loss, wanted, retain_graph=keep) for keep in (True, False))
     for name, a, b in zip(["x", *dict(layer.named_parameters())], first, last, strict=True):
         assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+def test_weights_that_are_kept_give_what_weights_made_again_give(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """W_{·|X} from x, or as it was. The last walk writes its gradient over what was kept."""
+    layer = make("data_dependent", **SMALL).to(device, dtype)
+    x = tokens(layer, 2, 50).requires_grad_()
+    wanted = [x, *layer.parameters()]
+
+    def gradients(keep_weights: bool) -> list[tuple[Tensor, ...]]:
+        monkeypatch.setattr(heads, "KEEP", keep_weights)
+        loss = layer(x).float().square().sum() + layer.objective.square().sum()
+        return [torch.autograd.grad(loss, wanted, retain_graph=keep) for keep in (True, False)]
+
+    (made, _), kept = gradients(False), gradients(True)
+    for walk in kept:
+        assert all(torch.equal(a, b) for a, b in zip(walk, made, strict=True))
+
+
+@pytest.mark.parametrize("tokens_of_each", [9, 12])
+def test_landmarks_that_are_all_the_tokens_or_some_of_them(device: torch.device, tokens_of_each: int) -> None:
+    """make's nine landmarks: in 16 bits a way back of their own where no other row stands between them."""
+    layer = make("data_dependent", **SMALL).to(device, torch.float16)
+    assert_as_exact_as_the_equations(layer, tokens(layer, 4, tokens_of_each))
 
 
 def assert_as_exact_as_the_equations(layer: Layer, x: Tensor) -> None:

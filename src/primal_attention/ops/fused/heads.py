@@ -18,6 +18,8 @@ from ..modes import Mode
 from .nodes import Combine, Output, through
 from .score_nodes import GrowingScore, Mix, RunningMix, RunningScore, Score
 
+KEEP = False  # of a large rank: whether W_{·|X} is kept for the way back where it is no larger than x
+
 
 def held(bias: Tensor | None) -> Tensor | None:
     """The bias without its gradient, which comes from elsewhere."""
@@ -49,10 +51,15 @@ class Heads(NamedTuple):
         return self.weights.w_e.shape[-1]
 
     def attend(self, qk: Tensor, wx: Tensor, origin: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """`found` and energies, not causal. origin: what wx is rebuilt from on the way back, if it is to be rebuilt."""
+        """`found` and energies, not causal. origin: what wx is rebuilt from on the way back, if it is to be rebuilt.
+
+        With a large rank its table of rows alone says that wx, though it depends on the data, is kept.
+        """
         w, where = self.weights, (self.tables, self.single)
         if self.at_once:
             maps = (w.score_weight, held(w.score_bias), w.qk_bias)
+            if KEEP and origin and wx.dtype == qk.dtype and wx.numel() <= origin[0].numel():
+                origin = [origin[1]]
             return through(Mix, "mix", qk, wx, *maps, origin, *where, self.whole, self.measured)  # type: ignore[no-any-return]
         return through(Score, "score", qk, wx, w.qk_bias, origin, *where, self.rank, self.whole)  # type: ignore[no-any-return]
 

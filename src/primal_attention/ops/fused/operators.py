@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from ..kernels import decode as decoding
 from ..kernels import fold as folding
-from ..kernels import landmarks, objective
+from ..kernels import landmarks, landmarks_back, objective
 from ..kernels import rows as moving
 from ..kernels.config import stored_rank
 from ..kernels.segments import tall_sum
@@ -71,10 +71,13 @@ def project_backward(
     shortest: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, of the projection, of w_e and of w_r."""
-    grad_x = grad_qk @ weight
-    grad_e, grad_r = landmarks.landmark_weights_backward(
-        x, rows, w_e, w_r, grad_wx, grad_trace, grad_x, distinct=shortest >= rows.shape[1]
-    )
+    distinct = shortest >= rows.shape[1]
+    if landmarks_back.everywhere(x, rows, w_e, distinct):
+        grad_x = landmarks_back.to_all_rows(x, rows, w_e, w_r, grad_wx).addmm_(grad_qk, weight)
+    else:
+        grad_x = grad_qk @ weight
+        landmarks_back.add_to_rows(rows, w_e, w_r, grad_wx, grad_x, distinct)
+    grad_e, grad_r = landmarks_back.to_weights(x, rows, w_e, w_r, grad_wx, grad_trace)
     return grad_x, grad_qk.mT @ x, grad_e, grad_r
 
 
@@ -170,7 +173,7 @@ PROJECT_BACKWARD = Operator(
 )
 PACK = Operator(landmarks.packed_weights, _fake_pack, "pack")
 PACK_BACKWARD = Operator(
-    landmarks.finish_weights,
+    landmarks_back.finish_weights,
     lambda parts, w_e, w_r, grad_trace: (torch.empty_like(w_e), torch.empty_like(w_r)),
     "pack_backward",
 )

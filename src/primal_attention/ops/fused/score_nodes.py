@@ -130,8 +130,9 @@ class Mix(Node):
     def remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         qk, wx, score_weight, _, _, origin, tables, ctx.single, ctx.whole, _ = inputs
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(qk, score_weight, *(origin or [wx]), *tables)
-        ctx.origins, ctx.exact = len(origin) or 1, wx.dtype == torch.float32
+        kept = origin if len(origin) == 4 else [wx, *origin]
+        ctx.save_for_backward(qk, score_weight, *kept, *tables)
+        ctx.origins, ctx.exact = len(kept), wx.dtype == torch.float32
         ctx.lists = {5: len(origin), 6: len(tables)}
 
     @staticmethod

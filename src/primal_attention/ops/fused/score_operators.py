@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..kernels import growing, landmarks, running
+from ..kernels import growing, landmarks, landmarks_back, running
 from ..kernels import scores as scoring
 from ..kernels.config import stored_rank
 from ..kernels.segments import column_sum, segment_sum
@@ -39,9 +39,9 @@ def _fake_score(
 
 
 def weights_again(origin: list[Tensor], exact: bool) -> tuple[Tensor, bool]:
-    """wx, from itself or from (x, rows, w_e, w_r), and whether it depends on the data."""
-    if len(origin) == 1:
-        return origin[0], False
+    """wx and whether it depends on the data. origin: wx, or wx and rows if it does; or (x, rows, w_e, w_r)."""
+    if len(origin) < 4:
+        return origin[0], len(origin) > 1
     x, rows, w_e, w_r = origin
     return landmarks.landmark_weights(x, rows, w_e, w_r, torch.float32 if exact else x.dtype)[0], True
 
@@ -204,7 +204,7 @@ def growing_score_backward(
     )
     grad_x = grad_qk @ weight
     growing.add_rows(grad_rows, rows, grad_x, seqs)
-    grad_e, grad_r = landmarks.finish_weights(parts, w_e, w_r, None)
+    grad_e, grad_r = landmarks_back.finish_weights(parts, w_e, w_r, None)
     grad_decay = floats(qk, w_e.shape[0]) if log_decay is None else decay_parts.sum((0, 2))
     return grad_x, grad_qk.mT @ x, column_sum(bias_parts, qk.dtype), grad_e, grad_r, grad_decay
 

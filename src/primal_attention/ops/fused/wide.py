@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from ..kernels import running_wide, wide_back
 from ..kernels import wide as mixing
 from ..kernels.config import stored_rank
-from ..kernels.segments import segment_sum, tall_sum
+from ..kernels.segments import segment_sum, sum_through, tall_sum
 from .operator import Operator, Tables, floats, sequences_of
 from .score_operators import fake_sums, gradient_of_weights, weights_again
 
@@ -61,9 +61,8 @@ def mix_backward(
     """Gradients of qk, of wx, of the score map and of the projection's bias; arguments as in `score_backward`."""
     wx, depends = weights_again(origin, exact)
     seqs = sequences_of(tables, single)
-    return wide_back.mix_backward(
-        qk, wx, score_weight, grad_each, grad_energy, seqs, depends, whole, spend, spend_wx=depends
-    )
+    spend_wx = depends and (spend or len(origin) == 4)  # rebuilt for this call, or read by nobody else
+    return wide_back.mix_backward(qk, wx, score_weight, grad_each, grad_energy, seqs, depends, whole, spend, spend_wx)
 
 
 def _fake_mix_backward(
@@ -146,14 +145,16 @@ def output_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the heads' outputs, of W_out and, where biased, of b_out and of b_o, which has `width` numbers.
 
+    width: 1 where there is no b_o.
     Every token adds b_o in each head and W_out follows, so its gradient is W_outᵀ times that of b_out.
     """
     grad_each, grad_weight = grad_y @ weight, grad_y.mT @ each
     if not biased:
         return grad_each, grad_weight, grad_y.new_empty(weight.shape[0]), grad_y.new_empty(width)
-    total = tall_sum(grad_y)  # float32
-    of_score = (total @ weight.float()).view(-1, width).sum(0)
-    return grad_each, grad_weight, total.to(grad_y.dtype), of_score.to(grad_y.dtype)
+    total = tall_sum(grad_y)
+    if width == 1:
+        return grad_each, grad_weight, total.to(grad_y.dtype), grad_y.new_empty(1)
+    return grad_each, grad_weight, *sum_through(total, weight, width)
 
 
 def _fake_output_backward(grad_y: Tensor, each: Tensor, weight: Tensor, width: int, biased: bool) -> tuple[Tensor, ...]:

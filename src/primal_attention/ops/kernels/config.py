@@ -14,6 +14,9 @@ LANE = 8  # scores are stored in rows of a multiple of 8 numbers: whole 16-byte 
 INTERPRETED = bool(triton.knobs.runtime.interpret)  # as at import, when the kernels are made
 
 
+FULL = 288  # programs that fill a large GPU
+
+
 class Tiles(NamedTuple):
     """Sizes that make one specialisation of the score kernels."""
 
@@ -24,6 +27,8 @@ class Tiles(NamedTuple):
     warps: int
     stages: int = 3  # of a loop's loads in flight
     registers: int | None = None  # most for a thread, where the compiler would take more than pays
+    sides: int = 1  # of q and k, that a program holds the sums of
+    programs: int = FULL  # among which sequences are split
 
 
 def ceil_div(value: int, by: int) -> int:
@@ -86,6 +91,12 @@ def landmark_sum_tiles(dtype: torch.dtype, head_dim: int, rank: int, landmarks: 
     block = min(power_of_two(stored_rank(rank)), 128)
     marks = 128 if landmarks > 64 else 64
     return Tiles(marks, size.width, block, ceil_div(stored_rank(rank), block), 8 if marks * block > 64 * 128 else 4)
+
+
+def landmark_row_tiles(dtype: torch.dtype, head_dim: int, rank: int) -> Tiles | None:
+    """For the way back to rows that are all landmarks, where a head's weights stay at hand: in 16 bits, if they fit."""
+    width, block = power_of_two(head_dim), power_of_two(stored_rank(rank))
+    return None if dtype == torch.float32 or width > 64 or block > 128 else Tiles(64, width, block, 1, 4, 2)
 
 
 def wide_tiles(dtype: torch.dtype, head_dim: int, rank: int) -> Tiles:

@@ -74,3 +74,32 @@ def tall_sum(matrix: Tensor) -> Tensor:
     parts = torch.empty((splits, width), dtype=torch.float32, device=matrix.device)
     _tall_sum[(splits, columns)](matrix, parts, rows, width, ceil_div(rows, splits), BR=32, BW=128)
     return column_sum(parts, torch.float32)
+
+
+@triton.jit
+def _sum_through(
+    total, weight, rounded, sums, rows,
+    HEADS: tl.constexpr, P: tl.constexpr, BR: tl.constexpr, BW: tl.constexpr,
+):  # fmt: skip
+    i, r = tl.program_id(0) * BW + tl.arange(0, BW), tl.arange(0, BR)
+    found = tl.zeros((BR, BW), tl.float32)
+    for first in range(0, rows, BR):
+        row = first + r
+        value = tl.load(total + row, mask=row < rows, other=0.0)
+        if tl.program_id(0) == 0:
+            tl.store(rounded + row, value.to(rounded.dtype.element_ty), mask=row < rows)
+        for head in tl.static_range(HEADS):
+            place = weight + row[:, None] * (HEADS * P) + head * P + i[None]
+            w = tl.load(place, mask=(row < rows)[:, None] & (i < P)[None], other=0.0)
+            found += w.to(tl.float32) * value[:, None]
+    tl.store(sums + i, tl.sum(found, 0).to(sums.dtype.element_ty), mask=i < P)
+
+
+def sum_through(total: Tensor, weight: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Of a sum over rows (d,) float32: itself in the weight's dtype, and Σ_heads of weightᵀ total, (width,)."""
+    rows, columns = weight.shape
+    rounded, sums = weight.new_empty(rows), weight.new_empty(width)
+    _sum_through[(ceil_div(width, 8),)](
+        total, weight, rounded, sums, rows, HEADS=columns // width, P=width, BR=128, BW=8
+    )  # fmt: skip
+    return rounded, sums

@@ -1,0 +1,237 @@
+"""The way back of `landmarks.py`, from dW_{·|X} to x and to W.
+
+    to x        dx_{row_j} += dW_{e|X} W_e[j] + (same of r) one program per (sequence, head)
+    to W        dW_e[j] = Σ_b x_{row_j}ᵀ dW_{e|X}           partial sums over the sequences, added in a fixed order
+
+Where rows repeat, the first of equal rows adds for all of them, so no two programs write one place. Where every row is
+a landmark once, nothing needs to stand there before: this part is written, and the large product adds to it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .config import (
+    FULL,
+    ceil_div,
+    landmark_row_tiles,
+    landmark_sum_tiles,
+    landmark_tiles,
+    power_of_two,
+    precision,
+    stored_rank,
+)
+from .products import dot
+
+
+@triton.jit
+def _with_followers(own_e, own_r, w_e, w_r, rows, row, mark, leads, n, s, RANK: tl.constexpr):
+    """To the weights of landmarks that lead, those of the equal rows behind them."""
+    sum_e, sum_r = own_e.to(tl.float32), own_r.to(tl.float32)
+    step = 0
+    follows = leads.to(tl.int32)
+    while tl.max(follows, 0) > 0:
+        step += 1
+        ahead = mark + step
+        same = tl.load(rows + ahead, mask=(follows > 0) & (ahead < n), other=-2) == row
+        follows = (same & (follows > 0)).to(tl.int32)
+        place, inside = ahead[:, None] * RANK + s[None], (follows > 0)[:, None] & (s[None] < RANK)
+        sum_e += tl.load(w_e + place, mask=inside, other=0.0).to(tl.float32)
+        sum_r += tl.load(w_r + place, mask=inside, other=0.0).to(tl.float32)
+    return sum_e.to(own_e.dtype), sum_r.to(own_r.dtype)
+
+
+@triton.jit
+def _to_rows(
+    grad_wx, rows, w_e, w_r, grad_x, n, per_program,
+    HEADS: tl.constexpr, P: tl.constexpr, RANK: tl.constexpr, S: tl.constexpr,
+    BN: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, NS: tl.constexpr, DISTINCT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    head, sequence = program % HEADS, (program // HEADS).to(tl.int64)
+    p, j = tl.arange(0, BP), tl.arange(0, BN)
+    kind = grad_x.dtype.element_ty
+    rows += sequence * n
+    grad_wx += (sequence * HEADS + head) * (2 * P * S)
+    grad_x += head * P
+    w_e += head * n * RANK
+    w_r += head * n * RANK
+    begins = tl.program_id(1) * per_program
+    for first in range(begins, tl.minimum(begins + per_program, n), BN):
+        mark = first + j
+        row = tl.load(rows + mark, mask=mark < n, other=-1)
+        leads = row >= 0
+        if not DISTINCT:
+            before = tl.load(rows + mark - 1, mask=(mark < n) & (mark > 0), other=-1)
+            leads = leads & (row != before)
+        grad = tl.zeros((BN, BP), tl.float32)
+        for block in range(NS):
+            s = block * BS + tl.arange(0, BS)
+            place, inside = mark[:, None] * RANK + s[None], leads[:, None] & (s[None] < RANK)
+            own_e, own_r = tl.load(w_e + place, mask=inside, other=0.0), tl.load(w_r + place, mask=inside, other=0.0)
+            if not DISTINCT:
+                own_e, own_r = _with_followers(own_e, own_r, w_e, w_r, rows, row, mark, leads, n, s, RANK)
+            source = grad_wx + p[None] * S + s[:, None]
+            fits = (p[None] < P) & (s[:, None] < S)
+            grad += dot(own_e.to(kind), tl.load(source, mask=fits, other=0.0).to(kind), PRECISION)
+            grad += dot(own_r.to(kind), tl.load(source + P * S, mask=fits, other=0.0).to(kind), PRECISION)
+        target = grad_x + row[:, None] * (HEADS * P) + p[None]
+        inside = leads[:, None] & (p[None] < P)
+        grad += tl.load(target, mask=inside, other=0.0).to(tl.float32)
+        tl.store(target, grad.to(kind), mask=inside)
+
+
+@triton.jit
+def _to_all_rows(
+    grad_wx, rows, w_e, w_r, grad_x, n, batch, per_split,
+    HEADS: tl.constexpr, P: tl.constexpr, RANK: tl.constexpr, S: tl.constexpr,
+    BN: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A block of a head's landmarks stays at hand, and the sequences of a split pass by."""
+    program, marks = tl.program_id(0), tl.cdiv(n, BN)
+    # Neighbours share a sequence's gradients, which then come from the cache.
+    head, split = program // marks % HEADS, (program // (marks * HEADS)).to(tl.int64)
+    mark, p, s = (program % marks) * BN + tl.arange(0, BN), tl.arange(0, BP), tl.arange(0, BS)
+    kind: tl.constexpr = grad_x.dtype.element_ty
+    place, inside = (head * n + mark)[:, None] * RANK + s[None], (mark < n)[:, None] & (s[None] < RANK)
+    own_e = tl.load(w_e + place, mask=inside, other=0.0).to(kind)
+    own_r = tl.load(w_r + place, mask=inside, other=0.0).to(kind)
+    source, fits = grad_wx + p[:, None] * S + s[None], (p[:, None] < P) & (s[None] < S)
+    for sequence in range(split * per_split, tl.minimum((split + 1) * per_split, batch)):
+        row = tl.load(rows + sequence * n + mark, mask=mark < n, other=-1)
+        here = source + (sequence * HEADS + head) * (2 * P * S)
+        grad = dot(own_e, tl.trans(tl.load(here, mask=fits, other=0.0).to(kind)), PRECISION)
+        grad += dot(own_r, tl.trans(tl.load(here + P * S, mask=fits, other=0.0).to(kind)), PRECISION)
+        target = grad_x + row[:, None] * (HEADS * P) + head * P + p[None]
+        tl.store(target, grad.to(kind), mask=(row >= 0)[:, None] & (p[None] < P))
+
+
+@triton.jit
+def _to_weights(
+    x, rows, grad_wx, grad_w, n, batch, per_split,
+    HEADS: tl.constexpr, P: tl.constexpr, S: tl.constexpr,
+    BN: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, SIDES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """SIDES: 2 where a program's registers hold the sums of both sides, which then read x once."""
+    split, lane = tl.program_id(0).to(tl.int64), tl.program_id(1)  # int64: rows and offsets may pass 2^31
+    head, side = lane // (3 - SIDES), lane % (3 - SIDES)
+    marks = tl.cdiv(n, BN)
+    mark = (tl.program_id(2) % marks) * BN + tl.arange(0, BN)
+    s = (tl.program_id(2) // marks) * BS + tl.arange(0, BS)
+    p = tl.arange(0, BP)
+    x += head * P
+    grad_wx += (head * 2 + side) * (P * S)
+    first = tl.zeros((BN, BS), tl.float32)
+    second = first
+    fits = (p[:, None] < P) & (s[None] < S)
+    for sequence in range(split * per_split, tl.minimum((split + 1) * per_split, batch)):
+        row = tl.load(rows + sequence * n + mark, mask=mark < n, other=-1)
+        xl = tl.load(x + row[:, None] * (HEADS * P) + p[None], mask=(row >= 0)[:, None] & (p[None] < P), other=0.0)
+        source = grad_wx + sequence * (HEADS * 2 * P * S) + p[:, None] * S + s[None]
+        first += dot(xl, tl.load(source, mask=fits, other=0.0).to(xl.dtype), PRECISION)
+        if SIDES == 2:
+            second += dot(xl, tl.load(source + P * S, mask=fits, other=0.0).to(xl.dtype), PRECISION)
+    target = grad_w + (((split * HEADS + head) * 2 + side) * n + mark)[:, None] * S + s[None]
+    inside = (mark < n)[:, None] & (s[None] < S)
+    tl.store(target, first, mask=inside)
+    if SIDES == 2:
+        tl.store(target + n * S, second, mask=inside)
+
+
+@triton.jit
+def _finish_weights(
+    parts, w_e, w_r, grad_trace, grad_e, grad_r, n, splits,
+    HEADS: tl.constexpr, RANK: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, TRACE: tl.constexpr,
+):  # fmt: skip
+    """Add the partial sums (splits, H, 2, n, S), and what the trace asks for: dW_e += g W_r, dW_r += g W_e."""
+    head = tl.program_id(0)
+    mark, s = tl.program_id(1) * BN + tl.arange(0, BN), tl.program_id(2) * BS + tl.arange(0, BS)
+    inside = (mark < n)[:, None] & (s < RANK)[None]
+    sum_e = tl.zeros((BN, BS), tl.float32)
+    sum_r = tl.zeros((BN, BS), tl.float32)
+    source = parts + (head.to(tl.int64) * 2 * n + mark)[:, None] * S + s[None]
+    for _ in range(splits):
+        sum_e += tl.load(source, mask=inside, other=0.0)
+        sum_r += tl.load(source + n * S, mask=inside, other=0.0)
+        source += HEADS * 2 * n * S
+    place = (head * n + mark)[:, None] * RANK + s[None]
+    if TRACE:
+        g = tl.load(grad_trace + head)
+        sum_e += g * tl.load(w_r + place, mask=inside, other=0.0).to(tl.float32)
+        sum_r += g * tl.load(w_e + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(grad_e + place, sum_e.to(grad_e.dtype.element_ty), mask=inside)
+    tl.store(grad_r + place, sum_r.to(grad_r.dtype.element_ty), mask=inside)
+
+
+def finish_weights(parts: Tensor, w_e: Tensor, w_r: Tensor, grad_trace: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Gradients of w_e and w_r (H, n, s) from partial sums (splits, H, 2, n, S) and the traces' gradient."""
+    heads, n, rank = w_e.shape
+    grad_e, grad_r = torch.empty_like(w_e), torch.empty_like(w_r)
+    bn, bs = 8, min(power_of_two(stored_rank(rank)), 64)  # small: there are few programs, and each waits for its loads
+    _finish_weights[(heads, ceil_div(n, bn), ceil_div(rank, bs))](
+        parts, w_e, w_r, parts if grad_trace is None else grad_trace, grad_e, grad_r, n, parts.shape[0],
+        HEADS=heads, RANK=rank, S=stored_rank(rank), BN=bn, BS=bs, TRACE=grad_trace is not None,
+    )  # fmt: skip
+    return grad_e, grad_r
+
+
+def _sizes(x: Tensor, heads: int, rank: int) -> dict[str, object]:
+    p = x.shape[1] // heads
+    return {"HEADS": heads, "P": p, "S": stored_rank(rank), "BP": power_of_two(p), "PRECISION": precision(x.dtype)}
+
+
+def everywhere(x: Tensor, rows: Tensor, w_e: Tensor, distinct: bool) -> bool:
+    """Whether `to_all_rows` can serve: every row of x is a landmark once, and its tiles fit."""
+    p, rank = x.shape[1] // w_e.shape[0], w_e.shape[2]
+    return distinct and rows.numel() == x.shape[0] and landmark_row_tiles(x.dtype, p, rank) is not None
+
+
+def to_all_rows(x: Tensor, rows: Tensor, w_e: Tensor, w_r: Tensor, grad_wx: Tensor) -> Tensor:
+    """What the landmarks give the gradient of x, (rows, H·p), where `everywhere`. grad_wx: (B, H, 2, p, S)."""
+    heads, n, rank = w_e.shape
+    size = landmark_row_tiles(x.dtype, x.shape[1] // heads, rank)
+    assert size is not None
+    batch, marks = rows.shape[0], ceil_div(n, size.tokens)
+    grad_x = torch.empty_like(x)
+    per_split = ceil_div(batch, max(1, min(batch, size.programs // (heads * marks))))
+    if batch:
+        _to_all_rows[(marks * heads * ceil_div(batch, per_split),)](
+            grad_wx, rows, w_e, w_r, grad_x, n, batch, per_split, **_sizes(x, heads, rank),
+            RANK=rank, BN=size.tokens, BS=size.rank, num_warps=size.warps, num_stages=size.stages,
+        )  # fmt: skip
+    return grad_x
+
+
+def add_to_rows(rows: Tensor, w_e: Tensor, w_r: Tensor, grad_wx: Tensor, grad_x: Tensor, distinct: bool) -> None:
+    """The same, onto grad_x. distinct: no sequence is so short that it repeats rows."""
+    heads, n, rank = w_e.shape
+    batch, size = rows.shape[0], landmark_tiles(grad_x.shape[1] // heads, rank)
+    # A program per sequence and head walks over all landmarks, unless there are too few of those to fill a GPU.
+    marks = n if batch * heads >= FULL else size.tokens
+    if batch:
+        _to_rows[(batch * heads, ceil_div(n, marks))](
+            grad_wx, rows, w_e, w_r, grad_x, n, marks, **_sizes(grad_x, heads, rank),
+            RANK=rank, BN=size.tokens, BS=size.rank, NS=size.rank_blocks, DISTINCT=distinct,
+        )  # fmt: skip
+
+
+def to_weights(
+    x: Tensor, rows: Tensor, w_e: Tensor, w_r: Tensor, grad_wx: Tensor, grad_trace: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The gradients of w_e and w_r."""
+    heads, n, rank = w_e.shape
+    batch, size = rows.shape[0], landmark_sum_tiles(x.dtype, x.shape[1] // heads, rank, n)
+    tiles, lanes = ceil_div(n, size.tokens) * size.rank_blocks, heads * (3 - size.sides)
+    # Enough programs, few enough partial sums to add cheaply.
+    splits = min(batch, max(1, size.programs // (lanes * tiles)))
+    parts = torch.empty((splits, heads, 2, n, stored_rank(rank)), dtype=torch.float32, device=x.device)
+    if batch:
+        _to_weights[(splits, lanes, tiles)](
+            x, rows, grad_wx, parts, n, batch, ceil_div(batch, splits), **_sizes(x, heads, rank),
+            BN=size.tokens, BS=size.rank, SIDES=size.sides, num_warps=size.warps, num_stages=size.stages,
+        )  # fmt: skip
+    return finish_weights(parts, w_e, w_r, grad_trace)
