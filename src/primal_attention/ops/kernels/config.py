@@ -118,10 +118,13 @@ def wide_back_tiles(dtype: torch.dtype, head_dim: int, rank: int) -> Tiles:
 
 
 def _wide_blocks(dtype: torch.dtype, head_dim: int, rank: int) -> Tiles:
-    """Small blocks of the rank; taller blocks of tokens meet the errors of `square.no_sums`."""
+    """Small blocks of the rank; taller blocks of tokens meet the errors of `square.no_sums`.
+
+    In float32 all 255 registers: not told so, ptxas 12.8 finds no fit for some of these kernels and leaves them 32.
+    """
     width, block = power_of_two(head_dim), min(32, power_of_two(stored_rank(rank)))
     blocks = ceil_div(stored_rank(rank), block)
-    return Tiles(32, width, block, blocks, 8, 1) if dtype == torch.float32 else Tiles(64, width, block, blocks, 4)
+    return Tiles(32, width, block, blocks, 8, 1, 255) if dtype == torch.float32 else Tiles(64, width, block, blocks, 4)
 
 
 def wide_running_tiles(dtype: torch.dtype, head_dim: int, rank: int, decay: bool) -> Tiles:
@@ -132,7 +135,8 @@ def wide_running_tiles(dtype: torch.dtype, head_dim: int, rank: int, decay: bool
     """
     size = _wide_blocks(dtype, head_dim, rank)
     many = dtype == torch.float32 and (decay or quick_precision(dtype) != "rounded")
-    return size._replace(tokens=32, warps=8 if many or decay else 4, stages=2 if many else 1)
+    size = size._replace(tokens=32, warps=8 if many or decay else 4, stages=2 if many else 1)
+    return size if many else size._replace(registers=None)
 
 
 def precision(dtype: torch.dtype) -> str:

@@ -143,7 +143,7 @@ class Plan:
             **self.shape, "S": self.stored, "RANK": rank, "BT": size.tokens, "BP": size.width,
             "BS": size.rank, "PRECISION": precision(qk.dtype),
             # Powers of γ and float32 gradients, whose small differences make the gradient of γ: TF32 alone loses them.
-            "FINE": fine_precision(qk.dtype), "num_stages": size.stages,
+            "FINE": fine_precision(qk.dtype), "num_stages": size.stages, "maxnreg": size.registers,
         }  # fmt: skip
 
     def sums(self, per_chunk: int = 1) -> Tensor:
