@@ -12,6 +12,8 @@
 
 #include "forward.h"
 
+#include "blocks_back.h"
+
 #include "backward.h"
 
 /* Where in what is kept for the way back its parts stand. Returns how many numbers it has. */

@@ -4,7 +4,7 @@
    it: `folded`. Otherwise they stay apart, and the heads' outputs, (panel, d, BROAD), stand between them. */
 
 typedef struct {
-    real *map;   /* forward M, backward Mᵀ, or W_outᵀ packed tall where the maps are apart */
+    real *map;   /* forward M, backward Mᵀ; none where the maps are apart */
     real *shift; /* m = b_out + Σ_h W_out[:, h] b_o */
 } Output;
 
@@ -13,7 +13,7 @@ static inline size mapped(const Pass *p) { return p->folded ? all_scores(p) : p-
 
 static Output take_output(const Pass *p, size *used) {
     Output out;
-    out.map = take(p, used, padded(mapped(p), TALL) * p->width);
+    out.map = take(p, used, p->folded ? all_scores(p) * p->width : 0);
     out.shift = take(p, used, p->width);
     return out;
 }
@@ -75,22 +75,20 @@ static void share_bias(const Pass *p, real *share, size head) {
 
 static inline size unfold_scratch(const Pass *p) { /* of a thread */
     size inner = padded(head_width(p), BROAD), pair = padded(2 * p->rank, BROAD), d = padded(p->width, BROAD);
-    return d * inner + pair * (inner > d ? inner : d);
+    return pair * (inner > d ? inner : d);
 }
 
 /* One head of dM, (d, 2Hs), → its columns of dW_out and its share of dW_o. */
-static void unfold(const Pass *p, const real *grad_map, real *share, real *scratch, size head) {
+static void unfold(const Pass *p, const real *grad_map, real *share, real *broad, size head) {
     size inner = head_width(p), pair = 2 * p->rank, all = all_scores(p), d = p->width;
-    real *tall = scratch, *broad = tall + padded(d, BROAD) * padded(inner, BROAD);
     const real *of_head = grad_map + head * pair;
     real *to = p->grad_w_out + head * inner;
     pack_broad(pair, inner, p->w_o, 1, pair, broad, pair * BROAD);
     multiply(d, inner, pair, in_rows(of_head, all), broad, pair * BROAD, 0, to_rows(to, d, 0));
     for (size i = 0; i < d && p->b_o; i++)
         for (size l = 0; l < inner; l++) to[i * d + l] += p->grad_b_out[i] * p->b_o[l];
-    pack_tall(inner, d, p->w_out + head * inner, d, tall);
     pack_broad(d, pair, of_head, all, 1, broad, d * BROAD);
-    multiply(inner, pair, d, in_panels(tall, d), broad, d * BROAD, 0, to_rows(share, pair, 0));
+    multiply(inner, pair, d, in_columns(p->w_out + head * inner, d), broad, d * BROAD, 0, to_rows(share, pair, 0));
 }
 
 /* dW_o and db_o from the heads' shares. */

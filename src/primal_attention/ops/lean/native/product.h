@@ -1,9 +1,9 @@
 /* Matrix products from packed panels.
 
    C (m × n) = A (m × k) B (k × n) as tiles of TALL rows and BROAD columns that live in the vector registers. Of A a tile
-   reads single numbers, so that A may stand as it came, if only few lines of the cache hold TALL rows of it. Of B it
-   reads whole vectors: B stands in panels of BROAD columns with k running slowest. What B lacks to a whole panel is
-   zeros. C comes as rows, as panels that the next product takes for its B, or turned. */
+   reads single numbers, so that A may stand as it came: in rows, in columns or as panels of its own. Of B it reads whole
+   vectors: B stands in panels of BROAD columns with k running slowest. What B lacks to a whole panel is zeros. C comes as
+   rows, as panels that the next product takes for its B, or turned. */
 
 #include <stdint.h>
 #include <string.h>
@@ -109,22 +109,6 @@ static inline __attribute__((always_inline)) void turn(vec *rows, const int coun
     }
 }
 
-/* A, whose element (i, l) stands at a[i + l·right], as panels of TALL rows: four at a time, for whole lines of the
-   cache. */
-static void pack_tall(size m, size k, const real *a, size right, real *panels) {
-    size apart = k * TALL;
-    for (size i = 0; i < m; i += 4 * TALL, panels += 4 * apart)
-        for (size l = 0; l < k; l++) {
-            const real *from = a + i + l * right;
-            if (m - i >= 4 * TALL) {
-#pragma GCC unroll 4
-                for (int q = 0; q < 4; q++) memcpy(panels + q * apart + l * TALL, from + q * TALL, TALL * sizeof(real));
-            } else
-                for (size r = 0; r < padded(m - i, TALL); r++)
-                    panels[r / TALL * apart + l * TALL + r % TALL] = r < m - i ? from[r] : 0;
-        }
-}
-
 /* B, whose element (l, j) stands at b[l·down + j·right], one of both 1, as panels of BROAD columns, `apart` numbers from
    each other. */
 static void pack_broad(size k, size n, const real *b, size down, size right, real *panels, size apart) {
@@ -161,7 +145,6 @@ typedef struct {
 } Left;
 static inline Left in_rows(const real *a, size step) { return (Left){a, step, TALL * step, 0, 0}; }
 static inline Left in_columns(const real *a, size step) { return (Left){a, step, TALL, 1, 0}; }
-static inline Left in_panels(const real *a, size k) { return (Left){a, TALL, TALL * k, 1, 0}; }
 static inline Left as_broad(const real *a, size apart) { return (Left){a, BROAD, TALL * BROAD, 0, apart}; }
 
 /* C: its element (i, j) stands at at[i·step + j] in rows, at at[i + j·step] turned, else in panels as a B. */
@@ -191,7 +174,7 @@ static inline __attribute__((always_inline)) void tile_of(size k, const real *a,
     for (size begin = 0; begin < k; begin += most, a += apart ? apart - BROAD : 0, ahead += apart)
         for (size l = 0; l < (apart ? least(BROAD, k - begin) : k); l++, a += turned ? step : 1, b += BROAD) {
             vec row[VECTORS];
-            __builtin_prefetch(ahead + (turned || apart ? l * TALL : l % TALL * step + l / TALL * TALL), 0, 3);
+            __builtin_prefetch(ahead + (turned ? l * step : apart ? l * TALL : l % TALL * step + l / TALL * TALL), 0, 3);
 #pragma GCC unroll 16
             for (int v = 0; v < VECTORS; v++) row[v] = *(const vec *)(b + v * LANES);
 #pragma GCC unroll 16
