@@ -46,14 +46,15 @@ static void add_to_qk(const Pass *p, const BackwardScratch *s, Range stretch, si
                     count * BROAD, to_rows(p->grad_w_qk + rows.from * d + columns.from, d, stretch.from > 0));
 }
 
-/* A task's part of dM or dW_out. */
+/* A task's part of dMᵀ, or of dW_outᵀ, which comes turned. */
 static void add_to_map(const Pass *p, const BackwardScratch *s, Range stretch, size task) {
     size d = p->width, count = stretch.to - stretch.from, m = mapped(p), down = pieces(m, TASK_ROWS);
     Range rows = piece((Range){0, m}, TASK_ROWS, task % down), columns = piece((Range){0, d}, WIDE, task / down);
-    real *to = (p->folded ? s->grad_map : p->grad_w_out) + columns.from * m + rows.from;
+    int add = stretch.from > 0;
     sum_over_tokens(p->folded ? p->scores + panel_at(stretch.from, m) : s->heads, m, p->folded, rows,
                     columns.to - columns.from, count, s->rows_y + columns.from * count, count * BROAD,
-                    to_turned(to, m, stretch.from > 0));
+                    p->folded ? to_rows(s->grad_map + rows.from * d + columns.from, d, add)
+                              : to_turned(p->grad_w_out + columns.from * m + rows.from, m, add));
 }
 
 /* A head's share of dW_o, where the maps are apart. */
@@ -94,7 +95,7 @@ static void backward_stretch(const Pass *p, const BackwardScratch *s, Range stre
 static void prepare_backward(const Pass *p, const BackwardScratch *s, real *own) {
     size d = p->width, *queue = s->queues;
     TASKS(queue, weight_sets(p) * p->heads) projection_weights(p, s->w_x, own, task);
-    TASKS(queue + 1, p->grad_y && p->folded ? pieces(d, ROWS) : 0) fold(p, &s->out, 1, own, task);
+    TASKS(queue + 1, p->grad_y && p->folded ? pieces(d, ROWS) : 0) fold(p, &s->out, own, task);
     TASKS(queue + 2, 1) {
         if (p->grad_w_qk) memset(p->grad_b_qk, 0, 2 * d * sizeof(real));
         if (p->grad_w_out && !p->grad_y) memset(p->grad_b_out, 0, d * sizeof(real));

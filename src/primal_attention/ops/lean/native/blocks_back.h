@@ -150,7 +150,7 @@ static void backward_block(const Pass *p, const BackwardScratch *s, Range stretc
             pack_broad(m, d, p->grad_y + rows.from * d, d, 1, s->rows_y + begin * BROAD, apart);
             sum_rows(m, d, p->grad_y + rows.from * d, 0, s->sums_y + block * d);
         }
-        multiply(mapped(p), padded(m, BROAD), d, p->folded ? in_rows(s->out.map, d) : in_columns(p->w_out, d), broad,
+        multiply(mapped(p), padded(m, BROAD), d, in_columns(p->folded ? s->out.map : p->w_out, mapped(p)), broad,
                  d * BROAD, 0, to_panels(to, mapped(p) * BROAD, 0));
         if (!p->folded) heads_back(p, m, to, grad);
         if (!p->folded && p->grad_w_out) heads_of(p, m, scores, s->heads + panel_at(begin, d));

@@ -107,7 +107,7 @@ static void forward(const Pass *p, const ForwardScratch *s, size thread) {
     size *queue = s->queues, blocks = pieces(p->tokens, block_size(p));
     TASKS(queue, weight_sets(p) * p->heads) projection_weights(p, s->w_x, own, task);
     TASKS(queue + 1, pieces(p->width, ROWS)) {
-        if (p->folded) fold(p, &s->out, 0, own, task);
+        if (p->folded) fold(p, &s->out, own, task);
         fold_shift(p, &s->out, task);
     }
 #pragma omp barrier

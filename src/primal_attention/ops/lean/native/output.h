@@ -4,7 +4,7 @@
    it: `folded`. Otherwise they stay apart, and the heads' outputs, (panel, d, BROAD), stand between them. */
 
 typedef struct {
-    real *map;   /* forward M, backward Mᵀ; none where the maps are apart */
+    real *map;   /* M; none where the maps are apart */
     real *shift; /* m = b_out + Σ_h W_out[:, h] b_o */
 } Output;
 
@@ -24,15 +24,14 @@ static inline size fold_scratch(const Pass *p) { /* of a thread */
 
 enum { ROWS = 64 }; /* of a map or of a gradient that sums over tokens: one task */
 
-/* ROWS rows of M, or columns of Mᵀ. */
-static void fold(const Pass *p, const Output *out, int turned, real *broad, size task) {
+/* ROWS rows of M. */
+static void fold(const Pass *p, const Output *out, real *broad, size task) {
     size inner = head_width(p), pair = 2 * p->rank, all = all_scores(p), d = p->width;
     size i = task * ROWS, rows = least(ROWS, d - i);
     pack_broad(inner, pair, p->w_o, pair, 1, broad, inner * BROAD);
     for (size head = 0; head < p->heads; head++)
         multiply(rows, pair, inner, in_rows(p->w_out + i * d + head * inner, d), broad, inner * BROAD, 0,
-                 turned ? to_turned(out->map + head * pair * d + i, d, 0)
-                        : to_rows(out->map + i * all + head * pair, all, 0));
+                 to_rows(out->map + i * all + head * pair, all, 0));
 }
 
 /* ROWS numbers of m. */
@@ -78,16 +77,16 @@ static inline size unfold_scratch(const Pass *p) { /* of a thread */
     return pair * (inner > d ? inner : d);
 }
 
-/* One head of dM, (d, 2Hs), → its columns of dW_out and its share of dW_o. */
+/* One head of dMᵀ, (2Hs, d), → its columns of dW_out and its share of dW_o. */
 static void unfold(const Pass *p, const real *grad_map, real *share, real *broad, size head) {
-    size inner = head_width(p), pair = 2 * p->rank, all = all_scores(p), d = p->width;
-    const real *of_head = grad_map + head * pair;
+    size inner = head_width(p), pair = 2 * p->rank, d = p->width;
+    const real *of_head = grad_map + head * pair * d;
     real *to = p->grad_w_out + head * inner;
     pack_broad(pair, inner, p->w_o, 1, pair, broad, pair * BROAD);
-    multiply(d, inner, pair, in_rows(of_head, all), broad, pair * BROAD, 0, to_rows(to, d, 0));
+    multiply(d, inner, pair, in_columns(of_head, d), broad, pair * BROAD, 0, to_rows(to, d, 0));
     for (size i = 0; i < d && p->b_o; i++)
         for (size l = 0; l < inner; l++) to[i * d + l] += p->grad_b_out[i] * p->b_o[l];
-    pack_broad(d, pair, of_head, all, 1, broad, d * BROAD);
+    pack_broad(d, pair, of_head, 1, d, broad, d * BROAD);
     multiply(inner, pair, d, in_columns(p->w_out + head * inner, d), broad, d * BROAD, 0, to_rows(share, pair, 0));
 }
 
