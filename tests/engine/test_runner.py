@@ -108,6 +108,15 @@ def test_chosen_weights_wait_for_a_checkpoint_and_a_run_cut_off_between_two_choo
         assert (tmp_path / file).read_bytes() == (both[0] / "validation" / file).read_bytes()
 
 
+def test_watching_test_changes_neither_the_training_nor_what_is_chosen(both, toy_folder: Path, tmp_path: Path):
+    runner.train(toy.recipe(toy_folder, protocol="validation", watch_test=True), tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() == (both[0] / "validation" / "model.safetensors").read_bytes()
+    rows, usual = ((f / "metrics.csv").read_text().splitlines() for f in (tmp_path, both[0] / "validation"))
+    assert rows[0].endswith("test_accuracy,test_loss")
+    assert "test" not in usual[0]
+    assert [row.rsplit(",", 2)[0] for row in rows] == usual
+
+
 class PowerCutError(Exception):
     pass
 

@@ -116,6 +116,8 @@ class UEARecipe(Recipe):
     protocol: Literal["last", "validation", "both"] = "last"
     """last: train on all training cases, report the LAST epoch and, apart, the BEST ON TEST (the paper's way).
     validation: hold cases out and report the epoch they choose. both: one training of each."""
+    watch_test: bool = False
+    """With held-out cases: measure test at every evaluation too. They still choose; this shows what they know."""
     data: UEAData = field(default_factory=UEAData)
     model: ClassifierConfig = field(default_factory=ClassifierConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
@@ -132,7 +134,7 @@ class UEARecipe(Recipe):
             return [("", self)]
         # Early stopping is a choice by held-out data, so it belongs to the second training only.
         last = dataclasses.replace(self, protocol="last", trainer=dataclasses.replace(self.trainer, early_stop=0))
-        return [("", last), ("validation", dataclasses.replace(self, protocol="validation"))]
+        return [("", last), ("validation", dataclasses.replace(self, protocol="validation", watch_test=False))]
 
     def label(self) -> str:
         return "-".join(self.model.attention)
@@ -256,7 +258,9 @@ def build_from(recipe: UEARecipe, data: SeriesData) -> Experiment:
         return Batches(arrays, wide if shuffle_seed is None else size, shuffle_seed, steps)
 
     fit, test = batches(train, recipe.seed, recipe.trainer.steps_per_epoch), batches(data.test)
-    watched = {"test": test} if held is None else {"val": batches(held)}
+    watched = {} if held is None else {"val": batches(held)}
+    if held is None or recipe.watch_test:
+        watched["test"] = test
     model = make_model(recipe.model, fit.tensors[0].shape[-1], len(data.classes), data.max_length)
     padded = any(bool(b.tensors[1].any()) for b in (fit, test, *watched.values()))
     return Experiment(
