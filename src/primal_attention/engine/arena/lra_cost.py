@@ -120,6 +120,8 @@ class Step:
 
     def __init__(self, task: str, attention: str, device: torch.device, batch_size: int) -> None:
         torch.manual_seed(0)
+        self.task, self.attention, self.device, self.batch_size = task, attention, device, batch_size
+        self.before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
         data = TASKS[task].data(batch_size)
         module = make_module(task, attention, data).to(device).train()
         optimizer = make_optimizer(module.model, module.recipe.optim, recordable=device.type == "cuda")
@@ -135,36 +137,38 @@ class Step:
         self.recorded.work(self.batch)
 
 
-def cost(task: str, attention: str, device: torch.device, *, repeats: int = 20, batch_size: int = 0) -> dict[str, Any]:
-    """Seconds per 1000 steps, recorded as the trainings run them and as written; bytes that a training's step needs."""
-    size = batch_size or lra.TASKS[task].batch_size
-    memory.free(device)
-    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    step = Step(task, attention, device, size)
+def recorded_cost(step: Step, repeats: int) -> dict[str, Any]:
+    """Seconds per 1000 steps, recorded as the trainings run them; bytes that a training's step needs."""
     found: dict[str, Any] = {"graph": None, "peak_bytes": None, "note": ""}
-    if device.type == "cuda":
+    if step.device.type == "cuda":
         for _ in range(3):
             step()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         step()
         torch.cuda.synchronize()
-        found["peak_bytes"] = torch.cuda.max_memory_allocated() - before
-        graph = measure(step, device, repeats=repeats)
+        found["peak_bytes"] = torch.cuda.max_memory_allocated() - step.before
+        graph = measure(step, step.device, repeats=repeats)
         found |= {"graph": 1000 * graph.median} if graph.method == GRAPH else {"note": graph.note}
-        memory.free(device)  # the graph's own memory, before the step takes as much again
+        memory.free(step.device)  # the graph's own memory, before the step takes as much again
+    return found
+
+
+def cost_of(step: Step, *, repeats: int = 20) -> dict[str, Any]:
+    """What a step costs: `recorded_cost`, and its seconds as written."""
+    found = recorded_cost(step, repeats)
     with compiling.eagerly(step.compiled):
-        eager = measure(step, device, eager=True, repeats=repeats)
+        eager = measure(step, step.device, eager=True, repeats=repeats)
     return {
         "kind": KIND,
-        "task": task,
-        "attention": attention,
-        "length": TASKS[task].length,
-        "batch_size": size,
+        "task": step.task,
+        "attention": step.attention,
+        "length": TASKS[step.task].length,
+        "batch_size": step.batch_size,
         "compiled": step.compiled,
         "eager": 1000 * eager.median,
         **found,
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "device": torch.cuda.get_device_name() if step.device.type == "cuda" else "cpu",
         "torch": torch.__version__,
         "repeats": repeats,
     }
@@ -191,9 +195,12 @@ def run(
             file = place(results, task, attention)
             if file.exists():
                 continue
-            found = cost(task, attention, device, repeats=repeats, batch_size=batch_size)
+            memory.free(device)
+            step = Step(task, attention, device, batch_size or lra.TASKS[task].batch_size)
+            found = cost_of(step, repeats=repeats)
             write_json(file, {**found, "commit": commit or git_commit()})
             tell(found)
+            del step  # before the next one is built beside it
 
 
 def read(results: Path, tasks: Sequence[str], attentions: Sequence[str]) -> list[dict[str, Any]]:
