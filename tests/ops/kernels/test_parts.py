@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from closeness import assert_close
 from primal_attention.ops import reference as eq
-from primal_attention.ops.kernels import fold, landmarks_back, objective, scan, segments, sequences
+from primal_attention.ops.kernels import fold, landmarks, landmarks_back, objective, scan, segments, sequences
 from primal_attention.ops.kernels.config import running_tiles, stored_rank
 
 SAME = 1e-6  # float32, sums of at most a few hundred terms
@@ -75,6 +75,30 @@ def test_the_way_back_from_the_weights_of_landmarks(
     by_head = x.double().view(batch, n, heads, head_dim)
     for name, found, true in zip("er", grads, torch.einsum("bnhp,bheps->ehns", by_head, wide), strict=True):
         assert_close(found, true, 3e-4, f"dW_{name}")
+
+
+@pytest.mark.parametrize(("n", "heads", "head_dim", "rank"), [(70, 2, 64, 96), (9, 1, 20, 5)])
+@pytest.mark.parametrize("passing", [True, False])
+def test_weights_of_landmarks_stay_at_hand_or_are_read_for_each_sequence(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, n: int, heads: int, head_dim: int, rank: int, passing: bool
+) -> None:
+    batch = 5
+    tiles = landmarks.passing_tiles
+    monkeypatch.setattr(
+        landmarks,
+        "passing_tiles",
+        lambda *a: tiles(*a[:4], 1000, a[5])._replace(programs=2 * heads) if passing else None,  # type: ignore[union-attr]
+    )
+    draw = lambda *shape: torch.randn(shape, device=device).half()  # noqa: E731
+    x, w_e, w_r = draw(batch * n, heads * head_dim), draw(heads, n, rank), draw(heads, n, rank)
+    rows = torch.randint(batch * n, (batch, n), device=device).sort(1).values
+    rows[1] = -1  # an empty sequence
+    found, trace = landmarks.landmark_weights(x, rows, w_e, w_r, torch.float16)
+    picked = x.double().view(-1, heads, head_dim)[rows] * (rows >= 0)[:, :, None, None]
+    expected = torch.einsum("bnhp,ehns->bheps", picked, torch.stack([w_e, w_r]).double())
+    assert_close(found[..., :rank], expected, 3e-4)
+    assert not found[..., rank:].any()
+    assert_close(trace, (w_e.double() * w_r.double()).sum((1, 2)), SAME)
 
 
 def output_maps(device: torch.device, heads: int, head_dim: int, rank: int) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,15 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)  # as at import, when the ker
 
 FULL = 288  # programs that fill a large GPU
 MULTIPROCESSORS = 132  # of a large GPU
+SPARE = 24 * 2**10  # bytes of shared memory in which results change their layout on the way out
+
+
+@lru_cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes that one program may have; in the interpreter as on a large GPU."""
+    if INTERPRETED:
+        return 227 * 2**10
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
 
 
 class Tiles(NamedTuple):
@@ -84,6 +94,20 @@ def landmark_weight_tiles(dtype: torch.dtype, head_dim: int, rank: int) -> Tiles
     return Tiles(32, size.width, block, ceil_div(stored_rank(rank), block), 4) if block > size.rank else size
 
 
+def passing_tiles(
+    dtype: torch.dtype, head_dim: int, rank: int, landmarks: int, lanes: int, device: torch.device
+) -> Tiles | None:
+    """For W_{·|X} where a head's weights stay in shared memory: in 16 bits, if they fit, and for many sequences.
+
+    lanes: pairs of a sequence and a head. One program on each multiprocessor, which meets several sequences.
+    """
+    width, block, marks = power_of_two(head_dim), power_of_two(stored_rank(rank)), power_of_two(landmarks)
+    room = 4 * marks * (block + width)  # of both sides' weights, and of two sequences' rows
+    if dtype == torch.float32 or width > 64 or block > 128 or lanes <= 2 * MULTIPROCESSORS:
+        return None
+    return Tiles(marks, width, block, 1, 8, programs=MULTIPROCESSORS) if room + SPARE <= shared_memory(device) else None
+
+
 def landmark_sum_tiles(dtype: torch.dtype, head_dim: int, rank: int) -> Tiles:
     """For the way back to W, where large tiles spare reading rows and gradients again and again.
 
@@ -99,7 +123,7 @@ def landmark_sum_tiles(dtype: torch.dtype, head_dim: int, rank: int) -> Tiles:
     )
 
 
-def landmark_row_tiles(dtype: torch.dtype, head_dim: int, rank: int) -> Tiles | None:
+def landmark_row_tiles(dtype: torch.dtype, head_dim: int, rank: int, device: torch.device) -> Tiles | None:
     """For the way back to rows that are all landmarks, where a head's weights stay at hand: in 16 bits, if they fit.
 
     Measured as above: blocks of 128 landmarks, one program on each multiprocessor, 47 µs; of 64, two of them, 59.
@@ -107,7 +131,12 @@ def landmark_row_tiles(dtype: torch.dtype, head_dim: int, rank: int) -> Tiles | 
     width, block = power_of_two(head_dim), power_of_two(stored_rank(rank))
     if dtype == torch.float32 or width > 64 or block > 128:
         return None
-    return Tiles(128, width, block, 1, 8, programs=MULTIPROCESSORS)
+    for size in (Tiles(128, width, block, 1, 8, 3, programs=MULTIPROCESSORS), Tiles(64, width, block, 1, 4, 2)):
+        # Both sides' weights, those sides' gradients of the sequences in flight, and rows on their way out.
+        room = 4 * block * (size.tokens + size.stages * width) + 2 * size.tokens * width
+        if room <= shared_memory(device):
+            return size
+    return None
 
 
 def wide_tiles(dtype: torch.dtype, head_dim: int, rank: int) -> Tiles:

@@ -187,13 +187,13 @@ def _sizes(x: Tensor, heads: int, rank: int) -> dict[str, object]:
 def everywhere(x: Tensor, rows: Tensor, w_e: Tensor, distinct: bool) -> bool:
     """Whether `to_all_rows` can serve: every row of x is a landmark once, and its tiles fit."""
     p, rank = x.shape[1] // w_e.shape[0], w_e.shape[2]
-    return distinct and rows.numel() == x.shape[0] and landmark_row_tiles(x.dtype, p, rank) is not None
+    return distinct and rows.numel() == x.shape[0] and landmark_row_tiles(x.dtype, p, rank, x.device) is not None
 
 
 def to_all_rows(x: Tensor, rows: Tensor, w_e: Tensor, w_r: Tensor, grad_wx: Tensor) -> Tensor:
     """What the landmarks give the gradient of x, (rows, H·p), where `everywhere`. grad_wx: (B, H, 2, p, S)."""
     heads, n, rank = w_e.shape
-    size = landmark_row_tiles(x.dtype, x.shape[1] // heads, rank)
+    size = landmark_row_tiles(x.dtype, x.shape[1] // heads, rank, x.device)
     assert size is not None
     batch, marks = rows.shape[0], ceil_div(n, size.tokens)
     grad_x = torch.empty_like(x)
