@@ -7,6 +7,7 @@ import torch
 
 from primal_attention import PrimalAttention
 from primal_attention.ops.fused.cast import cast_weights
+from primal_attention.ops.kernels.casting import cast
 from primal_attention.ops.layer import Weights
 
 
@@ -54,3 +55,21 @@ def test_a_layer_under_autocast_refuses_a_second_derivative(device: torch.device
         y = layer(x)
     with pytest.raises(RuntimeError, match="reference"):
         torch.autograd.grad(y.float().square().sum(), list(layer.parameters()), create_graph=True)
+
+
+def test_one_launch_casts_tensors_of_any_sizes(device: torch.device) -> None:
+    tensors = [torch.randn(shape, device=device) for shape in [(3, 5), (2000,), (0,), (2, 7, 4)]]
+    for made, t in zip(cast(tensors, torch.float16), tensors, strict=True):
+        assert torch.equal(made, t.half())
+
+
+def test_compiled_the_weights_are_cast_by_one_operator(device: torch.device) -> None:
+    weights = some_weights(device)
+
+    def loss(weights: Weights) -> torch.Tensor:
+        return sum(w.float().square().sum() for w in cast_weights(weights, torch.bfloat16) if w is not None)  # type: ignore[return-value]
+
+    given = [w for w in weights if w is not None]
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    grads = [torch.autograd.grad(f(weights), given) for f in (loss, compiled)]
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))

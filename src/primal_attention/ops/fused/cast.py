@@ -11,11 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels import casting
+from ..kernels.config import INTERPRETED
 from ..layer import Weights
 from ..once import once
+from .operator import Operator
 
 
 def _copies(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    if (
+        tensors
+        and not INTERPRETED
+        and all(
+            t.is_cuda and t.is_contiguous() and (t.dtype, kind) == (tensors[0].dtype, dtypes[0])
+            for t, kind in zip(tensors, dtypes, strict=True)
+        )
+    ):
+        return casting.cast(tensors, dtypes[0])
     made = [torch.empty_like(t, dtype=kind) for t, kind in zip(tensors, dtypes, strict=True)]
     torch._foreach_copy_(made, list(tensors))
     return made
@@ -39,11 +51,37 @@ class Cast(torch.autograd.Function):
         return None, *(back.get(i) for i in range(len(grads)))
 
 
+def cast(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """The same as an operator, for the compiler: it fuses no casts that read different tensors."""
+    return _copies(tensors, [dtype] * len(tensors))
+
+
+CAST = Operator(cast, lambda tensors, dtype: [torch.empty_like(t, dtype=dtype) for t in tensors])
+
+
+def _remember(ctx: Any, inputs: tuple[list[Tensor], torch.dtype], output: list[Tensor]) -> None:
+    ctx.kind = inputs[0][0].dtype
+
+
+def _back(ctx: Any, grads: list[Tensor | None]) -> tuple[list[Tensor | None], None]:
+    made = iter(CAST.registered([g for g in grads if g is not None], ctx.kind))
+    return [None if g is None else next(made) for g in grads], None
+
+
+CAST.registered.register_autograd(_back, setup_context=_remember)
+
+
 def cast_weights(weights: Weights, dtype: torch.dtype) -> Weights:
     """The weights in `dtype`."""
-    plain = all(w is None or type(w) in (Tensor, torch.nn.Parameter) for w in weights)
-    if not plain or torch.compiler.is_compiling():  # sharded weights know how to cast themselves; a compiler fuses
-        return Weights(*(None if w is None else w.to(dtype) for w in weights))  # type: ignore[arg-type]
     other = [i for i, w in enumerate(weights) if w is not None and w.dtype != dtype]
-    made = dict(zip(other, Cast.apply(dtype, *(weights[i] for i in other)), strict=True)) if other else {}  # type: ignore[no-untyped-call]
+    given: list[Any] = [weights[i] for i in other]
+    plain = all(w is None or type(w) in (Tensor, torch.nn.Parameter) for w in weights)
+    compiling = torch.compiler.is_compiling()
+    alike = all(w.dtype == given[0].dtype for w in given)
+    if not plain or (compiling and not alike):  # sharded weights know how to cast themselves
+        return Weights(*(None if w is None else w.to(dtype) for w in weights))  # type: ignore[arg-type]
+    if not given:
+        return weights
+    many = torch.ops.primal.cast(given, dtype) if compiling else Cast.apply(dtype, *given)  # type: ignore[no-untyped-call]
+    made = dict(zip(other, many, strict=True))
     return Weights(*(made.get(i, w) for i, w in enumerate(weights)))  # type: ignore[arg-type]

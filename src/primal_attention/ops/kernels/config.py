@@ -25,7 +25,7 @@ def shared_memory(device: torch.device) -> int:
     """Bytes that one program may have; in the interpreter as on a large GPU."""
     if INTERPRETED:
         return 227 * 2**10
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    return int(triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"])
 
 
 class Tiles(NamedTuple):
