@@ -49,6 +49,8 @@ def uniform(batch: int, length: int, device: torch.device) -> Sequences:
 
 
 def _uniform(batch: int, length: int, device: torch.device) -> Sequences:
+    if 0 < length <= CHUNK:
+        return _chunk_each(batch, length, device)
     each = -(-length // CHUNK)  # chunks of a sequence
     first, chunk = torch.arange(batch + 1, device=device), torch.arange(batch * each, device=device)
     sequence = chunk // max(each, 1)
@@ -56,6 +58,17 @@ def _uniform(batch: int, length: int, device: torch.device) -> Sequences:
     ends = torch.minimum(start + CHUNK, (sequence + 1) * length)
     starts = first[:-1] * length
     return Sequences(starts, torch.full_like(starts, length), first * each, sequence, start, ends, length <= CHUNK)
+
+
+def _chunk_each(batch: int, length: int, device: torch.device) -> Sequences:
+    """One chunk for each sequence: all tables are rows of one tensor, as compiled each would cost a launch."""
+    # An even width: every row begins at a whole 16 bytes, whatever the batch, and no kernel is compiled anew.
+    i, row = torch.arange(batch // 2 * 2 + 2, device=device)[None], torch.arange(4, device=device)[:, None]
+    number, start, end, lengths = torch.where(
+        row == 0, i, torch.where(row == 3, length, (i + torch.where(row == 2, 1, 0)) * length)
+    ).unbind()
+    first, start, end = number[: batch + 1], start[:batch], end[:batch]
+    return Sequences(start, lengths[:batch], first, first[:-1], start, end, True)
 
 
 _cached_uniform = lru_cache(maxsize=64)(_uniform)
