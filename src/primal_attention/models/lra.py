@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from primal_attention.models.classifier import own_part
+from primal_attention.models.few_tokens import FewTokens
 from primal_attention.nn.dropout import Dropout
 from primal_attention.nn.encoder import Encoder, EncoderBlock, masked_mean
 from primal_attention.nn.primal import PrimalAttention
@@ -26,45 +26,6 @@ from primal_attention.ops import backends
 
 if TYPE_CHECKING:
     from primal_attention.parallel.context import Context
-
-
-FEW = 512  # tokens of a vocabulary up to which a one-hot product is cheaper than sorting the batch
-
-
-class Lookup(torch.autograd.Function):
-    """Rows of a table, whose gradient is one product with the one-hot tokens, sequence by sequence.
-
-    dtype: of that product's factors and of its result for a sequence; sums over sequences have the table's.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, ids: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.save_for_backward(ids)
-        ctx.rows, ctx.dtype = len(table), dtype
-        return F.embedding(ids, table)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:  # type: ignore[override]
-        (ids,) = ctx.saved_tensors
-        chosen = ids.unsqueeze(-1) == torch.arange(ctx.rows, device=ids.device)  # (B, N, rows)
-        with torch.autocast(grad.device.type, enabled=False):
-            each = torch.bmm(chosen.to(ctx.dtype).mT, grad.to(ctx.dtype))
-        return None, each.sum(dim=0, dtype=grad.dtype), None
-
-
-class FewTokens(nn.Embedding):
-    """An embedding of a small vocabulary.
-
-    On a GPU torch sorts the tokens and adds up the gradients of each one's occurrences in turn, which takes long where
-    most of a batch is one token: a black pixel, or padding.
-    """
-
-    def forward(self, ids: Tensor) -> Tensor:
-        if ids.is_cuda and self.num_embeddings <= FEW and torch.is_grad_enabled():
-            # As autocast multiplies for the gradients of linear maps. Float16's range would need care.
-            half = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") == torch.bfloat16
-            return Lookup.apply(ids, self.weight, torch.bfloat16 if half else self.weight.dtype)  # type: ignore[no-any-return]
-        return super().forward(ids)
 
 
 class TokenStem(nn.Module):

@@ -12,6 +12,7 @@ from kernel_cases import SAME
 from primal_attention.ops import dropping
 from primal_attention.ops.fused.closing import CLOSE, Close
 from primal_attention.ops.fused.nodes import through
+from primal_attention.ops.kernels.config import INTERPRETED
 
 pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
 
@@ -52,12 +53,15 @@ def everything(function, t: dict[str, Tensor]) -> dict[str, Tensor]:
         (150, 32, 64, 0.0, torch.float32),
         (70, 32, 128, 0.5, torch.float32),
         (129, 64, 128, 0.1, torch.bfloat16),
+        (70, 32, 64, 0.5, torch.bfloat16),
     ],
     ids=str,
 )
 def test_as_the_equations(
     device: torch.device, bfloat16_rounds: None, rows: int, d: int, f: int, p: float, dtype: torch.dtype
 ):
+    if dtype == torch.float32 and not INTERPRETED:
+        pytest.skip("on a GPU the factors of products have 16 bits: `suits`")
     t = {name: value.to(device) for name, value in given(rows, d, f).items()}
     key = dropping.draw_key(device)
     truth = everything(lambda t: equations(t, key, p), {n: v.double() for n, v in t.items()})
@@ -72,12 +76,10 @@ def closed(t: dict[str, Tensor], key: Tensor, p: float, dtype: torch.dtype) -> T
 
 def test_the_compiler_knows_it(device: torch.device):
     t = {name: value.to(device) for name, value in given(40, 32, 64).items()}
-    key = dropping.draw_key(device)
-    eager = everything(lambda t: closed(t, key, 0.1, torch.float32), t)
-    compiled = everything(
-        torch.compile(lambda t: closed(t, key, 0.1, torch.float32), fullgraph=True, backend="aot_eager"), t
-    )
+    key, dtype = dropping.draw_key(device), torch.float32 if INTERPRETED else torch.bfloat16
+    eager = everything(lambda t: closed(t, key, 0.1, dtype), t)
+    compiled = everything(torch.compile(lambda t: closed(t, key, 0.1, dtype), fullgraph=True, backend="aot_eager"), t)
     for name, value in eager.items():
         assert torch.equal(compiled[name], value), name
-    args = (t["x"], t["a"], key, *(t[n] for n in NAMES[2:]), 0.1, 1e-5, torch.float32)
+    args = (t["x"], t["a"], key, *(t[n] for n in NAMES[2:]), 0.1, 1e-5, dtype)
     torch.library.opcheck(CLOSE.registered, args, test_utils=("test_schema", "test_faketensor"))
