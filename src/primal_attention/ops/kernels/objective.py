@@ -12,9 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .config import power_of_two
+from .config import ceil_div, power_of_two
 
-SEQUENCES = 64  # of a block: a head's program waits for each block's loads in turn
+SEQUENCES = 256  # of a block: a program waits for each block's loads in turn
+DIRECTIONS = 32  # of a program on the way back to √Λ
 
 
 @triton.jit
@@ -40,12 +41,13 @@ def _objective(
 @triton.jit
 def _objective_backward(
     grad, energy, sqrt_lambda, tokens, grad_energy, grad_lambda, grad_trace, length, batch,
-    HEADS: tl.constexpr, RANK: tl.constexpr, S: tl.constexpr, BS: tl.constexpr, BB: tl.constexpr,
+    HEADS: tl.constexpr, RANK: tl.constexpr, S: tl.constexpr, BS: tl.constexpr, BB: tl.constexpr, BD: tl.constexpr,
     RAGGED: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
-    """The first B programs write dE of a sequence, the others dL and dTr of a head."""
-    program, s = tl.program_id(0), tl.arange(0, BS)
+    """The first B programs write dE of a sequence, the others dL of a few directions of a head, and dTr."""
+    program = tl.program_id(0)
     if program < batch:
+        s = tl.arange(0, BS)
         count = tl.maximum(tl.load(tokens + program), 1).to(tl.float32) if RAGGED else length
         scale = tl.load(grad + program) * (0.5 / HEADS if SUM else 0.5 / (HEADS * count))
         for head in range(HEADS):
@@ -54,8 +56,9 @@ def _objective_backward(
             tl.store(place, root * root * scale, mask=s < S)
             tl.store(place + S, root * root * scale, mask=s < S)
     else:
-        head = program - batch
-        total = tl.zeros((BB, BS), tl.float32)
+        head, block = (program - batch) % HEADS, (program - batch) // HEADS
+        few = block * BD + tl.arange(0, BD)
+        total = tl.zeros((BB, BD), tl.float32)
         grads = tl.zeros((BB,), tl.float32)
         for first in range(0, batch, BB):
             sequence = first + tl.arange(0, BB)
@@ -64,15 +67,16 @@ def _objective_backward(
             grads += g
             if RAGGED and not SUM:
                 g /= tl.maximum(tl.load(tokens + sequence, mask=there, other=1), 1).to(tl.float32)
-            place = energy + (sequence * HEADS + head)[:, None] * (2 * S) + s[None]
-            inside = there[:, None] & (s < RANK)[None]
-            both = tl.load(place, mask=inside, other=0.0) + tl.load(place + S, mask=inside, other=0.0)
+            source = energy + (sequence * HEADS + head)[:, None] * (2 * S) + few[None]
+            inside = there[:, None] & (few < RANK)[None]
+            both = tl.load(source, mask=inside, other=0.0) + tl.load(source + S, mask=inside, other=0.0)
             total += both * g[:, None]
-        scale = 1.0 / HEADS if SUM or RAGGED else 1.0 / (HEADS * length)
-        root = tl.load(sqrt_lambda + head * RANK + s, mask=s < RANK, other=0.0).to(tl.float32)
-        of_root = tl.sum(total, 0) * root * scale
-        tl.store(grad_lambda + head * RANK + s, of_root.to(grad_lambda.dtype.element_ty), mask=s < RANK)
-        tl.store(grad_trace + head, -tl.sum(grads, 0) / HEADS)
+        over = 1.0 / HEADS if SUM or RAGGED else 1.0 / (HEADS * length)
+        own = tl.load(sqrt_lambda + head * RANK + few, mask=few < RANK, other=0.0).to(tl.float32)
+        of_root = tl.sum(total, 0) * own * over
+        tl.store(grad_lambda + head * RANK + few, of_root.to(grad_lambda.dtype.element_ty), mask=few < RANK)
+        if block == 0:
+            tl.store(grad_trace + head, -tl.sum(grads, 0) / HEADS)
 
 
 def objective_forward(energy: Tensor, sqrt_lambda: Tensor, trace: Tensor, tokens: Tensor | int, summed: bool) -> Tensor:
@@ -97,10 +101,10 @@ def objective_backward(
     grad_energy, grad_lambda = torch.empty_like(energy), torch.empty_like(sqrt_lambda)
     grad_trace = torch.empty(heads, dtype=torch.float32, device=energy.device)
     ragged = isinstance(tokens, Tensor)
-    _objective_backward[(batch + heads,)](
+    _objective_backward[(batch + heads * ceil_div(stored, DIRECTIONS),)](
         grad, energy, sqrt_lambda, tokens if ragged else energy, grad_energy, grad_lambda, grad_trace,
         0.0 if ragged else float(max(tokens, 1)), batch,
-        HEADS=heads, RANK=sqrt_lambda.shape[1], S=stored, BS=power_of_two(stored), BB=SEQUENCES,
+        HEADS=heads, RANK=sqrt_lambda.shape[1], S=stored, BS=power_of_two(stored), BB=SEQUENCES, BD=DIRECTIONS,
         RAGGED=ragged, SUM=summed, num_warps=8,
     )  # fmt: skip
     return grad_energy, grad_lambda, grad_trace
