@@ -16,7 +16,6 @@ from .products import dot
 from .running import _running_rows
 from .scan import Plan, before_chunk, last_row, powers, sums_within, triangle_of
 from .scores import EPS
-from .segments import column_sum
 from .sequences import Sequences
 from .square import add_product, energy_map, in_one, no_sums, output_map, store_energies
 from .wide_back import Parts
@@ -307,5 +306,4 @@ def running_mix_backward(
                 qk, wx, block_carries, after, score_weight, grad_each, of_energy, grad_qk, grad_bias, grad_decay,
                 *tables, **plan.full, **maps, BLOCKS=plan.blocks, num_warps=plan.size.warps,
             )  # fmt: skip
-    bias = column_sum(grad_bias, qk.dtype)
-    return grad_qk, parts.weight_gradient(), parts.score_gradient(score_weight), bias, grad_decay
+    return grad_qk, parts.weight_gradient(), *parts.score_and_bias_gradients(score_weight, grad_bias), grad_decay

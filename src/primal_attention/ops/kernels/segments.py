@@ -7,8 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .config import ceil_div
+from .config import ceil_div, power_of_two
 from .sequences import Sequences
+
+TALL = 64  # rows of a block in a sum over many
 
 
 @triton.jit
@@ -34,8 +36,8 @@ def segment_sum(parts: Tensor, seqs: Sequences, dtype: torch.dtype = torch.float
 
 
 @triton.jit
-def _column_sum(parts, total, count, width, BR: tl.constexpr, BW: tl.constexpr):
-    column, r = tl.program_id(0) * BW + tl.arange(0, BW), tl.arange(0, BR)
+def _columns(parts, total, count, width, block, BR: tl.constexpr, BW: tl.constexpr):
+    column, r = block * BW + tl.arange(0, BW), tl.arange(0, BR)
     sums = tl.zeros((BR, BW), tl.float32)
     for first in range(0, count, BR):
         row = (first + r).to(tl.int64)
@@ -45,11 +47,37 @@ def _column_sum(parts, total, count, width, BR: tl.constexpr, BW: tl.constexpr):
     tl.store(total + column, tl.sum(sums, 0).to(total.dtype.element_ty), mask=column < width)
 
 
+@triton.jit
+def _column_sum(parts, total, count, width, BR: tl.constexpr, BW: tl.constexpr):
+    _columns(parts, total, count, width, tl.program_id(0), BR, BW)
+
+
 def column_sum(parts: Tensor, dtype: torch.dtype) -> Tensor:
     """parts: (chunks, width) float32 → (width,) in `dtype`."""
     total = torch.empty(parts.shape[1], dtype=dtype, device=parts.device)
     _column_sum[(ceil_div(parts.shape[1], 32),)](parts, total, parts.shape[0], parts.shape[1], BR=64, BW=32)
     return total
+
+
+@triton.jit
+def _two_column_sums(
+    first, of_first, first_count, first_width, second, of_second, second_count, second_width,
+    BR: tl.constexpr, BW: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(first_width, BW)
+    if tl.program_id(0) < blocks:
+        _columns(first, of_first, first_count, first_width, tl.program_id(0), BR, BW)
+    else:
+        _columns(second, of_second, second_count, second_width, tl.program_id(0) - blocks, BR, BW)
+
+
+def two_column_sums(first: Tensor, second: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`column_sum` of two matrices in one launch."""
+    sums = tuple(torch.empty(t.shape[1], dtype=dtype, device=t.device) for t in (first, second))
+    _two_column_sums[(sum(ceil_div(t.shape[1], 32) for t in (first, second)),)](
+        first, sums[0], *first.shape, second, sums[1], *second.shape, BR=64, BW=32
+    )  # fmt: skip
+    return sums[0], sums[1]
 
 
 @triton.jit
@@ -70,9 +98,10 @@ def tall_sum(matrix: Tensor) -> Tensor:
     """matrix: (rows, width) of many rows → (width,) float32, at the speed of reading it once."""
     rows, width = matrix.shape
     columns = ceil_div(width, 128)
-    splits = max(1, min(ceil_div(rows, 64), ceil_div(1024, columns)))
+    per_split = ceil_div(ceil_div(rows, ceil_div(1024, columns)), TALL) * TALL  # whole blocks: each waits for its loads
+    splits = max(1, ceil_div(rows, max(per_split, 1)))
     parts = torch.empty((splits, width), dtype=torch.float32, device=matrix.device)
-    _tall_sum[(splits, columns)](matrix, parts, rows, width, ceil_div(rows, splits), BR=32, BW=128)
+    _tall_sum[(splits, columns)](matrix, parts, rows, width, per_split, BR=TALL, BW=128)
     return column_sum(parts, torch.float32)
 
 
@@ -100,6 +129,7 @@ def sum_through(total: Tensor, weight: Tensor, width: int) -> tuple[Tensor, Tens
     rows, columns = weight.shape
     rounded, sums = weight.new_empty(rows), weight.new_empty(width)
     _sum_through[(ceil_div(width, 8),)](
-        total, weight, rounded, sums, rows, HEADS=columns // width, P=width, BR=128, BW=8
+        total, weight, rounded, sums, rows, HEADS=columns // width, P=width,
+        BR=min(power_of_two(rows), 512), BW=8, num_warps=8,
     )  # fmt: skip
     return rounded, sums

@@ -10,7 +10,7 @@ from torch import Tensor
 from .config import ceil_div, power_of_two, wide_back_tiles
 from .products import dot
 from .scores import EPS
-from .segments import column_sum, segment_sum
+from .segments import column_sum, segment_sum, two_column_sums
 from .sequences import Sequences
 from .square import (
     add_product,
@@ -145,11 +145,11 @@ class Parts:
         assert self.of_wx is not None
         return column_sum(self.of_wx.flatten(1), torch.float32).view(1, *self.shape[1:])
 
-    def score_gradient(self, like: Tensor) -> Tensor:
-        """Of W_o (p, 2s)."""
+    def score_and_bias_gradients(self, like: Tensor, of_bias: Tensor) -> tuple[Tensor, Tensor]:
+        """Of W_o (p, 2s), and of the projection's bias from its partial sums."""
         p, stored, rank = self.shape[3], self.shape[4], like.shape[1] // 2
-        total = column_sum(self.of_score.flatten(2).flatten(0, 1), like.dtype).view(p, 2, stored)
-        return total[:, :, :rank].reshape(p, 2 * rank)
+        total, bias = two_column_sums(self.of_score.flatten(2).flatten(0, 1), of_bias, like.dtype)
+        return total.view(p, 2, stored)[:, :, :rank].reshape(p, 2 * rank), bias
 
 
 def mix_backward(
@@ -193,4 +193,4 @@ def mix_backward(
             num_warps=size.warps, num_stages=size.stages, maxnreg=size.registers,
         )  # fmt: skip
     grad_wx = segment_sum(grad_wx, seqs, wx.dtype) if depends else parts.weight_gradient()
-    return grad_qk, grad_wx, parts.score_gradient(score_weight), column_sum(grad_bias, qk.dtype)
+    return grad_qk, grad_wx, *parts.score_and_bias_gradients(score_weight, grad_bias)
