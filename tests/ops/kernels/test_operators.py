@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from primal_attention.ops.fused import cast, score_operators, wide
 from primal_attention.ops.fused import operators as ops
-from primal_attention.ops.fused import score_operators, wide
 from primal_attention.ops.fused.operator import Operator
 from primal_attention.ops.kernels import sequences
 
@@ -155,6 +155,7 @@ def move(i: Inputs) -> tuple[Any, ...]:
 
 # The name of an operator → small arguments for it.
 ARGUMENTS: dict[str, Callable[[Inputs], tuple[Any, ...]]] = {
+    "CAST": lambda i: ([i.draw(ROWS), i.draw(P, WIDTH)], torch.float16),
     "COMPACT": lambda i: (mask(i),),
     "MOVE": move,
     "PROJECT": project,
@@ -181,7 +182,7 @@ ARGUMENTS: dict[str, Callable[[Inputs], tuple[Any, ...]]] = {
 }
 
 
-MODULES = (ops, score_operators, wide)
+MODULES = (cast, ops, score_operators, wide)
 OPERATORS = {name: one for module in MODULES for name, one in vars(module).items() if isinstance(one, Operator)}
 
 

@@ -19,15 +19,6 @@ from .operator import Operator
 
 
 def _copies(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-    if (
-        tensors
-        and not INTERPRETED
-        and all(
-            t.is_cuda and t.is_contiguous() and (t.dtype, kind) == (tensors[0].dtype, dtypes[0])
-            for t, kind in zip(tensors, dtypes, strict=True)
-        )
-    ):
-        return casting.cast(tensors, dtypes[0])
     made = [torch.empty_like(t, dtype=kind) for t, kind in zip(tensors, dtypes, strict=True)]
     torch._foreach_copy_(made, list(tensors))
     return made
@@ -52,7 +43,9 @@ class Cast(torch.autograd.Function):
 
 
 def cast(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """The same as an operator, for the compiler: it fuses no casts that read different tensors."""
+    """As an operator, for the compiler, which fuses no casts that read different tensors."""
+    if not INTERPRETED and all(t.is_contiguous() for t in tensors):  # the interpreter does not round to bfloat16
+        return casting.cast(tensors, dtype)
     return _copies(tensors, [dtype] * len(tensors))
 
 
