@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from closeness import assert_close
 from primal_attention.ops import reference as eq
 from primal_attention.ops.kernels import fold, landmarks, landmarks_back, objective, scan, segments, sequences
-from primal_attention.ops.kernels.config import running_tiles, stored_rank
+from primal_attention.ops.kernels.config import Tiles, power_of_two, running_tiles, stored_rank
 
 SAME = 1e-6  # float32, sums of at most a few hundred terms
 
@@ -83,12 +83,9 @@ def test_weights_of_landmarks_stay_at_hand_or_are_read_for_each_sequence(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, n: int, heads: int, head_dim: int, rank: int, passing: bool
 ) -> None:
     batch = 5
-    tiles = landmarks.passing_tiles
-    monkeypatch.setattr(
-        landmarks,
-        "passing_tiles",
-        lambda *a: tiles(*a[:4], 1000, a[5])._replace(programs=2 * heads) if passing else None,  # type: ignore[union-attr]
-    )
+    marks, width, block = (power_of_two(size) for size in (n, head_dim, rank))
+    tiles = Tiles(marks, width, block, 1, 8, programs=2 * heads) if passing else None
+    monkeypatch.setattr(landmarks, "passing_tiles", lambda *a: tiles)
     draw = lambda *shape: torch.randn(shape, device=device).half()  # noqa: E731
     x, w_e, w_r = draw(batch * n, heads * head_dim), draw(heads, n, rank), draw(heads, n, rank)
     rows = torch.randint(batch * n, (batch, n), device=device).sort(1).values

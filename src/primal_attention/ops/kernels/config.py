@@ -17,7 +17,7 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)  # as at import, when the ker
 
 FULL = 288  # programs that fill a large GPU
 MULTIPROCESSORS = 132  # of a large GPU
-SPARE = 24 * 2**10  # bytes of shared memory in which results change their layout on the way out
+SPARE = 34 * 2**10  # bytes of shared memory in which results change their layout on the way out
 
 
 @lru_cache
@@ -99,13 +99,15 @@ def passing_tiles(
 ) -> Tiles | None:
     """For W_{·|X} where a head's weights stay in shared memory: in 16 bits, if they fit, and for many sequences.
 
-    lanes: pairs of a sequence and a head. One program on each multiprocessor, which meets several sequences.
+    lanes: pairs of a sequence and a head. One program on each multiprocessor, which meets several sequences; so only
+    weights that leave no room for a second one: small ones are read again sooner than so few programs pass.
     """
     width, block, marks = power_of_two(head_dim), power_of_two(stored_rank(rank)), power_of_two(landmarks)
     room = 4 * marks * (block + width)  # of both sides' weights, and of two sequences' rows
     if dtype == torch.float32 or width > 64 or block > 128 or lanes <= 2 * MULTIPROCESSORS:
         return None
-    return Tiles(marks, width, block, 1, 8, programs=MULTIPROCESSORS) if room + SPARE <= shared_memory(device) else None
+    there = shared_memory(device)
+    return Tiles(marks, width, block, 1, 8, programs=MULTIPROCESSORS) if there // 2 < room <= there - SPARE else None
 
 
 def landmark_sum_tiles(dtype: torch.dtype, head_dim: int, rank: int) -> Tiles:
