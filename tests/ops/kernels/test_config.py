@@ -46,11 +46,3 @@ def test_float32_products_are_exact_unless_the_user_allows_tf32(
         assert (config.precision(torch.float32), config.quick_precision(torch.float32)) == expected
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
-
-
-def test_weights_stay_at_hand_where_they_are_large_and_fit(device: torch.device) -> None:
-    room = config.shared_memory(device)
-    for landmarks, lanes in [(197, 1536), (197, 100), (30, 1536), (400, 1536)]:
-        size = config.passing_tiles(torch.bfloat16, 64, 96, landmarks, lanes, device)
-        assert (size is not None) == ((landmarks, lanes) == (197, 1536) and room >= 227 * 2**10)
-    assert config.passing_tiles(torch.float32, 64, 96, 197, 1536, device) is None

@@ -71,12 +71,8 @@ def project_backward(
     shortest: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, of the projection, of w_e and of w_r."""
-    distinct = shortest >= rows.shape[1]
-    if landmarks_back.everywhere(x, rows, w_e, distinct):
-        grad_x = landmarks_back.to_all_rows(x, rows, w_e, w_r, grad_wx).addmm_(grad_qk, weight)
-    else:
-        grad_x = grad_qk @ weight
-        landmarks_back.add_to_rows(rows, w_e, w_r, grad_wx, grad_x, distinct)
+    grad_x = grad_qk @ weight
+    landmarks_back.add_to_rows(rows, w_e, w_r, grad_wx, grad_x, distinct=shortest >= rows.shape[1])
     grad_e, grad_r = landmarks_back.to_weights(x, rows, w_e, w_r, grad_wx, grad_trace)
     return grad_x, grad_qk.mT @ x, grad_e, grad_r
 

@@ -17,7 +17,6 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)  # as at import, when the ker
 
 FULL = 288  # programs that fill a large GPU
 MULTIPROCESSORS = 132  # of a large GPU
-SPARE = 34 * 2**10  # bytes of shared memory in which results change their layout on the way out
 
 
 @lru_cache
@@ -94,22 +93,6 @@ def landmark_weight_tiles(dtype: torch.dtype, head_dim: int, rank: int) -> Tiles
     return Tiles(32, size.width, block, ceil_div(stored_rank(rank), block), 4) if block > size.rank else size
 
 
-def passing_tiles(
-    dtype: torch.dtype, head_dim: int, rank: int, landmarks: int, lanes: int, device: torch.device
-) -> Tiles | None:
-    """For W_{·|X} where a head's weights stay in shared memory: in 16 bits, if they fit, and for many sequences.
-
-    lanes: pairs of a sequence and a head. One program on each multiprocessor, which meets several sequences; so only
-    weights that leave no room for a second one: small ones are read again sooner than so few programs pass.
-    """
-    width, block, marks = power_of_two(head_dim), power_of_two(stored_rank(rank)), power_of_two(landmarks)
-    room = 4 * marks * (block + width)  # of both sides' weights, and of two sequences' rows
-    if dtype == torch.float32 or width > 64 or block > 128 or lanes <= 2 * MULTIPROCESSORS:
-        return None
-    there = shared_memory(device)
-    return Tiles(marks, width, block, 1, 8, programs=MULTIPROCESSORS) if there // 2 < room <= there - SPARE else None
-
-
 def landmark_sum_tiles(dtype: torch.dtype, head_dim: int, rank: int) -> Tiles:
     """For the way back to W, where large tiles spare reading rows and gradients again and again.
 
@@ -123,22 +106,6 @@ def landmark_sum_tiles(dtype: torch.dtype, head_dim: int, rank: int) -> Tiles:
     return Tiles(
         64, size.width, block, ceil_div(stored_rank(rank), block), 4, stages=2, sides=2, programs=2 * MULTIPROCESSORS
     )
-
-
-def landmark_row_tiles(dtype: torch.dtype, head_dim: int, rank: int, device: torch.device) -> Tiles | None:
-    """For the way back to rows that are all landmarks, where a head's weights stay at hand: in 16 bits, if they fit.
-
-    Measured as above: blocks of 128 landmarks, one program on each multiprocessor, 47 µs; of 64, two of them, 59.
-    """
-    width, block = power_of_two(head_dim), power_of_two(stored_rank(rank))
-    if dtype == torch.float32 or width > 64 or block > 128:
-        return None
-    for size in (Tiles(128, width, block, 1, 8, 3, programs=MULTIPROCESSORS), Tiles(64, width, block, 1, 4, 2)):
-        # Both sides' weights, those sides' gradients of the sequences in flight, and rows on their way out.
-        room = 4 * block * (size.tokens + size.stages * width) + 2 * size.tokens * width
-        if room <= shared_memory(device):
-            return size
-    return None
 
 
 def wide_tiles(dtype: torch.dtype, head_dim: int, rank: int) -> Tiles:

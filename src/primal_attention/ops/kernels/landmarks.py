@@ -2,9 +2,6 @@
 
     W_{e|X} = Σ_j x_{row_j} W_e[j]ᵀ            one program per (sequence, head)
 
-or, where a head's W_e and W_r fit in shared memory and there are many sequences, one program for a head and a split of
-the sequences: the weights are read once, and the sequences pass by.
-
 Rows come as a table (B, n) of row numbers, sorted within a sequence, −1 for none. A short sequence repeats rows.
 """
 
@@ -15,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .config import ceil_div, landmark_tiles, landmark_weight_tiles, passing_tiles, precision, stored_rank
+from .config import landmark_tiles, landmark_weight_tiles, precision, stored_rank
 from .products import dot
 
 
@@ -60,32 +57,6 @@ def _landmark_weights(
 
 
 @triton.jit
-def _passing_weights(
-    x, rows, w_e, w_r, wx, trace, n, batch, per_split,
-    HEADS: tl.constexpr, P: tl.constexpr, RANK: tl.constexpr, S: tl.constexpr,
-    BN: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """As `_landmark_weights`; a head's weights stay at hand, and the sequences of a split pass by."""
-    # Neighbours share a sequence's rows, which then come from the cache.
-    head, split = tl.program_id(0) % HEADS, (tl.program_id(0) // HEADS).to(tl.int64)
-    mark, p, s = tl.arange(0, BN), tl.arange(0, BP), tl.arange(0, BS)
-    kind: tl.constexpr = x.dtype.element_ty
-    place, inside = (head * n + mark)[:, None] * RANK + s[None], (mark < n)[:, None] & (s[None] < RANK)
-    e, r = tl.load(w_e + place, mask=inside, other=0.0), tl.load(w_r + place, mask=inside, other=0.0)
-    if split == 0:
-        tl.store(trace + head, tl.sum(tl.sum(e.to(tl.float32) * r.to(tl.float32), 1), 0))
-    e, r = e.to(kind), r.to(kind)
-    source, inside = x + head * P + p[None], (p < P)[None]
-    out, fits = wx + head * (2 * P * S) + p[:, None] * S + s[None], (p[:, None] < P) & (s[None] < S)
-    for sequence in range(split * per_split, tl.minimum((split + 1) * per_split, batch)):
-        row = tl.load(rows + sequence * n + mark, mask=mark < n, other=-1)
-        xl = tl.trans(tl.load(source + row[:, None] * (HEADS * P), mask=(row >= 0)[:, None] & inside, other=0.0))
-        here = out + sequence * (HEADS * 2 * P * S)
-        tl.store(here, dot(xl, e, PRECISION).to(wx.dtype.element_ty), mask=fits)
-        tl.store(here + P * S, dot(xl, r, PRECISION).to(wx.dtype.element_ty), mask=fits)
-
-
-@triton.jit
 def _pack(
     w_e, w_r, wx, trace, HEADS: tl.constexpr, P: tl.constexpr, RANK: tl.constexpr, S: tl.constexpr,
     BP: tl.constexpr, BS: tl.constexpr,
@@ -115,16 +86,6 @@ def landmark_weights(x: Tensor, rows: Tensor, w_e: Tensor, w_r: Tensor, dtype: t
     trace = torch.empty((heads, size.rank_blocks), dtype=torch.float32, device=x.device)
     if not rows.shape[0]:
         return wx, (w_e.float() * w_r.float()).sum((1, 2))
-    passing = passing_tiles(x.dtype, p, rank, n, rows.shape[0] * heads, x.device)
-    if passing is not None:
-        batch = rows.shape[0]
-        per_split = ceil_div(batch, max(1, min(batch, passing.programs // heads)))
-        _passing_weights[(heads * ceil_div(batch, per_split),)](
-            x, rows, w_e, w_r, wx, trace, n, batch, per_split, HEADS=heads, P=p, RANK=rank, S=stored,
-            BN=passing.tokens, BP=passing.width, BS=passing.rank, PRECISION=precision(x.dtype),
-            num_warps=passing.warps, num_stages=passing.stages,
-        )  # fmt: skip
-        return wx, trace[:, 0]
     _landmark_weights[(rows.shape[0] * heads * size.rank_blocks,)](
         x, rows, w_e, w_r, wx, trace, n, HEADS=heads, P=p, RANK=rank, S=stored, BN=size.tokens, BP=size.width,
         BS=size.rank, NS=size.rank_blocks, PRECISION=precision(x.dtype),

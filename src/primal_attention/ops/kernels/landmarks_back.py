@@ -3,8 +3,7 @@
     to x        dx_{row_j} += dW_{e|X} W_e[j] + (same of r) one program per (sequence, head)
     to W        dW_e[j] = Σ_b x_{row_j}ᵀ dW_{e|X}           partial sums over the sequences, added in a fixed order
 
-Where rows repeat, the first of equal rows adds for all of them, so no two programs write one place. Where every row is
-a landmark once, nothing needs to stand there before: this part is written, and the large product adds to it.
+Where rows repeat, the first of equal rows adds for all of them, so no two programs write one place.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from torch import Tensor
 from .config import (
     FULL,
     ceil_div,
-    landmark_row_tiles,
     landmark_sum_tiles,
     landmark_tiles,
     power_of_two,
@@ -83,31 +81,6 @@ def _to_rows(
         inside = leads[:, None] & (p[None] < P)
         grad += tl.load(target, mask=inside, other=0.0).to(tl.float32)
         tl.store(target, grad.to(kind), mask=inside)
-
-
-@triton.jit
-def _to_all_rows(
-    grad_wx, rows, w_e, w_r, grad_x, n, batch, per_split,
-    HEADS: tl.constexpr, P: tl.constexpr, RANK: tl.constexpr, S: tl.constexpr,
-    BN: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """A block of a head's landmarks stays at hand, and the sequences of a split pass by."""
-    program, marks = tl.program_id(0), tl.cdiv(n, BN)
-    # Neighbours share a sequence's gradients, which then come from the cache.
-    head, split = program // marks % HEADS, (program // (marks * HEADS)).to(tl.int64)
-    mark, p, s = (program % marks) * BN + tl.arange(0, BN), tl.arange(0, BP), tl.arange(0, BS)
-    kind: tl.constexpr = grad_x.dtype.element_ty
-    place, inside = (head * n + mark)[:, None] * RANK + s[None], (mark < n)[:, None] & (s[None] < RANK)
-    own_e = tl.load(w_e + place, mask=inside, other=0.0).to(kind)
-    own_r = tl.load(w_r + place, mask=inside, other=0.0).to(kind)
-    source, fits = grad_wx + p[:, None] * S + s[None], (p[:, None] < P) & (s[None] < S)
-    for sequence in range(split * per_split, tl.minimum((split + 1) * per_split, batch)):
-        row = tl.load(rows + sequence * n + mark, mask=mark < n, other=-1)
-        here = source + (sequence * HEADS + head) * (2 * P * S)
-        grad = dot(own_e, tl.trans(tl.load(here, mask=fits, other=0.0).to(kind)), PRECISION)
-        grad += dot(own_r, tl.trans(tl.load(here + P * S, mask=fits, other=0.0).to(kind)), PRECISION)
-        target = grad_x + row[:, None] * (HEADS * P) + head * P + p[None]
-        tl.store(target, grad.to(kind), mask=(row >= 0)[:, None] & (p[None] < P))
 
 
 @triton.jit
@@ -184,30 +157,11 @@ def _sizes(x: Tensor, heads: int, rank: int) -> dict[str, object]:
     return {"HEADS": heads, "P": p, "S": stored_rank(rank), "BP": power_of_two(p), "PRECISION": precision(x.dtype)}
 
 
-def everywhere(x: Tensor, rows: Tensor, w_e: Tensor, distinct: bool) -> bool:
-    """Whether `to_all_rows` can serve: every row of x is a landmark once, and its tiles fit."""
-    p, rank = x.shape[1] // w_e.shape[0], w_e.shape[2]
-    return distinct and rows.numel() == x.shape[0] and landmark_row_tiles(x.dtype, p, rank, x.device) is not None
-
-
-def to_all_rows(x: Tensor, rows: Tensor, w_e: Tensor, w_r: Tensor, grad_wx: Tensor) -> Tensor:
-    """What the landmarks give the gradient of x, (rows, H·p), where `everywhere`. grad_wx: (B, H, 2, p, S)."""
-    heads, n, rank = w_e.shape
-    size = landmark_row_tiles(x.dtype, x.shape[1] // heads, rank, x.device)
-    assert size is not None
-    batch, marks = rows.shape[0], ceil_div(n, size.tokens)
-    grad_x = torch.empty_like(x)
-    per_split = ceil_div(batch, max(1, min(batch, size.programs // (heads * marks))))
-    if batch:
-        _to_all_rows[(marks * heads * ceil_div(batch, per_split),)](
-            grad_wx, rows, w_e, w_r, grad_x, n, batch, per_split, **_sizes(x, heads, rank),
-            RANK=rank, BN=size.tokens, BS=size.rank, num_warps=size.warps, num_stages=size.stages,
-        )  # fmt: skip
-    return grad_x
-
-
 def add_to_rows(rows: Tensor, w_e: Tensor, w_r: Tensor, grad_wx: Tensor, grad_x: Tensor, distinct: bool) -> None:
-    """The same, onto grad_x. distinct: no sequence is so short that it repeats rows."""
+    """What the landmarks give the gradient of x, onto grad_x. grad_wx: (B, H, 2, p, S).
+
+    distinct: no sequence is so short that it repeats rows.
+    """
     heads, n, rank = w_e.shape
     batch, size = rows.shape[0], landmark_tiles(grad_x.shape[1] // heads, rank)
     # A program per sequence and head walks over all landmarks, unless there are too few of those to fill a GPU.

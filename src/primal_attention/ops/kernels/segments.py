@@ -10,7 +10,7 @@ from torch import Tensor
 from .config import ceil_div, power_of_two
 from .sequences import Sequences
 
-TALL = 64  # rows of a block in a sum over many
+TALL = 32  # rows of a block in a sum over many
 
 
 @triton.jit
