@@ -93,19 +93,20 @@ def landmark_weight_tiles(dtype: torch.dtype, head_dim: int, rank: int) -> Tiles
     return Tiles(32, size.width, block, ceil_div(stored_rank(rank), block), 4) if block > size.rank else size
 
 
-def landmark_sum_tiles(dtype: torch.dtype, head_dim: int, rank: int) -> Tiles:
+def landmark_sum_tiles(dtype: torch.dtype, head_dim: int, rank: int, landmarks: int) -> Tiles:
     """For the way back to W, where large tiles spare reading rows and gradients again and again.
 
-    Measured on an H200 (256 sequences, 197 landmarks, 6 heads of 64, rank 96, bf16): both sides in one program, two of
-    which stand side by side, take 52 µs, a side at a time 66.
+    Of a large rank both sides in one program, two of which stand side by side: measured on an H200 (256 sequences, 197
+    landmarks, 6 heads of 64, rank 96, bf16) they take 52 µs, a side at a time 66.
     """
     size = landmark_tiles(head_dim, rank)
     if dtype == torch.float32 or size.width > 64:
         return size
     block = min(power_of_two(stored_rank(rank)), 128)
-    return Tiles(
-        64, size.width, block, ceil_div(stored_rank(rank), block), 4, stages=2, sides=2, programs=2 * MULTIPROCESSORS
-    )
+    blocks = ceil_div(stored_rank(rank), block)
+    if block == 128:
+        return Tiles(64, size.width, block, blocks, 4, stages=2, sides=2, programs=2 * MULTIPROCESSORS)
+    return Tiles(128 if landmarks > 64 else 64, size.width, block, blocks, 4)
 
 
 def wide_tiles(dtype: torch.dtype, head_dim: int, rank: int) -> Tiles:

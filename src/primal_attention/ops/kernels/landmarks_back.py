@@ -178,7 +178,7 @@ def to_weights(
 ) -> tuple[Tensor, Tensor]:
     """The gradients of w_e and w_r."""
     heads, n, rank = w_e.shape
-    batch, size = rows.shape[0], landmark_sum_tiles(x.dtype, x.shape[1] // heads, rank)
+    batch, size = rows.shape[0], landmark_sum_tiles(x.dtype, x.shape[1] // heads, rank, n)
     tiles, lanes = ceil_div(n, size.tokens) * size.rank_blocks, heads * (3 - size.sides)
     # Enough programs, few enough partial sums to add cheaply.
     splits = min(batch, max(1, size.programs // (lanes * tiles)))
