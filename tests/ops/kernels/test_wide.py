@@ -16,6 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from closeness import assert_close, rms_ratio
 from kernel_cases import Layer, assert_same, make, results, tokens, twin
+from primal_attention import PrimalAttention
 from primal_attention.ops.fused import heads
 from primal_attention.ops.kernels import running, scores, wide_back
 from primal_attention.ops.kernels.wide import wide
@@ -158,9 +159,36 @@ def test_weights_that_are_kept_give_what_weights_made_again_give(
 
 @pytest.mark.parametrize("tokens_of_each", [9, 12])
 def test_landmarks_that_are_all_the_tokens_or_some_of_them(device: torch.device, tokens_of_each: int) -> None:
-    """make's nine landmarks: in 16 bits a way back of their own where no other row stands between them."""
+    """make's nine landmarks."""
     layer = make("data_dependent", **SMALL).to(device, torch.float16)
     assert_as_exact_as_the_equations(layer, tokens(layer, 4, tokens_of_each))
+
+
+@pytest.mark.filterwarnings("ignore:rank=96 is above")
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_the_layer_of_an_image_has_every_gradient(device: torch.device, compiled: bool) -> None:
+    """Under autocast as in training, on a GPU in DeiT-Small's size: what is right in small tiles may not be in large."""
+    on_gpu = device.type == "cuda"
+    batch, length, count = (64, 197, 6) if on_gpu else (2, 40, 2)
+    torch.manual_seed(0)
+    layer = PrimalAttention(64 * count, count, rank=96, landmarks=length, backend="fused").to(device)
+    exact = PrimalAttention(64 * count, count, rank=96, landmarks=length, backend="reference").to(device)
+    exact.load_state_dict(layer.state_dict())
+    x = torch.randn(batch, length, 64 * count, device=device, requires_grad=True)
+    down = torch.randn_like(x)
+    torch._dynamo.reset()
+    call = torch.compile(layer, backend="inductor" if on_gpu else "aot_eager") if compiled else layer
+
+    def gradients(layer: PrimalAttention, call: Any, rounded: bool) -> dict[str, Tensor]:
+        with torch.autocast(device.type, torch.bfloat16, enabled=rounded):
+            y = call(x)
+        loss = (y.float() * down).sum() + layer.objective.mean()
+        names = ["x", *dict(layer.named_parameters())]
+        return dict(zip(names, torch.autograd.grad(loss, [x, *layer.parameters()]), strict=True))
+
+    found, wanted = gradients(layer, call, rounded=True), gradients(exact, exact, rounded=False)
+    for name, gradient in wanted.items():
+        assert rms_ratio(found[name], gradient) < 2e-2, name
 
 
 def assert_as_exact_as_the_equations(layer: Layer, x: Tensor) -> None:
@@ -246,7 +274,7 @@ def test_without_gradients_and_without_an_objective_the_output_is_the_same(devic
         assert torch.equal(layer.eval()(x), expected)
 
 
-def test_which_heads_take_this_way() -> None:
+def test_which_counttake_this_way() -> None:
     assert wide(6, 64, 96)
     assert wide(4, 64, 96)
     assert not wide(8, 64, 30)  # one product of both output maps is cheaper
