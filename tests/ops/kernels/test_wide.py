@@ -167,7 +167,7 @@ def test_landmarks_that_are_all_the_tokens_or_some_of_them(device: torch.device,
 @pytest.mark.filterwarnings("ignore:rank=96 is above")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_the_layer_of_an_image_has_every_gradient(device: torch.device, compiled: bool) -> None:
-    """Under autocast as in training, on a GPU in DeiT-Small's size: what is right in small tiles may not be in large."""
+    """Under autocast as in training, on a GPU in DeiT-S's size: what is right in small tiles may not be in large."""
     on_gpu = device.type == "cuda"
     batch, length, count = (64, 197, 6) if on_gpu else (2, 40, 2)
     torch.manual_seed(0)
