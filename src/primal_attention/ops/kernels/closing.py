@@ -52,6 +52,21 @@ def _normalised(x, D: tl.constexpr, EPS: tl.constexpr):
 
 
 @triton.jit
+def _residual(
+    x, a, block, rows, first, second,
+    D: tl.constexpr, C: tl.constexpr, SHARE: tl.constexpr, SCALE: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """A block of tokens: which are there, where, the bits of their outer and inner masks, and x₁ = x + D(a)."""
+    row, d, c = block * BT + tl.arange(0, BT), tl.arange(0, D), tl.arange(0, C)
+    live, here = (row < rows)[:, None], row.to(tl.int64)[:, None] * D + d[None]
+    outer = mixed(first, second, row[:, None] * (D + C) + d[None])
+    inner = mixed(first, second, row[:, None] * (D + C) + D + c[None])
+    said = tl.load(a + here, mask=live, other=0.0).to(tl.float32)
+    stream = tl.load(x + here, mask=live, other=0.0).to(tl.float32) + drop(said, outer, 0, SHARE) * SCALE
+    return live, here, outer, inner, stream
+
+
+@triton.jit
 def _weights(into, bias, out_of, HALF: tl.constexpr, D: tl.constexpr, C: tl.constexpr):
     """Half of W₁γ (C, d), of its bias, and of W₂ (d, C). Read where they are used: kept, they would fill registers."""
     d, f = tl.arange(0, D), HALF * C + tl.arange(0, C)
@@ -65,16 +80,11 @@ def _close(
     D: tl.constexpr, C: tl.constexpr, EPS: tl.constexpr, SHARE: tl.constexpr, SCALE: tl.constexpr,
     BT: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    t, d, c = tl.arange(0, BT), tl.arange(0, D), tl.arange(0, C)
+    d = tl.arange(0, D)
     first, second = halves(key)
     bias = tl.load(b2 + d).to(tl.float32) * SCALE
     for block in tl.range(tl.program_id(0), tl.cdiv(rows, BT), tl.num_programs(0), num_stages=STAGES):
-        row = block * BT + t
-        live, here = (row < rows)[:, None], row.to(tl.int64)[:, None] * D + d[None]
-        outer = mixed(first, second, row[:, None] * (D + C) + d[None])
-        inner = mixed(first, second, row[:, None] * (D + C) + D + c[None])
-        said = tl.load(a + here, mask=live, other=0.0).to(tl.float32)
-        stream = tl.load(x + here, mask=live, other=0.0).to(tl.float32) + drop(said, outer, 0, SHARE) * SCALE
+        live, here, outer, inner, stream = _residual(x, a, block, rows, first, second, D, C, SHARE, SCALE, BT)
         unit = _normalised(stream, D, EPS)[0].to(into.dtype.element_ty)
         z = tl.zeros((BT, D), tl.float32)
         for half in tl.static_range(2):
@@ -116,17 +126,12 @@ def _close_backward(
     BT: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Partial sums of a program: G (2C, d), dW₂ transposed but for its scale, g (2C), db₂ (d)."""
-    t, d, c, f = tl.arange(0, BT), tl.arange(0, D), tl.arange(0, C), tl.arange(0, 2 * C)
+    d, c, f = tl.arange(0, D), tl.arange(0, C), tl.arange(0, 2 * C)
     first, second = halves(key)
     of_w1, of_w2 = tl.zeros((2 * C, D), tl.float32), tl.zeros((2 * C, D), tl.float32)
     b1_0, b1_1, of_b2 = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32), tl.zeros((D,), tl.float32)
     for block in tl.range(tl.program_id(0), tl.cdiv(rows, BT), tl.num_programs(0), num_stages=STAGES):
-        row = block * BT + t
-        live, here = (row < rows)[:, None], row.to(tl.int64)[:, None] * D + d[None]
-        outer = mixed(first, second, row[:, None] * (D + C) + d[None])
-        inner = mixed(first, second, row[:, None] * (D + C) + D + c[None])
-        said = tl.load(a + here, mask=live, other=0.0).to(tl.float32)
-        stream = tl.load(x + here, mask=live, other=0.0).to(tl.float32) + drop(said, outer, 0, SHARE) * SCALE
+        live, here, outer, inner, stream = _residual(x, a, block, rows, first, second, D, C, SHARE, SCALE, BT)
         g = tl.load(grad + here, mask=live, other=0.0).to(tl.float32)
         unit, inverse = _normalised(stream, D, EPS)
         u16 = unit.to(into.dtype.element_ty)
