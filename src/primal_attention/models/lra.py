@@ -57,7 +57,7 @@ class LRABlock(EncoderBlock):
     """
 
     published_padding = False
-    fused = False
+    fused = True
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:  # (B, N, d) → (B, N, d)
         if not self.has_kernel(x):
