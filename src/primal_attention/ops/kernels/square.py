@@ -118,12 +118,11 @@ def add(target, value, again, mask):
 def pile(target, value, again, mask):
     """As `add`, without waiting for what is there.
 
-    A thread meets the same places in every chunk, so their sums have one order.
+    A thread meets the same places in every chunk, so their sums have one order. Masks, no branch: two branches behind
+    products of a loop are beyond Triton 3.6, which then compiles nothing.
     """
-    if again:
-        tl.atomic_add(target, value, mask=mask, sem="relaxed")
-    else:
-        tl.store(target, value, mask=mask)
+    tl.store(target, value, mask=mask & (again == 0))
+    tl.atomic_add(target, value, mask=mask & again, sem="relaxed")
 
 
 @triton.jit
