@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from golden_files import PLACES
 from primal_attention.ops.sampling import landmark_indices, ragged_landmark_indices, token_of_rank
@@ -42,6 +44,40 @@ def test_rows_stay_inside_never_go_back_and_cover_both_ends(length: int, landmar
     assert rows[0] == 0
     assert (rows.diff() >= 0).all()
     assert rows[-1] == (length - 1 if landmarks > 1 else 0)
+
+
+def test_as_many_landmarks_as_tokens_are_all_the_tokens() -> None:
+    for length in range(1, 500):
+        assert torch.equal(landmark_indices(length, length), torch.arange(length)), length
+
+
+def test_no_number_divides() -> None:
+    """By a number a GPU divides as a product with its reciprocal: 196 · (1 / 196) < 1, and a token would repeat."""
+
+    class Watch(TorchDispatchMode):
+        divisions = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.overloadpacket is torch.ops.aten.div:
+                self.divisions += 1
+                assert isinstance(args[1], torch.Tensor)
+                assert args[1].ndim
+            return func(*args, **(kwargs or {}))
+
+    with Watch() as watch:
+        landmark_indices(197, 197)
+    assert watch.divisions == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_gpu_finds_the_same_rows(compiled: bool) -> None:
+    torch._dynamo.reset()
+    lengths = torch.arange(1, 1500)
+    for landmarks in (2, 5, 22, 36, 151, 197, 199):
+        call = torch.compile(ragged_landmark_indices) if compiled else ragged_landmark_indices
+        assert torch.equal(call(lengths.cuda(), landmarks).cpu(), ragged_landmark_indices(lengths, landmarks))
 
 
 def test_many_lengths_at_once_equal_one_at_a_time() -> None:

@@ -24,9 +24,11 @@ def ragged_landmark_indices(lengths: Tensor, landmarks: int) -> Tensor:
     """The same rule for many sequences at once; an empty sequence gets row 0, which its caller must ignore."""
     last = (lengths.double() - 1).clamp(min=0)[:, None]  # (B, 1)
     i = torch.arange(landmarks, dtype=torch.float64, device=lengths.device)[None]  # (1, n)
-    step = last / max(landmarks - 1, 1)
+    # By a tensor: by a number a GPU divides as a product with its reciprocal, and 196 · (1 / 196) is less than 1.
+    step = last / i[:, -1:].clamp(min=1)
     from_start = (step * i).trunc()
-    from_end = (last - step * (landmarks - 1 - i)).trunc()
+    # The absolute value is the product itself, but keeps a compiler from fusing it, unrounded, into the difference.
+    from_end = (last - (step * (landmarks - 1 - i)).abs()).trunc()
     # A single landmark is the first row, as in linspace: there is no spacing to count back from the end.
     first_half = i < max(landmarks // 2, 1)
     return torch.where(first_half, from_start, from_end).long()  # (B, n)
