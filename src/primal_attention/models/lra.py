@@ -53,7 +53,6 @@ class LRABlock(EncoderBlock):
     """A Transformer block that can treat padding as the published research code does; see `LRAClassifier`.
 
     fused: all that follows attention runs as one kernel each way where there is one for it, whatever the attention.
-    Off: its numbers have been checked in Triton's interpreter and not yet on a GPU.
     """
 
     published_padding = False

@@ -97,9 +97,8 @@ def cost(title: str, costs: Sequence[Mapping[str, Any]], command: str) -> Table:
         "tokens with padding as long as the task's own. graph: as the trainings run, that is the model through "
         "torch.compile and the whole step replayed as one CUDA graph (the published way: not compiled); eager: as "
         "written, kernel by kernel. Median step between CUDA events, times 1000.",
-        "× softmax, × published: how many times faster than softmax attention, graph against graph, and than the "
-        "research code's way of computing Primal-Attention, which is eager, against our graph (in brackets: eager "
-        "against eager).",
+        "× softmax, × published: how many times faster than softmax attention and than the research code's way of "
+        "computing Primal-Attention, graph against graph (in brackets: eager against eager).",
         "Peak GB: the most that torch had allocated in a step that is not recorded, compiled as in the trainings, over "
         "what it had before the model was made, in 10⁹ bytes. Reformer's new hashes for every step are drawn outside "
         "of the time.",
@@ -120,7 +119,7 @@ def cost_row(task: str, cost: Mapping[str, Any], base: Mapping[str, Mapping[str,
         number(cost["graph"], 2),
         number(cost["eager"], 2),
         ratio(softmax, cost, "graph"),
-        f"{ratio(published, cost, 'eager', 'graph')} ({ratio(published, cost, 'eager')})" if ours else "",
+        f"{ratio(published, cost, 'graph')} ({ratio(published, cost, 'eager')})" if ours else "",
         number(paper.MEMORY.get(model, {}).get(task), 2),
         number(cost["peak_bytes"] and cost["peak_bytes"] / GB, 2),
         ratio(softmax, cost, "peak_bytes"),
@@ -131,9 +130,9 @@ def number(value: float | None, digits: int) -> str:
     return NOTHING if value is None else f"{value:.{digits}f}"
 
 
-def ratio(other: Mapping[str, Any] | None, cost: Mapping[str, Any], field: str, ours: str | None = None) -> str:
+def ratio(other: Mapping[str, Any] | None, cost: Mapping[str, Any], field: str) -> str:
     """The other's number over ours; nothing where either is missing or another device measured it."""
     if other is None or other["device"] != cost["device"]:
         return NOTHING
-    theirs, mine = other[field], cost[ours or field]
+    theirs, mine = other[field], cost[field]
     return f"{theirs / mine:.1f}×" if theirs and mine else NOTHING
