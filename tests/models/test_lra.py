@@ -33,6 +33,43 @@ def test_padding_changes_nothing(attention):
     assert_close(model(ids, ids == 0)[1:], model(ids[1:, :9]), 1e-9)
 
 
+@pytest.mark.parametrize("attention", [*attention_names(), "primal+"])
+def test_leaving_out_the_padding_between_tokens_changes_nothing(attention):
+    model = make(attention=attention).eval()
+    ids = tokens(3) * (torch.rand(3, 24) < torch.tensor([[0.3], [0.6], [0.0]]))
+    whole = model(ids, ids == 0)
+    model.room = int((ids != 0).sum(dim=1).max())
+    assert_close(model(ids, ids == 0), whole, 1e-9)
+
+
+def test_gradients_are_those_of_the_whole_sequence():
+    model, ids = make(attention="primal+").train(), tokens() * (torch.rand(2, 24) < 0.5)
+    found = []
+    for room in (None, 20):
+        model.room = room
+        loss = model(ids, ids == 0).square().sum() + ksvd_loss(model, "batch")
+        found.append(torch.autograd.grad(loss, list(model.parameters()), allow_unused=True))
+    for whole, gathered in zip(*found, strict=True):
+        assert (whole is None) == (gathered is None)
+        if whole is not None:
+            assert_close(gathered, whole, 1e-9)
+
+
+def test_positions_may_start_as_a_grid():
+    table = LRAClassifier(4, 2, 64, attention="softmax", embed_dim=16, positions="grid").stem.positions.weight
+    assert table.requires_grad
+    assert_close(table.square().mean().sqrt(), torch.tensor(0.02), 0.05)
+    near = table @ table.T
+    at = near[8 * 3 + 4].view(8, 8)  # from the pixel in row 3, column 4
+    assert at.argmax() == 8 * 3 + 4
+    assert at[3, 5] > at[3, 7]
+    assert at[4, 4] > at[7, 4]
+    assert_close(at[3, 5], at[4, 4], 1e-5)  # rows count as columns do
+    for length, width in ((60, 16), (64, 18)):
+        with pytest.raises(ValueError, match="positions='grid' needs"):
+            LRAClassifier(4, 2, length, embed_dim=width, num_heads=2, positions="grid")
+
+
 def test_the_papers_network():
     model = LRAClassifier(16, 10, 2000, attention="primal+", attention_kwargs={"primal": {"rank": 30}})
     assert [type(b.attention).__name__ for b in model.encoder.blocks] == ["SoftmaxAttention", "PrimalAttention"]

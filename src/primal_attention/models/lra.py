@@ -10,13 +10,14 @@ a network with one hidden layer. Pairs of sequences go through the same encoder,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from primal_attention.models.classifier import own_part
 from primal_attention.models.few_tokens import FewTokens
+from primal_attention.models.pixels import gather, grid_positions
 from primal_attention.nn.dropout import Dropout
 from primal_attention.nn.encoder import Encoder, EncoderBlock, masked_mean
 from primal_attention.nn.primal import PrimalAttention
@@ -28,20 +29,35 @@ if TYPE_CHECKING:
     from primal_attention.parallel.context import Context
 
 
+STD = 0.02  # of embeddings, before training
+Positions = Literal["random", "grid"]
+
+
 class TokenStem(nn.Module):
-    """Embeddings of tokens and of positions, added."""
+    """Embeddings of tokens and of positions, added. positions: what those of the positions are before training."""
 
     context: Context | None = None
 
-    def __init__(self, vocabulary: int, embed_dim: int, max_length: int, dropout: float = 0.0) -> None:
+    def __init__(
+        self,
+        vocabulary: int,
+        embed_dim: int,
+        max_length: int,
+        dropout: float = 0.0,
+        positions: Positions = "random",
+    ) -> None:
         super().__init__()
         self.tokens = FewTokens(vocabulary, embed_dim)
         self.positions = nn.Embedding(max_length, embed_dim)
         for table in (self.tokens, self.positions):
-            nn.init.normal_(table.weight, std=0.02)
+            nn.init.normal_(table.weight, std=STD)
+        if positions == "grid":
+            self.positions.weight.data.copy_(grid_positions(max_length, embed_dim, STD))
         self.dropout = Dropout(dropout)
 
-    def forward(self, ids: Tensor) -> Tensor:  # (B, N) → (B, N, d)
+    def forward(self, ids: Tensor, places: Tensor | None = None) -> Tensor:  # (B, N) → (B, N, d)
+        if places is not None:
+            return self.dropout(self.tokens(ids) + self.positions(places))
         if ids.shape[1] > self.positions.num_embeddings:
             raise ValueError(
                 f"the sequences have {ids.shape[1]} tokens and the model was built for {self.positions.num_embeddings}"
@@ -122,9 +138,13 @@ class LRAClassifier(nn.Module):
 
     published_padding: the published research code lets padding into f(X), into the objective and into the mean's count
     of tokens. Off here; on only to reproduce it. It may be changed at any time.
+    positions: of an image, "grid" starts the learned positions as waves along its rows and columns.
+    room: a number of places that holds any sequence's tokens. Padding beyond it is left out before the encoder,
+    wherever it stands; that changes nothing but the time.
     """
 
     context: Context | None = None
+    room: int | None = None
 
     def __init__(
         self,
@@ -141,9 +161,10 @@ class LRAClassifier(nn.Module):
         pairs: bool = False,
         attention_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
         published_padding: bool = False,
+        positions: Positions = "random",
     ) -> None:
         super().__init__()
-        self.stem = TokenStem(vocabulary, embed_dim, max_length, dropout)
+        self.stem = TokenStem(vocabulary, embed_dim, max_length, dropout, positions)
         self.encoder = Encoder(
             embed_dim,
             num_heads,
@@ -193,8 +214,11 @@ class LRAClassifier(nn.Module):
 
     def encode(self, ids: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """The mean of the encoded tokens, (B, N) → (B, d)."""
-        self._mark(ids, key_padding_mask)
-        x = self.stem(ids)
+        places = None
+        if key_padding_mask is not None and self.room is not None:
+            ids, places, key_padding_mask = gather(ids, key_padding_mask, self.room)
+        self._mark(ids, key_padding_mask, places)
+        x = self.stem(ids, places)
         for block in self.encoder.blocks:
             self._mark(x)
             x = block(x, key_padding_mask)

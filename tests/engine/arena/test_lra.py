@@ -180,6 +180,8 @@ def test_black_pixels_are_padding_only_where_asked_for(tmp_path: Path):
         recipe = small("pathfinder", tmp_path, data__zero_is_padding=zero_is_padding)
         experiment = runner.build(recipe.resolved())
         assert experiment.module.padded == zero_is_padding
+        assert (experiment.module.model.room is not None) == zero_is_padding
+        assert experiment.train.lengths is None  # no kinds by length: the cases are mixed
         assert torch.isfinite(experiment.module.training_step(next(iter(experiment.train)), 0))
 
 

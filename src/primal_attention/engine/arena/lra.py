@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from primal_attention.engine.experiment import Experiment
 
 EVALUATED_TOKENS = 2**19  # in one batch of an evaluation
+IMAGES = ("image", "pathfinder")
 MULTIPLE = 10  # landmarks as a multiple of the rank
 
 
@@ -79,7 +80,8 @@ class LRAData:
     folder: Path | None = None
     """Folder of the task's files; None is $PRIMAL_LRA/TASK or data/lra/TASK."""
     zero_is_padding: bool = False
-    """Image, Pathfinder: take black pixels for padding, as the published research code does."""
+    """Image, Pathfinder: take black pixels for padding, as the published research code does. Layers then see the others
+    only, which costs less the darker the images are."""
     kinds: int = 1
     """Padded tasks: kinds of training batches by length, each cut where its longest cases end; 1 mixes all cases."""
 
@@ -106,6 +108,8 @@ class LRAModel:
     """Build Primal-Attention's projection weights from f(X); off uses W_e and W_r themselves."""
     r_scores: bool = True
     """Let Primal-Attention's r-scores reach its output; off is the paper's ablation (they stay in the objective)."""
+    positions: Literal["random", "grid"] = "random"
+    """What the learned positions are before training; grid: waves along the rows and the columns of an image."""
     published_padding: bool = False
     """Treat padding as the published research code does (primal and softmax layers)."""
 
@@ -203,8 +207,8 @@ def load(config: LRAData) -> TokenData:
     return dataclasses.replace(data, padded=True) if config.zero_is_padding else data
 
 
-def make_model(config: LRAModel, data: TokenData) -> nn.Module:
-    """The network of a resolved configuration."""
+def make_model(config: LRAModel, data: TokenData, room: int | None = None) -> nn.Module:
+    """The network of a resolved configuration; room: see `LRAClassifier`."""
     from primal_attention.engine.timeseries.ablation import without_r_scores
     from primal_attention.models.lra import LRAClassifier
 
@@ -225,7 +229,9 @@ def make_model(config: LRAModel, data: TokenData) -> nn.Module:
         pairs=data.train.second is not None,
         attention_kwargs=keywords,
         published_padding=config.published_padding,
+        positions=config.positions,
     )
+    model.room = room
     return model if config.r_scores else without_r_scores(model)
 
 
@@ -235,14 +241,19 @@ def build_from(recipe: LRARecipe, data: TokenData) -> Experiment:
 
     from primal_attention.data.tokens import TokenSplit
     from primal_attention.engine.arena.sequences import SequenceModule
-    from primal_attention.engine.arena.streams import TokenBatches, kinds_of, lengths_of
+    from primal_attention.engine.arena.streams import TokenBatches, kinds_of, lengths_of, room_of
     from primal_attention.engine.experiment import Experiment
+
+    # Where padding takes part in a published computation, or tokens lie on several devices, it stays where it is.
+    stays = recipe.model.published_padding or recipe.trainer.context > 1
+    gathered = recipe.data.zero_is_padding and recipe.data.task in IMAGES and not stays
+    room = room_of([split.tokens for split in data.splits.values()]) if gathered else None
 
     def batches(split: TokenSplit, shuffle_seed: int | None = None, steps: int = 0) -> TokenBatches:
         tokens = [split.tokens] if split.second is None else [split.tokens, split.second]
         size = recipe.trainer.batch_size
         lengths = None
-        if data.padded and (shuffle_seed is None or recipe.data.kinds > 1):
+        if data.padded and room is None and (shuffle_seed is None or recipe.data.kinds > 1):
             lengths = torch.stack([lengths_of(t) for t in tokens]).amax(dim=0)
         widths = []
         if shuffle_seed is None:  # nothing depends on how an evaluation is cut
@@ -252,8 +263,8 @@ def build_from(recipe: LRARecipe, data: TokenData) -> Experiment:
         tensors = [torch.from_numpy(a) for a in (*tokens, split.labels)]
         return TokenBatches(tensors, size, shuffle_seed, steps, lengths=lengths, widths=widths)
 
-    model, train = make_model(recipe.model, data), batches(data.train, recipe.seed, recipe.trainer.steps_per_epoch)
-    test = batches(data.test)
+    model = make_model(recipe.model, data, room)
+    train, test = batches(data.train, recipe.seed, recipe.trainer.steps_per_epoch), batches(data.test)
     watched = {"val": batches(data.valid)} | ({"test": test} if recipe.watch_test else {})
     return Experiment(
         module=SequenceModule(model, recipe, padded=data.padded, any_length=len(train.widths) > 1),

@@ -31,6 +31,13 @@ def lengths_of(tokens: np.ndarray, at_once: int = 4096) -> Tensor:
     return torch.from_numpy(np.concatenate(found))
 
 
+def room_of(arrays: Sequence[np.ndarray], at_once: int = 4096) -> int:
+    """Places that hold the tokens of every case, wherever its padding (0) stands."""
+    full = arrays[0].shape[1]
+    parts = (tokens[start : start + at_once] for tokens in arrays for start in range(0, len(tokens), at_once))
+    return _rounded(max(int(np.count_nonzero(part, axis=1).max()) for part in parts), full)
+
+
 def kinds_of(lengths: Tensor, full: int, kinds: int, batch_size: int) -> list[int]:
     """Widths of batches, ascending up to `full`: the first is enough for half of the cases, the next for half of the
     rest, and so on. Fewer than `kinds` where one would not fill a batch."""
