@@ -40,6 +40,10 @@ class Inputs:
     def wx(self, batch: int, grad: bool = True) -> Tensor:
         return self.draw(batch, HEADS, 2, P, STORED, grad=grad)
 
+    def side(self, grad: bool = True) -> Tensor:
+        """wx of one side."""
+        return self.draw(2, HEADS, 1, P, STORED, grad=grad)
+
     def scores(self, grad: bool = True) -> Tensor:
         return self.draw(ROWS, HEADS, 2, STORED, grad=grad)
 
@@ -52,17 +56,17 @@ class Inputs:
 
 def project(i: Inputs) -> tuple[Any, ...]:
     given = i.draw(ROWS, WIDTH), i.draw(2 * WIDTH, WIDTH), i.draw(2 * WIDTH, grad=False)
-    return *given, *i.weights(LANDMARKS), i.rows, True, 0
+    return *given, *i.weights(LANDMARKS), i.rows, True, 0, True
 
 
 def project_backward(i: Inputs) -> tuple[Any, ...]:
-    x, weight, _, w_e, w_r, rows = (t.detach() for t in project(i)[:-2])
-    return x, weight, w_e, w_r, rows, i.qk(False), i.wx(2, False), i.draw(HEADS, grad=False), 0
+    x, weight, _, w_e, w_r, rows = (t.detach() for t in project(i)[:-3])
+    return x, weight, w_e, w_r, rows, i.qk(False), i.side(False), i.side(False), i.draw(HEADS, grad=False), 0
 
 
 def origin(i: Inputs) -> list[Tensor]:
     """What wx is rebuilt from."""
-    x, _, _, w_e, w_r, rows = (t.detach() for t in project(i)[:-2])
+    x, _, _, w_e, w_r, rows = (t.detach() for t in project(i)[:-3])
     return [x, rows, w_e, w_r]
 
 
@@ -112,12 +116,12 @@ def combine_backward(i: Inputs) -> tuple[Any, ...]:
 
 def mix(i: Inputs) -> tuple[Any, ...]:
     maps = i.draw(P, 2 * RANK), i.draw(P, grad=False), i.draw(2 * WIDTH)
-    return i.qk(), i.wx(2), *maps, origin(i), i.tables, False, True, True
+    return i.qk(), i.side(), i.side(), *maps, origin(i), True, i.tables, False, True, True
 
 
 def mix_backward(i: Inputs) -> tuple[Any, ...]:
     grads = i.draw(P, 2 * RANK, grad=False), i.draw(ROWS, WIDTH, grad=False), i.energy(False)
-    return i.qk(False), origin(i), *grads, i.tables, False, True, True
+    return i.qk(False), [*origin(i), i.side(False)], *grads, i.tables, False, True, True
 
 
 def running_mix(i: Inputs) -> tuple[Any, ...]:

@@ -138,12 +138,11 @@ def test_a_graph_that_is_kept_can_be_walked_again(device: torch.device, mode: st
         assert torch.equal(a, b), name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
 def test_weights_that_are_kept_give_what_weights_made_again_give(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """W_{·|X} from x, or as it was. The last walk writes its gradient over what was kept."""
-    layer = make("data_dependent", **SMALL).to(device, dtype)
+    """W_{e|X} from x, or as it was. The last walk writes its gradient over what was kept."""
+    layer = make("data_dependent", **SMALL).to(device, torch.float16)
     x = tokens(layer, 2, 50).requires_grad_()
     wanted = [x, *layer.parameters()]
 
@@ -155,6 +154,33 @@ def test_weights_that_are_kept_give_what_weights_made_again_give(
     (made, _), kept = gradients(False), gradients(True)
     for walk in kept:
         assert all(torch.equal(a, b) for a, b in zip(walk, made, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "length", "kept"), [(torch.float16, 48, True), (torch.float16, 47, False), (torch.float32, 48, False)]
+)
+def test_the_weights_of_one_side_are_kept_where_they_are_small(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, length: int, kept: bool
+) -> None:
+    """In 16 bits, up to half of x: and nothing else stays with them."""
+    layer = make("data_dependent", **SMALL).to(device, dtype)
+    x = tokens(layer, 3, length)
+
+    def bytes_kept(keep_weights: bool) -> int:
+        monkeypatch.setattr(heads, "KEEP", keep_weights)
+        held: dict[int, int] = {}
+
+        def note(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            held[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            layer(x)
+        return sum(held.values())
+
+    one_side = 3 * layer.num_heads * SMALL["head_dim"] * SMALL["rank"] * x.element_size()
+    assert bytes_kept(True) - bytes_kept(False) == (one_side if kept else 0)
 
 
 @pytest.mark.parametrize("tokens_of_each", [9, 12])

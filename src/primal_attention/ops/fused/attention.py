@@ -7,7 +7,7 @@
 
 or, where the rank is large against the head's width, instead of Score and Combine
 
-    Mix       q, k, W_{·|X} → heads' outputs, energies               keeps q, k; rebuilds W_{·|X} from x
+    Mix       q, k, W_{·|X} → heads' outputs, energies               keeps q, k; rebuilds W_{·|X}, or half of it, from x
     Output    heads' outputs → y                                     keeps the heads' outputs
 
 Nothing of size N is stored twice, and no normalised row is stored at all.
@@ -31,7 +31,7 @@ from ..sampling import landmark_indices
 from . import operators as ops
 from .cast import cast_weights
 from .heads import Heads, held
-from .nodes import Measure, Move, Pack, Project, through
+from .nodes import Measure, Move, Pack, through
 from .recorded import replayed, worthwhile
 
 if TYPE_CHECKING:
@@ -90,21 +90,20 @@ def fused_attention(
     elif mode.causal and mode.data_dependent:
         grid = landmark_indices(_given(mode.max_length), mode.landmarks, x.device)
         found, energy = heads.grow(flat, log_decay, rows, grid)
-        wx, trace = through(Pack, "pack", weights.w_e, weights.w_r)
+        packed, trace = through(Pack, "pack", weights.w_e, weights.w_r)
+        wx = [packed]
     elif mode.data_dependent:
         shortest = x.shape[1] if valid is None and cu_seqlens is None else 0
-        qk, wx, trace = through(
-            Project, "project", flat, weights.qk_weight, held(weights.qk_bias), weights.w_e, weights.w_r, rows, exact,
-            shortest,
-        )  # fmt: skip
+        qk, wx, trace = heads.project(flat, rows, exact, shortest)
         found, energy = heads.attend(qk, wx, [t.detach() for t in (flat, rows, weights.w_e, weights.w_r)])
     else:
         qk = F.linear(flat, weights.qk_weight, held(weights.qk_bias))
-        wx, trace = through(Pack, "pack", weights.w_e, weights.w_r)
+        packed, trace = through(Pack, "pack", weights.w_e, weights.w_r)
+        wx = [packed]
         if mode.causal:
             past = state if isinstance(state, RunningState) else None
             initial = None if past is None else torch.stack([past.query_sum, past.key_sum], dim=2).float()
-            found, energy, final = heads.run(qk, wx, log_decay, initial)
+            found, energy, final = heads.run(qk, packed, log_decay, initial)
             after = _running_state(final, tokens, decay, past) if need_state else None
         else:
             found, energy = heads.attend(qk, wx, [])
@@ -129,7 +128,7 @@ def _on_a_stretch(
     log_decay: Tensor | None,
     stretch: Stretch,
     exact: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, list[Tensor], Tensor]:
     """Scores or outputs, energies, projection weights and traces where other ranks hold the rest of the sequences.
 
     The kernels are the same: the landmarks' rows, or the sums before the first token, come from the other ranks.
@@ -144,25 +143,24 @@ def _on_a_stretch(
         tables = list(seqs._replace(starts=seqs.starts - stretch.before)[:-1])  # a token's place is its row − start
         beyond = heads._replace(tables=tables, whole=False)
         scores, energy = beyond.grow(both, log_decay, torch.where(reached, place, -1), grid)
-        return scores[: len(flat)], energy, *through(Pack, "pack", weights.w_e, weights.w_r)
+        wx, trace = through(Pack, "pack", weights.w_e, weights.w_r)
+        return scores[: len(flat)], energy, [wx], trace
     qk = F.linear(flat, weights.qk_weight, held(weights.qk_bias))
     if mode.data_dependent:
         rows = stretch.landmarks(x, mode.landmarks).view(-1, d)
         place = torch.arange(len(rows), device=x.device).view(batch, -1)
-        _, wx, trace = through(
-            Project, "project", rows, weights.qk_weight, None, weights.w_e, weights.w_r, place, exact, mode.landmarks
-        )  # fmt: skip
+        _, sides, trace = heads.project(rows, place, exact, mode.landmarks, biased=False)
         origin = [t.detach() for t in (rows, place, weights.w_e, weights.w_r)]
-        return *heads.attend(qk, wx, origin), wx, trace
+        return *heads.attend(qk, sides, origin), sides, trace
     wx, trace = through(Pack, "pack", weights.w_e, weights.w_r)
     if not mode.causal:
-        return *heads.attend(qk, wx, []), wx, trace
+        return *heads.attend(qk, [wx], []), [wx], trace
     q, k = qk.view(batch, -1, 2, mode.heads, d // mode.heads).transpose(1, 3).unbind(2)  # (B, H, N, p)
     valid = None if heads.whole else torch.arange(x.shape[1], device=x.device) < seqs.lengths[:, None]
     past = stretch.past(q, k, decay, valid, weights.qk_bias)
     initial = torch.stack([past.query_sum, past.key_sum], dim=2).float()
     found, energy, _ = heads.run(qk, wx, log_decay, initial)
-    return found, energy, wx, trace
+    return found, energy, [wx], trace
 
 
 def _given(length: int | None) -> int:
@@ -184,7 +182,7 @@ def _decode_one(x: Tensor, weights: Weights, mode: Mode, decay: Tensor | None, s
 
 
 def _measure(
-    energy: Tensor, trace: Tensor, wx: Tensor, tokens: Tensor | int, rank: int, objective: Objective | None
+    energy: Tensor, trace: Tensor, wx: list[Tensor], tokens: Tensor | int, rank: int, objective: Objective | None
 ) -> Tensor | None:
     if objective is None:
         return None
@@ -193,7 +191,9 @@ def _measure(
         summed = objective.form == "sum"
         return through(Measure, "measure", energy, objective.sqrt_lambda, trace, lengths, length, summed)  # type: ignore[no-any-return]
     energies = Energies(energy[:, :, 0, :rank], energy[:, :, 1, :rank], tokens)
-    return objective.of(energies, (wx[:, :, 0, :, :rank], wx[:, :, 1, :, :rank]))
+    # In one tensor both sides, or each in its own.
+    e, r = (side for part in wx for side in part[..., :rank].unbind(2))
+    return objective.of(energies, (e, r))
 
 
 class Order(NamedTuple):

@@ -15,10 +15,12 @@ from ..kernels.fold import foldable
 from ..kernels.wide import wide
 from ..layer import Weights
 from ..modes import Mode
-from .nodes import Combine, Output, through
+from .nodes import Combine, Output, Project, through
 from .score_nodes import GrowingScore, Mix, RunningMix, RunningScore, Score
 
-KEEP = False  # of a large rank: whether W_{·|X} is kept for the way back where it is no larger than x
+# Of a large rank in 16 bits: whether W_{e|X} is kept for the way back where it is at most half as large as x, so that
+# W_{r|X} alone is formed again. With both, more would be kept than softmax's attention keeps.
+KEEP = True
 
 
 def held(bias: Tensor | None) -> Tensor | None:
@@ -50,18 +52,26 @@ class Heads(NamedTuple):
     def rank(self) -> int:
         return self.weights.w_e.shape[-1]
 
-    def attend(self, qk: Tensor, wx: Tensor, origin: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """`found` and energies, not causal. origin: what wx is rebuilt from on the way back, if it is to be rebuilt.
+    def project(
+        self, x: Tensor, rows: Tensor, exact: bool, shortest: int, biased: bool = True
+    ) -> tuple[Tensor, list[Tensor], Tensor]:
+        """q and k, W_{·|X} and the traces. W_{·|X} is in one tensor, or one for each side where one may be kept."""
+        w = self.weights
+        bias = held(w.qk_bias) if biased else None
+        qk, wx, other, trace = through(
+            Project, "project", x, w.qk_weight, bias, w.w_e, w.w_r, rows, exact, shortest, self.at_once
+        )
+        return qk, [wx, other] if self.at_once else [wx], trace
 
-        With a large rank its table of rows alone says that wx, though it depends on the data, is kept.
-        """
+    def attend(self, qk: Tensor, wx: list[Tensor], origin: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """`found` and energies, not causal. origin: what wx is rebuilt from on the way back, if it is to be rebuilt."""
         w, where = self.weights, (self.tables, self.single)
         if self.at_once:
+            first, other = wx[0], wx[1] if len(wx) > 1 else None
             maps = (w.score_weight, held(w.score_bias), w.qk_bias)
-            if KEEP and origin and wx.dtype == qk.dtype and wx.numel() <= origin[0].numel():
-                origin = [origin[1]]
-            return through(Mix, "mix", qk, wx, *maps, origin, *where, self.whole, self.measured)  # type: ignore[no-any-return]
-        return through(Score, "score", qk, wx, w.qk_bias, origin, *where, self.rank, self.whole)  # type: ignore[no-any-return]
+            kept = KEEP and other is not None and _small(first, qk)
+            return through(Mix, "mix", qk, first, other, *maps, origin, kept, *where, self.whole, self.measured)  # type: ignore[no-any-return]
+        return through(Score, "score", qk, wx[0], w.qk_bias, origin, *where, self.rank, self.whole)  # type: ignore[no-any-return]
 
     def run(
         self, qk: Tensor, wx: Tensor, log_decay: Tensor | None, initial: Tensor | None
@@ -96,6 +106,11 @@ class Heads(NamedTuple):
         if self.at_once:
             return through(Output, "output", found, w.score_bias, w.out_weight, w.out_bias)  # type: ignore[no-any-return]
         return combine(_drop(found, dropout, self.rank) if dropout else found, w, self.rank)
+
+
+def _small(wx: Tensor, qk: Tensor) -> bool:
+    """In 16 bits, as q and k are, and at most half as large as x, which is half of them."""
+    return wx.dtype == qk.dtype and wx.dtype.itemsize == 2 and 4 * wx.numel() <= qk.numel()
 
 
 def combine(scores: Tensor, weights: Weights, rank: int) -> Tensor:

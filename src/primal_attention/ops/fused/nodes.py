@@ -67,26 +67,29 @@ class Move(Node):
 
 
 class Project(Node):
-    """(x, W_qk, b, W_e, W_r) → (qk, wx, traces). The bias' gradient comes from `Score`, which has it at hand."""
+    """(x, W_qk, b, W_e, W_r) → (qk, wx, nothing or wx of r, traces). `Score` and `Mix` have the bias' gradient."""
 
     operator = ops.PROJECT
 
     @staticmethod
     def remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        x, weight, _, w_e, w_r, rows, _, ctx.shortest = inputs
+        x, weight, _, w_e, w_r, rows, _, ctx.shortest, ctx.apart = inputs
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight, w_e, w_r, rows)
         ctx.like = output[1].shape, output[1].dtype
 
     @staticmethod
-    def backward(ctx: Any, grad_qk: Tensor | None, grad_wx: Tensor | None, grad_trace: Tensor | None) -> Gradients:
+    def backward(ctx: Any, grad_qk: Tensor | None, *grads: Tensor | None) -> Gradients:
         x, weight, w_e, w_r, rows = ctx.saved_tensors
         grad_qk = x.new_zeros(x.shape[0], weight.shape[0]) if grad_qk is None else grad_qk
-        grad_wx = x.new_zeros(ctx.like[0], dtype=ctx.like[1]) if grad_wx is None else grad_wx
+        *of_wx, grad_trace = grads
+        shape, dtype = ctx.like
+        of_wx = [x.new_zeros(shape, dtype=dtype) if g is None else g.contiguous() for g in of_wx[: 1 + ctx.apart]]
         grad_x, grad_weight, grad_e, grad_r = ops.PROJECT_BACKWARD(
-            x, weight, w_e, w_r, rows, grad_qk.contiguous(), grad_wx.contiguous(), _dense(grad_trace), ctx.shortest
-        )
-        return grad_x, grad_weight, None, grad_e, grad_r, None, None, None
+            x, weight, w_e, w_r, rows, grad_qk.contiguous(), of_wx[0], of_wx[1] if ctx.apart else None,
+            _dense(grad_trace), ctx.shortest,
+        )  # fmt: skip
+        return grad_x, grad_weight, None, grad_e, grad_r, None, None, None, None
 
 
 class Pack(Node):

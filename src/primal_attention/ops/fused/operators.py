@@ -41,22 +41,36 @@ def project(
     rows: Tensor,
     exact: bool,
     shortest: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+    apart: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q and k side by side, wx, and the traces. exact: wx in float32, not in the dtype in which kernels multiply it.
 
     shortest: tokens that every sequence is sure to have; for the way back, where rows that repeat cost more.
+    apart: wx in two tensors, of e and of r; otherwise the second one is empty.
     """
-    wx, trace = landmarks.landmark_weights(x, rows, w_e, w_r, torch.float32 if exact else x.dtype)
-    return F.linear(x, weight, bias), wx, trace
+    dtype = torch.float32 if exact else x.dtype
+    if apart:
+        return F.linear(x, weight, bias), *landmarks.landmark_sides(x, rows, w_e, w_r, dtype)
+    wx, trace = landmarks.landmark_weights(x, rows, w_e, w_r, dtype)
+    return F.linear(x, weight, bias), wx, wx.new_empty(0), trace
 
 
 def _fake_project(
-    x: Tensor, weight: Tensor, bias: Any, w_e: Tensor, w_r: Tensor, rows: Tensor, exact: bool, shortest: int
+    x: Tensor,
+    weight: Tensor,
+    bias: Any,
+    w_e: Tensor,
+    w_r: Tensor,
+    rows: Tensor,
+    exact: bool,
+    shortest: int,
+    apart: bool,
 ) -> tuple[Tensor, ...]:
     heads, _, rank = w_e.shape
-    shape = (rows.shape[0], heads, 2, x.shape[1] // heads, stored_rank(rank))
+    shape = (rows.shape[0], heads, 1 if apart else 2, x.shape[1] // heads, stored_rank(rank))
     wx = x.new_empty(shape, dtype=torch.float32 if exact else x.dtype)
-    return x.new_empty(x.shape[0], weight.shape[0]), wx, floats(x, heads)
+    other = torch.empty_like(wx) if apart else wx.new_empty(0)
+    return x.new_empty(x.shape[0], weight.shape[0]), wx, other, floats(x, heads)
 
 
 def project_backward(
@@ -67,13 +81,14 @@ def project_backward(
     rows: Tensor,
     grad_qk: Tensor,
     grad_wx: Tensor,
+    grad_other: Tensor | None,
     grad_trace: Tensor | None,
     shortest: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, of the projection, of w_e and of w_r."""
+    """Gradients of x, of the projection, of w_e and of w_r. grad_other: where wx is apart."""
     grad_x = grad_qk @ weight
-    landmarks_back.add_to_rows(rows, w_e, w_r, grad_wx, grad_x, distinct=shortest >= rows.shape[1])
-    grad_e, grad_r = landmarks_back.to_weights(x, rows, w_e, w_r, grad_wx, grad_trace)
+    landmarks_back.add_to_rows(rows, w_e, w_r, grad_wx, grad_x, shortest >= rows.shape[1], grad_other)
+    grad_e, grad_r = landmarks_back.to_weights(x, rows, w_e, w_r, grad_wx, grad_trace, grad_other)
     return grad_x, grad_qk.mT @ x, grad_e, grad_r
 
 

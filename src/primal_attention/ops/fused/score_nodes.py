@@ -122,29 +122,30 @@ class GrowingScore(Node):
 
 
 class Mix(Node):
-    """(qk, wx, W_o, b_o, b) → (heads' outputs, energies). The gradient of b_o comes from `Output`."""
+    """(qk, wx, None or wx of r, W_o, b_o, b) → (heads' outputs, energies). `Output` has the gradient of b_o."""
 
     operator = wide.MIX
 
     @staticmethod
     def remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        qk, wx, score_weight, _, _, origin, tables, ctx.single, ctx.whole, _ = inputs
+        qk, wx, other, score_weight, _, _, origin, kept, tables, ctx.single, ctx.whole, _ = inputs
         ctx.set_materialize_grads(False)
-        kept = origin if len(origin) == 4 else [wx, *origin]
-        ctx.save_for_backward(qk, score_weight, *kept, *tables)
-        ctx.origins, ctx.exact = len(kept), wx.dtype == torch.float32
-        ctx.lists = {5: len(origin), 6: len(tables)}
+        again = [*origin, wx] if kept or not origin else origin
+        ctx.save_for_backward(qk, score_weight, *again, *tables)
+        ctx.origins, ctx.exact, ctx.apart = len(again), wx.dtype == torch.float32, other is not None
+        ctx.lists = {6: len(origin), 8: len(tables)}
 
     @staticmethod
     def backward(ctx: Any, grad_each: Tensor | None, grad_energy: Tensor | None) -> Gradients:
         qk, score_weight, *rest = ctx.saved_tensors
         origin, tables = list(rest[: ctx.origins]), list(rest[ctx.origins :])
         grads = _of_outputs(qk, grad_each, grad_energy)
-        grad_qk, grad_wx, grad_score, grad_bias = wide.MIX_BACKWARD(
+        grad_qk, grad_wx, grad_other, grad_score, grad_bias = wide.MIX_BACKWARD(
             qk, origin, score_weight, *grads, tables, ctx.single, ctx.whole, ctx.exact, spend=_spent()
         )
-        grad_bias = grad_bias if ctx.needs_input_grad[4] else None
-        return grad_qk, grad_wx, grad_score, None, grad_bias, None, None, None, None, None
+        grad_other = grad_other if ctx.apart else None
+        grad_bias = grad_bias if ctx.needs_input_grad[5] else None
+        return grad_qk, grad_wx, grad_other, grad_score, None, grad_bias, None, None, None, None, None, None
 
 
 class RunningMix(Node):

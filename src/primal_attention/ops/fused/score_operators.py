@@ -39,17 +39,19 @@ def _fake_score(
 
 
 def weights_again(origin: list[Tensor], exact: bool) -> tuple[Tensor, bool]:
-    """wx and whether it depends on the data. origin: wx, or wx and rows if it does; or (x, rows, w_e, w_r)."""
-    if len(origin) < 4:
-        return origin[0], len(origin) > 1
+    """wx and whether it depends on the data. origin: wx, or (x, rows, w_e, w_r) if it does."""
+    if len(origin) == 1:
+        return origin[0], False
     x, rows, w_e, w_r = origin
     return landmarks.landmark_weights(x, rows, w_e, w_r, torch.float32 if exact else x.dtype)[0], True
 
 
-def gradient_of_weights(qk: Tensor, origin: list[Tensor], heads: int, stored: int, exact: bool) -> Tensor:
+def gradient_of_weights(
+    qk: Tensor, origin: list[Tensor], heads: int, stored: int, exact: bool, sides: int = 2
+) -> Tensor:
     """Unwritten, in the shape and dtype of wx."""
     depends = len(origin) > 1
-    shape = (origin[1].shape[0] if depends else 1, heads, 2, qk.shape[1] // (2 * heads), stored)
+    shape = (origin[1].shape[0] if depends else 1, heads, sides, qk.shape[1] // (2 * heads), stored)
     return qk.new_empty(shape, dtype=qk.dtype if depends and not exact else torch.float32)
 
 

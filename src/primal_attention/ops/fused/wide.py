@@ -12,38 +12,57 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..kernels import running_wide, wide_back
+from ..kernels import landmarks, running_wide, wide_back
 from ..kernels import wide as mixing
 from ..kernels.config import stored_rank
 from ..kernels.segments import segment_sum, sum_through, tall_sum
 from .operator import Operator, Tables, floats, sequences_of
-from .score_operators import fake_sums, gradient_of_weights, weights_again
+from .score_operators import fake_sums, gradient_of_weights
 
 
 def mix(
     qk: Tensor,
     wx: Tensor,
+    other: Tensor | None,
     score_weight: Tensor,
     score_bias: Tensor | None,
     bias: Tensor | None,
     origin: list[Tensor],
+    kept: bool,
     tables: Tables,
     single: bool,
     whole: bool,
     measured: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The heads' outputs (rows, H·p) and, where measured, energies (B, H, 2, S). bias, origin: for the way back."""
+    """The heads' outputs (rows, H·p) and, where measured, energies (B, H, 2, S).
+
+    bias, origin and kept serve the way back alone: `mix_backward` has origin, followed by wx where it is kept.
+    """
     seqs = sequences_of(tables, single)
-    each, parts = mixing.mix_forward(qk, wx, score_weight, score_bias, seqs, whole, measured)
+    each, parts = mixing.mix_forward(qk, wx, other, score_weight, score_bias, seqs, whole, measured)
     return each, segment_sum(parts, seqs) if measured else parts
 
 
 def _fake_mix(
-    qk: Tensor, wx: Tensor, score_weight: Tensor, score_bias: Any, bias: Any, origin: Any, tables: Tables, single: bool,
-    whole: bool, measured: bool,
+    qk: Tensor, wx: Tensor, other: Any, score_weight: Tensor, score_bias: Any, bias: Any, origin: Any, kept: bool,
+    tables: Tables, single: bool, whole: bool, measured: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     energy = floats(qk, tables[0].shape[0] if measured else 0, wx.shape[1], 2, wx.shape[4])
     return qk.new_empty(qk.shape[0], qk.shape[1] // 2), energy
+
+
+def sides_again(origin: list[Tensor], exact: bool) -> tuple[Tensor, Tensor | None]:
+    """wx, of both sides where it does not depend on the data, or of e and of r.
+
+    origin: wx; or (x, rows, w_e, w_r) and, if it was kept, that of e.
+    """
+    if len(origin) == 1:
+        return origin[0], None
+    x, rows, w_e, w_r, *kept = origin
+    dtype = torch.float32 if exact else x.dtype
+    if kept:
+        return kept[0], landmarks.landmark_side(x, rows, w_r, dtype)
+    return landmarks.landmark_sides(x, rows, w_e, w_r, dtype)[:2]
 
 
 def mix_backward(
@@ -57,12 +76,19 @@ def mix_backward(
     whole: bool,
     exact: bool,
     spend: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of qk, of wx, of the score map and of the projection's bias; arguments as in `score_backward`."""
-    wx, depends = weights_again(origin, exact)
-    seqs = sequences_of(tables, single)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of qk, of wx (in two where it depends on the data), of the score map and of the projection's bias.
+
+    Arguments as in `score_backward`; origin as `sides_again` takes it.
+    """
+    wx, other = sides_again(origin, exact)
+    depends = other is not None
     spend_wx = depends and (spend or len(origin) == 4)  # rebuilt for this call, or read by nobody else
-    return wide_back.mix_backward(qk, wx, score_weight, grad_each, grad_energy, seqs, depends, whole, spend, spend_wx)
+    grad_qk, grad_wx, grad_other, grad_score, grad_bias = wide_back.mix_backward(
+        qk, wx, other, score_weight, grad_each, grad_energy, sequences_of(tables, single),
+        depends, whole, spend, spend_wx, spend_other=depends,
+    )  # fmt: skip
+    return grad_qk, grad_wx, grad_wx.new_empty(0) if grad_other is None else grad_other, grad_score, grad_bias
 
 
 def _fake_mix_backward(
@@ -70,8 +96,10 @@ def _fake_mix_backward(
     tables: Tables, single: bool, whole: bool, exact: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     p, rank = score_weight.shape[0], score_weight.shape[1] // 2
-    grad_wx = gradient_of_weights(qk, origin, qk.shape[1] // (2 * p), stored_rank(rank), exact)
-    return torch.empty_like(qk), grad_wx, torch.empty_like(score_weight), qk.new_empty(qk.shape[1])
+    depends = len(origin) > 1
+    grad_wx = gradient_of_weights(qk, origin, qk.shape[1] // (2 * p), stored_rank(rank), exact, 1 if depends else 2)
+    grad_other = torch.empty_like(grad_wx) if depends else grad_wx.new_empty(0)
+    return torch.empty_like(qk), grad_wx, grad_other, torch.empty_like(score_weight), qk.new_empty(qk.shape[1])
 
 
 def running_mix(
@@ -100,7 +128,9 @@ def _fake_running_mix(
     qk: Tensor, wx: Tensor, score_weight: Tensor, score_bias: Any, bias: Any, log_decay: Any, initial: Any,
     tables: Tables, single: bool, whole: bool, measured: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    each, energy = _fake_mix(qk, wx, score_weight, score_bias, bias, None, tables, single, whole, measured)
+    each, energy = _fake_mix(
+        qk, wx, None, score_weight, score_bias, bias, None, False, tables, single, whole, measured
+    )  # fmt: skip
     return each, energy, *fake_sums(qk, wx, initial, tables, single)
 
 

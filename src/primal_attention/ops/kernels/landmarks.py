@@ -18,10 +18,12 @@ from .products import dot
 
 @triton.jit
 def _landmark_weights(
-    x, rows, w_e, w_r, wx, trace, n,
-    HEADS: tl.constexpr, P: tl.constexpr, RANK: tl.constexpr, S: tl.constexpr,
-    BN: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, NS: tl.constexpr, PRECISION: tl.constexpr,
+    x, rows, w_e, w_r, wx_e, wx_r, trace, n,
+    HEADS: tl.constexpr, P: tl.constexpr, RANK: tl.constexpr, S: tl.constexpr, APART: tl.constexpr,
+    BN: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, NS: tl.constexpr, BOTH: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """APART: numbers from a head's side to the next head's. BOTH: of r too, and the trace; or of e alone."""
     # Neighbours share a sequence's rows, then a head's weights: both come from the cache.
     program = tl.program_id(0)
     block, head, sequence = program % NS, program // NS % HEADS, (program // (NS * HEADS)).to(tl.int64)
@@ -38,15 +40,16 @@ def _landmark_weights(
         found = row >= 0
         xl = tl.load(x + row[None] * (HEADS * P) + p[:, None], mask=found[None] & (p[:, None] < P), other=0.0)
         place, inside = mark[:, None] * RANK + s[None], (mark < n)[:, None] & (s[None] < RANK)
-        e, r = tl.load(w_e + place, mask=inside, other=0.0), tl.load(w_r + place, mask=inside, other=0.0)
-        sum_e += dot(xl, e.to(xl.dtype), PRECISION)
-        sum_r += dot(xl, r.to(xl.dtype), PRECISION)
-    out = wx + (sequence * HEADS + head) * (2 * P * S) + p[:, None] * S + s[None]
+        sum_e += dot(xl, tl.load(w_e + place, mask=inside, other=0.0).to(xl.dtype), PRECISION)
+        if BOTH:
+            sum_r += dot(xl, tl.load(w_r + place, mask=inside, other=0.0).to(xl.dtype), PRECISION)
+    out = (sequence * HEADS + head) * APART + p[:, None] * S + s[None]
     fits = (p[:, None] < P) & (s[None] < S)
-    tl.store(out, sum_e.to(wx.dtype.element_ty), mask=fits)
-    tl.store(out + P * S, sum_r.to(wx.dtype.element_ty), mask=fits)
+    tl.store(wx_e + out, sum_e.to(wx_e.dtype.element_ty), mask=fits)
+    if BOTH:
+        tl.store(wx_r + out, sum_r.to(wx_r.dtype.element_ty), mask=fits)
     # The first sequence's programs leave Tr(W_eᵀ W_r) behind.
-    if sequence == 0:
+    if BOTH and sequence == 0:
         total = tl.zeros((BN, BS), tl.float32)
         for first in range(0, n, BN):
             mark = first + j
@@ -79,18 +82,50 @@ def landmark_weights(x: Tensor, rows: Tensor, w_e: Tensor, w_r: Tensor, dtype: t
 
     x: (rows, H·p), w: (H, n, s).
     """
+    wx = _room(x, rows, w_e, dtype, 2)
+    return wx, _fill(x, rows, w_e, w_r, wx, wx[:, :, 1:])
+
+
+def landmark_sides(
+    x: Tensor, rows: Tensor, w_e: Tensor, w_r: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `landmark_weights`, each side in memory of its own, (B, H, 1, p, S): one can be kept without the other."""
+    wx, other = _room(x, rows, w_e, dtype, 1), _room(x, rows, w_e, dtype, 1)
+    return wx, other, _fill(x, rows, w_e, w_r, wx, other)
+
+
+def landmark_side(x: Tensor, rows: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
+    """One of the two alone."""
+    wx = _room(x, rows, w, dtype, 1)
+    _fill(x, rows, w, w, wx, None)
+    return wx
+
+
+def second_side(wx: Tensor, other: Tensor | None) -> Tensor:
+    """That of r: the second half of wx, unless it stands alone."""
+    return wx[:, :, 1:] if other is None else other
+
+
+def _room(x: Tensor, rows: Tensor, w: Tensor, dtype: torch.dtype, sides: int) -> Tensor:
+    heads, _, rank = w.shape
+    shape = (rows.shape[0], heads, sides, x.shape[1] // heads, stored_rank(rank))
+    return torch.empty(shape, dtype=dtype, device=x.device)
+
+
+def _fill(x: Tensor, rows: Tensor, w_e: Tensor, w_r: Tensor, wx_e: Tensor, wx_r: Tensor | None) -> Tensor:
+    """Write both sides, and return the traces; or, without room for r, that of e alone."""
     heads, n, rank = w_e.shape
-    p, stored = x.shape[1] // heads, stored_rank(rank)
+    p, stored = wx_e.shape[3:]
     size = landmark_weight_tiles(x.dtype, p, rank)
-    wx = torch.empty((rows.shape[0], heads, 2, p, stored), dtype=dtype, device=x.device)
-    trace = torch.empty((heads, size.rank_blocks), dtype=torch.float32, device=x.device)
     if not rows.shape[0]:
-        return wx, (w_e.float() * w_r.float()).sum((1, 2))
+        return (w_e.float() * w_r.float()).sum((1, 2))
+    trace = torch.empty((heads, size.rank_blocks), dtype=torch.float32, device=x.device)
     _landmark_weights[(rows.shape[0] * heads * size.rank_blocks,)](
-        x, rows, w_e, w_r, wx, trace, n, HEADS=heads, P=p, RANK=rank, S=stored, BN=size.tokens, BP=size.width,
-        BS=size.rank, NS=size.rank_blocks, PRECISION=precision(x.dtype),
+        x, rows, w_e, w_r, wx_e, wx_e if wx_r is None else wx_r, trace, n, HEADS=heads, P=p, RANK=rank, S=stored,
+        APART=wx_e.shape[2] * p * stored, BN=size.tokens, BP=size.width, BS=size.rank, NS=size.rank_blocks,
+        BOTH=wx_r is not None, PRECISION=precision(x.dtype),
     )  # fmt: skip
-    return wx, trace[:, 0] if size.rank_blocks == 1 else trace.sum(1)
+    return trace[:, 0] if size.rank_blocks == 1 else trace.sum(1)
 
 
 def packed_weights(w_e: Tensor, w_r: Tensor) -> tuple[Tensor, Tensor]:

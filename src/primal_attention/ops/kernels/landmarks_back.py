@@ -22,6 +22,7 @@ from .config import (
     precision,
     stored_rank,
 )
+from .landmarks import second_side
 from .products import dot
 
 
@@ -44,8 +45,8 @@ def _with_followers(own_e, own_r, w_e, w_r, rows, row, mark, leads, n, s, RANK: 
 
 @triton.jit
 def _to_rows(
-    grad_wx, rows, w_e, w_r, grad_x, n, per_program,
-    HEADS: tl.constexpr, P: tl.constexpr, RANK: tl.constexpr, S: tl.constexpr,
+    of_e, of_r, rows, w_e, w_r, grad_x, n, per_program,
+    HEADS: tl.constexpr, P: tl.constexpr, RANK: tl.constexpr, S: tl.constexpr, APART: tl.constexpr,
     BN: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, NS: tl.constexpr, DISTINCT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -54,7 +55,8 @@ def _to_rows(
     p, j = tl.arange(0, BP), tl.arange(0, BN)
     kind = grad_x.dtype.element_ty
     rows += sequence * n
-    grad_wx += (sequence * HEADS + head) * (2 * P * S)
+    of_e += (sequence * HEADS + head) * APART
+    of_r += (sequence * HEADS + head) * APART
     grad_x += head * P
     w_e += head * n * RANK
     w_r += head * n * RANK
@@ -73,10 +75,10 @@ def _to_rows(
             own_e, own_r = tl.load(w_e + place, mask=inside, other=0.0), tl.load(w_r + place, mask=inside, other=0.0)
             if not DISTINCT:
                 own_e, own_r = _with_followers(own_e, own_r, w_e, w_r, rows, row, mark, leads, n, s, RANK)
-            source = grad_wx + p[None] * S + s[:, None]
+            source = p[None] * S + s[:, None]
             fits = (p[None] < P) & (s[:, None] < S)
-            grad += dot(own_e.to(kind), tl.load(source, mask=fits, other=0.0).to(kind), PRECISION)
-            grad += dot(own_r.to(kind), tl.load(source + P * S, mask=fits, other=0.0).to(kind), PRECISION)
+            grad += dot(own_e.to(kind), tl.load(of_e + source, mask=fits, other=0.0).to(kind), PRECISION)
+            grad += dot(own_r.to(kind), tl.load(of_r + source, mask=fits, other=0.0).to(kind), PRECISION)
         target = grad_x + row[:, None] * (HEADS * P) + p[None]
         inside = leads[:, None] & (p[None] < P)
         grad += tl.load(target, mask=inside, other=0.0).to(tl.float32)
@@ -85,8 +87,8 @@ def _to_rows(
 
 @triton.jit
 def _to_weights(
-    x, rows, grad_wx, grad_w, n, batch, per_split,
-    HEADS: tl.constexpr, P: tl.constexpr, S: tl.constexpr,
+    x, rows, of_e, of_r, grad_w, n, batch, per_split,
+    HEADS: tl.constexpr, P: tl.constexpr, S: tl.constexpr, APART: tl.constexpr,
     BN: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, SIDES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """SIDES: 2 where a program's registers hold the sums of both sides, which then read x once."""
@@ -97,17 +99,17 @@ def _to_weights(
     s = (tl.program_id(2) // marks) * BS + tl.arange(0, BS)
     p = tl.arange(0, BP)
     x += head * P
-    grad_wx += (head * 2 + side) * (P * S)
+    of_first = tl.where(side == 0, of_e, of_r)
     first = tl.zeros((BN, BS), tl.float32)
     second = first
     fits = (p[:, None] < P) & (s[None] < S)
     for sequence in range(split * per_split, tl.minimum((split + 1) * per_split, batch)):
         row = tl.load(rows + sequence * n + mark, mask=mark < n, other=-1)
         xl = tl.load(x + row[:, None] * (HEADS * P) + p[None], mask=(row >= 0)[:, None] & (p[None] < P), other=0.0)
-        source = grad_wx + sequence * (HEADS * 2 * P * S) + p[:, None] * S + s[None]
-        first += dot(xl, tl.load(source, mask=fits, other=0.0).to(xl.dtype), PRECISION)
+        source = (sequence * HEADS + head) * APART + p[:, None] * S + s[None]
+        first += dot(xl, tl.load(of_first + source, mask=fits, other=0.0).to(xl.dtype), PRECISION)
         if SIDES == 2:
-            second += dot(xl, tl.load(source + P * S, mask=fits, other=0.0).to(xl.dtype), PRECISION)
+            second += dot(xl, tl.load(of_r + source, mask=fits, other=0.0).to(xl.dtype), PRECISION)
     target = grad_w + (((split * HEADS + head) * 2 + side) * n + mark)[:, None] * S + s[None]
     inside = (mark < n)[:, None] & (s[None] < S)
     tl.store(target, first, mask=inside)
@@ -152,15 +154,19 @@ def finish_weights(parts: Tensor, w_e: Tensor, w_r: Tensor, grad_trace: Tensor |
     return grad_e, grad_r
 
 
-def _sizes(x: Tensor, heads: int, rank: int) -> dict[str, object]:
-    p = x.shape[1] // heads
-    return {"HEADS": heads, "P": p, "S": stored_rank(rank), "BP": power_of_two(p), "PRECISION": precision(x.dtype)}
+def _sizes(x: Tensor, wx: Tensor) -> dict[str, object]:
+    _, heads, sides, p, stored = wx.shape
+    kind = precision(x.dtype)
+    return {"HEADS": heads, "P": p, "S": stored, "APART": sides * p * stored, "BP": power_of_two(p), "PRECISION": kind}
 
 
-def add_to_rows(rows: Tensor, w_e: Tensor, w_r: Tensor, grad_wx: Tensor, grad_x: Tensor, distinct: bool) -> None:
-    """What the landmarks give the gradient of x, onto grad_x. grad_wx: (B, H, 2, p, S).
+def add_to_rows(
+    rows: Tensor, w_e: Tensor, w_r: Tensor, grad_wx: Tensor, grad_x: Tensor, distinct: bool, other: Tensor | None = None
+) -> None:
+    """What the landmarks give the gradient of x, onto grad_x.
 
-    distinct: no sequence is so short that it repeats rows.
+    grad_wx: (B, H, 2, p, S); or that of e, (B, H, 1, p, S), and in `other` that of r. distinct: no sequence is so short
+    that it repeats rows.
     """
     heads, n, rank = w_e.shape
     batch, size = rows.shape[0], landmark_tiles(grad_x.shape[1] // heads, rank)
@@ -168,15 +174,21 @@ def add_to_rows(rows: Tensor, w_e: Tensor, w_r: Tensor, grad_wx: Tensor, grad_x:
     marks = n if batch * heads >= FULL else size.tokens
     if batch:
         _to_rows[(batch * heads, ceil_div(n, marks))](
-            grad_wx, rows, w_e, w_r, grad_x, n, marks, **_sizes(grad_x, heads, rank),
+            grad_wx, second_side(grad_wx, other), rows, w_e, w_r, grad_x, n, marks, **_sizes(grad_x, grad_wx),
             RANK=rank, BN=size.tokens, BS=size.rank, NS=size.rank_blocks, DISTINCT=distinct,
         )  # fmt: skip
 
 
 def to_weights(
-    x: Tensor, rows: Tensor, w_e: Tensor, w_r: Tensor, grad_wx: Tensor, grad_trace: Tensor | None
+    x: Tensor,
+    rows: Tensor,
+    w_e: Tensor,
+    w_r: Tensor,
+    grad_wx: Tensor,
+    grad_trace: Tensor | None,
+    other: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of w_e and w_r."""
+    """The gradients of w_e and w_r. grad_wx, other: as in `add_to_rows`."""
     heads, n, rank = w_e.shape
     batch, size = rows.shape[0], landmark_sum_tiles(x.dtype, x.shape[1] // heads, rank, n)
     tiles, lanes = ceil_div(n, size.tokens) * size.rank_blocks, heads * (3 - size.sides)
@@ -185,7 +197,8 @@ def to_weights(
     parts = torch.empty((splits, heads, 2, n, stored_rank(rank)), dtype=torch.float32, device=x.device)
     if batch:
         _to_weights[(splits, lanes, tiles)](
-            x, rows, grad_wx, parts, n, batch, ceil_div(batch, splits), **_sizes(x, heads, rank),
-            BN=size.tokens, BS=size.rank, SIDES=size.sides, num_warps=size.warps, num_stages=size.stages,
+            x, rows, grad_wx, second_side(grad_wx, other), parts, n, batch, ceil_div(batch, splits),
+            **_sizes(x, grad_wx), BN=size.tokens, BS=size.rank, SIDES=size.sides,
+            num_warps=size.warps, num_stages=size.stages,
         )  # fmt: skip
     return finish_weights(parts, w_e, w_r, grad_trace)

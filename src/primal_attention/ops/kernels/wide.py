@@ -14,7 +14,8 @@ and back, with g the gradient of o and g_E that of the energies:
 so that a token costs p² per product whatever the rank. A program forms A and B first, runs over its rows, and turns C
 and D into energies or gradients at the end. Sums over chunks are partial sums added in a fixed order.
 
-Layouts: qk (rows, 2·H·p); wx (B or 1, H, 2, p, S); each head's output o: (rows, H·p); score_weight (p, 2·rank).
+Layouts: qk (rows, 2·H·p); each head's output o: (rows, H·p); score_weight (p, 2·rank); wx (B or 1, H, 2, p, S), or in
+two tensors, wx for e and `other` for r, (B, H, 1, p, S) each.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from .config import precision, wide_tiles
 from .fold import foldable
+from .landmarks import second_side
 from .products import dot
 from .scores import EPS
 from .sequences import Sequences
@@ -73,8 +75,8 @@ def rows_forward(
 
 @triton.jit
 def _mix(
-    qk, wx, score_weight, score_bias, each, energy, chunk_sequence, chunk_start, chunk_end, wx_batch_stride,
-    HEADS: tl.constexpr, P: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr,
+    qk, wx_e, wx_r, score_weight, score_bias, each, energy, chunk_sequence, chunk_start, chunk_end, wx_batch_stride,
+    HEADS: tl.constexpr, P: tl.constexpr, S: tl.constexpr, APART: tl.constexpr, RANK: tl.constexpr,
     BT: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, NS: tl.constexpr,
     BIAS: tl.constexpr, ENERGY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -83,8 +85,8 @@ def _mix(
     chunk, head = program // HEADS, program % HEADS
     start, end = tl.load(chunk_start + chunk), tl.load(chunk_end + chunk)
     p = tl.arange(0, BP)
-    w_q = wx + tl.load(chunk_sequence + chunk) * wx_batch_stride + head * (2 * P * S)
-    w_k = w_q + P * S
+    place = tl.load(chunk_sequence + chunk) * wx_batch_stride + head * APART
+    w_q, w_k = wx_e + place, wx_r + place
     a_q = output_map(w_q, score_weight, qk, P, S, RANK, BP, BS, NS, PRECISION)
     a_k = output_map(w_k, score_weight + RANK, qk, P, S, RANK, BP, BS, NS, PRECISION)
     shift = tl.load(score_bias + p, mask=p < P, other=0.0).to(tl.float32) if BIAS else tl.zeros((BP,), tl.float32)
@@ -103,12 +105,15 @@ def _mix(
 
 
 def sizes(qk: Tensor, wx: Tensor, rank: int) -> dict[str, object]:
-    return {"HEADS": wx.shape[1], "P": wx.shape[3], "S": wx.shape[4], "RANK": rank, "PRECISION": precision(qk.dtype)}
+    _, heads, sides, p, stored = wx.shape
+    kind = precision(qk.dtype)
+    return {"HEADS": heads, "P": p, "S": stored, "APART": sides * p * stored, "RANK": rank, "PRECISION": kind}
 
 
 def mix_forward(
     qk: Tensor,
     wx: Tensor,
+    other: Tensor | None,
     score_weight: Tensor,
     score_bias: Tensor | None,
     seqs: Sequences,
@@ -124,8 +129,8 @@ def mix_forward(
     size = wide_tiles(qk.dtype, p, rank)
     if chunks:
         _mix[(chunks * heads,)](
-            qk, wx, score_weight, score_weight if score_bias is None else score_bias, each, energy,
-            seqs.chunk_sequence, seqs.chunk_start, seqs.chunk_end, wx.stride(0) if wx.shape[0] > 1 else 0,
+            qk, wx, second_side(wx, other), score_weight, score_weight if score_bias is None else score_bias,
+            each, energy, seqs.chunk_sequence, seqs.chunk_start, seqs.chunk_end, wx.stride(0) if wx.shape[0] > 1 else 0,
             **sizes(qk, wx, rank), BT=size.tokens, BP=size.width, BS=size.rank, NS=size.rank_blocks,
             BIAS=score_bias is not None, ENERGY=measured,
             num_warps=size.warps, num_stages=size.stages, maxnreg=size.registers,

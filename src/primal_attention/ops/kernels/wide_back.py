@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .config import ceil_div, power_of_two, wide_back_tiles
+from .landmarks import second_side
 from .products import dot
 from .scores import EPS
 from .segments import column_sum, segment_sum, two_column_sums
@@ -62,9 +63,9 @@ def rows_back(
 
 @triton.jit
 def _mix_backward(
-    qk, wx, score_weight, grad_each, grad_energy, grad_qk, grad_wx, grad_score, grad_bias,
+    qk, wx_e, wx_r, score_weight, grad_each, grad_energy, grad_qk, of_e, of_r, grad_score, grad_bias,
     chunk_sequence, chunk_start, chunk_end, wx_batch_stride, chunks, per_group,
-    HEADS: tl.constexpr, P: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr,
+    HEADS: tl.constexpr, P: tl.constexpr, S: tl.constexpr, APART: tl.constexpr, RANK: tl.constexpr,
     BT: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, NS: tl.constexpr, BR: tl.constexpr,
     DEPENDS: tl.constexpr, ENERGY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -74,6 +75,8 @@ def _mix_backward(
     p = tl.arange(0, BP)
     first_column = (side * HEADS + head) * P
     kind: tl.constexpr = qk.dtype.element_ty
+    wx = tl.where(side == 0, wx_e, wx_r)
+    grad_wx = tl.where(side == 0, of_e, of_r)
     score_weight += side * RANK
     grad_score += ((group * HEADS + head) * (2 * P) + side) * S
     if NS == 1:
@@ -83,7 +86,7 @@ def _mix_backward(
     for chunk in range(begins, tl.minimum(begins + per_group, chunks)):
         start, end = tl.load(chunk_start + chunk), tl.load(chunk_end + chunk)
         sequence = tl.load(chunk_sequence + chunk)
-        w = wx + sequence * wx_batch_stride + lane * (P * S)
+        w = wx + sequence * wx_batch_stride + head * APART
         of_energy = grad_energy + (sequence * (2 * HEADS) + lane) * S
         if NS == 1:
             w_s = directions(w, 0, qk, P, S, BP, BS)
@@ -110,7 +113,7 @@ def _mix_backward(
                 z, g, dz, a, b, most, first, rows, sums, grams, HEADS, P, BT, BP, ENERGY, PRECISION
             )
             sum_b += tl.sum(tl.reshape(found, (BT // 16, 16, BP)), 1)
-        own = grad_wx + ((chunk if DEPENDS else group) * (2 * HEADS) + lane) * (P * S)
+        own = grad_wx + ((chunk if DEPENDS else group) * HEADS + head) * APART
         turned, gram = in_one(sums[0], sums[1], BT, BP), in_one(grams[0], grams[1], BT, BP)
         if NS == 1:
             weight_gradients_at_once(
@@ -152,9 +155,17 @@ class Parts:
         return total.view(p, 2, stored)[:, :, :rank].reshape(p, 2 * rank), bias
 
 
+def _room(wx: Tensor, spend: bool, chunks: int, seqs: Sequences) -> Tensor:
+    """For what the chunks give the gradient of weights that depend on the data."""
+    if seqs.single:
+        return wx if spend else torch.empty_like(wx)
+    return torch.empty((chunks, *wx.shape[1:]), dtype=torch.float32, device=wx.device)
+
+
 def mix_backward(
     qk: Tensor,
     wx: Tensor,
+    other: Tensor | None,
     score_weight: Tensor,
     grad_each: Tensor,
     grad_energy: Tensor | None,
@@ -163,10 +174,11 @@ def mix_backward(
     whole: bool,
     spend: bool = False,
     spend_wx: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of qk, of wx in its dtype, of the score map, and of the projection's bias.
+    spend_other: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+    """Gradients of qk, of wx and other in their dtype, of the score map, and of the projection's bias.
 
-    depends: each sequence has weights of its own. spend, spend_wx: the gradient may take the place of qk, of wx:
+    depends: each sequence has weights of its own. spend…: the gradient may take the place of qk, of wx, of other:
     a program reads and writes its own parts of them alone. Rows of qk between the sequences then stay as they are:
     x is zero there, and nobody asks for their gradient.
     """
@@ -175,22 +187,20 @@ def mix_backward(
     size = wide_back_tiles(qk.dtype, p, rank)
     parts = Parts(qk, wx, chunks, depends, AT_ONCE if size.rank_blocks == 1 else PROGRAMS)
     grad_qk = qk if spend else (torch.empty_like if whole else torch.zeros_like)(qk)
-    if not depends:
-        grad_wx = parts.of_wx
-    elif seqs.single:
-        grad_wx = wx if spend_wx else torch.empty_like(wx)
-    else:
-        grad_wx = torch.empty((chunks, *wx.shape[1:]), dtype=torch.float32, device=qk.device)
-    assert grad_wx is not None
+    grad_wx = _room(wx, spend_wx, chunks, seqs) if parts.of_wx is None else parts.of_wx
+    grad_other = None if other is None else _room(other, spend_other, chunks, seqs)
     grad_bias = torch.empty((parts.groups, 2 * heads * p), dtype=torch.float32, device=qk.device)
     if chunks:
         _mix_backward[(parts.groups * 2 * heads,)](
-            qk, wx, score_weight, grad_each, qk if grad_energy is None else grad_energy, grad_qk, grad_wx,
-            parts.of_score, grad_bias, seqs.chunk_sequence, seqs.chunk_start, seqs.chunk_end,
-            wx.stride(0) if wx.shape[0] > 1 else 0, chunks, parts.per_group,
+            qk, wx, second_side(wx, other), score_weight, grad_each, qk if grad_energy is None else grad_energy,
+            grad_qk, grad_wx, second_side(grad_wx, grad_other), parts.of_score, grad_bias,
+            seqs.chunk_sequence, seqs.chunk_start, seqs.chunk_end, wx.stride(0) if wx.shape[0] > 1 else 0,
+            chunks, parts.per_group,
             **sizes(qk, wx, rank), BT=size.tokens, BP=size.width, BS=size.rank, NS=size.rank_blocks,
             BR=power_of_two(rank), DEPENDS=depends, ENERGY=grad_energy is not None,
             num_warps=size.warps, num_stages=size.stages, maxnreg=size.registers,
         )  # fmt: skip
     grad_wx = segment_sum(grad_wx, seqs, wx.dtype) if depends else parts.weight_gradient()
-    return grad_qk, grad_wx, *parts.score_and_bias_gradients(score_weight, grad_bias)
+    if grad_other is not None:
+        grad_other = segment_sum(grad_other, seqs, wx.dtype)
+    return grad_qk, grad_wx, grad_other, *parts.score_and_bias_gradients(score_weight, grad_bias)
