@@ -135,11 +135,6 @@ def running_mix_backward(i: Inputs) -> tuple[Any, ...]:
     return *given, i.draw(ROWS, WIDTH, grad=False), i.energy(False), i.tables, False, True
 
 
-def output_backward(i: Inputs) -> tuple[Any, ...]:
-    given = i.draw(ROWS, WIDTH, grad=False), i.draw(ROWS, WIDTH, grad=False), i.draw(WIDTH, WIDTH, grad=False)
-    return *given, P, True
-
-
 def measure(i: Inputs) -> tuple[Any, ...]:
     return i.energy(), i.draw(HEADS, RANK), i.draw(HEADS), i.seqs.lengths, 0, False
 
@@ -180,7 +175,6 @@ ARGUMENTS: dict[str, Callable[[Inputs], tuple[Any, ...]]] = {
     "RUNNING_MIX": running_mix,
     "RUNNING_MIX_BACKWARD": running_mix_backward,
     "OUTPUT": lambda i: (i.draw(ROWS, WIDTH), i.draw(P), i.draw(WIDTH, WIDTH), i.draw(WIDTH)),
-    "OUTPUT_BACKWARD": output_backward,
     "MEASURE": measure,
     "MEASURE_BACKWARD": measure_backward,
 }

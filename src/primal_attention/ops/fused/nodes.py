@@ -155,8 +155,8 @@ class Output(Node):
     def backward(ctx: Any, grad_y: Tensor) -> Gradients:
         each, weight = ctx.saved_tensors
         wanted = (ctx.width and ctx.needs_input_grad[1]) or (ctx.biased and ctx.needs_input_grad[3])
-        grad_each, grad_weight, grad_bias, grad_score_bias = wide.OUTPUT_BACKWARD(
-            grad_y.contiguous(), each, weight, ctx.width or 1, bool(wanted)
+        grad_each, grad_weight, grad_bias, grad_score_bias = wide.output_backward(
+            grad_y.contiguous(), each, weight, ctx.width, bool(wanted)
         )
         return (
             grad_each,

@@ -25,6 +25,11 @@ def floats(like: Tensor, *shape: Any) -> Tensor:
     return like.new_empty(shape, dtype=torch.float32)
 
 
+def traced(tensor: Tensor) -> bool:
+    """Whether somebody follows the call without its numbers, such as a compiler."""
+    return torch.compiler.is_compiling() or type(tensor) not in (Tensor, torch.nn.Parameter)
+
+
 class Operator:
     """A kernel by name: `run` in eager mode, the registered operator where somebody traces."""
 
@@ -35,5 +40,4 @@ class Operator:
 
     def __call__(self, *args: Any, **eager: Any) -> Any:
         """`eager`: what only the eager function may be told, because a registered operator changes no argument."""
-        traced = torch.compiler.is_compiling() or type(args[0]) not in (Tensor, torch.nn.Parameter)
-        return self.registered(*args) if traced else self.run(*args, **eager)
+        return self.registered(*args) if traced(args[0]) else self.run(*args, **eager)

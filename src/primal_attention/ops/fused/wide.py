@@ -16,7 +16,7 @@ from ..kernels import landmarks, running_wide, wide_back
 from ..kernels import wide as mixing
 from ..kernels.config import stored_rank
 from ..kernels.segments import segment_sum, sum_through, tall_sum
-from .operator import Operator, Tables, floats, sequences_of
+from .operator import Operator, Tables, floats, sequences_of, traced
 from .score_operators import fake_sums, gradient_of_weights
 
 
@@ -172,24 +172,23 @@ def _fake_output(each: Tensor, score_bias: Any, weight: Tensor, bias: Any) -> Te
 
 def output_backward(
     grad_y: Tensor, each: Tensor, weight: Tensor, width: int, biased: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Gradients of the heads' outputs, of W_out and, where biased, of b_out and of b_o, which has `width` numbers.
 
-    width: 1 where there is no b_o.
+    width: 0 where there is no b_o.
     Every token adds b_o in each head and W_out follows, so its gradient is W_outᵀ times that of b_out.
     """
     grad_each, grad_weight = grad_y @ weight, grad_y.mT @ each
     if not biased:
-        return grad_each, grad_weight, grad_y.new_empty(weight.shape[0]), grad_y.new_empty(width)
+        return grad_each, grad_weight, None, None
+    if traced(grad_y):  # a compiler's sums are as fast as the kernels', and it sees through them
+        total = grad_y.sum(0, dtype=torch.float32)
+        sums = (total[:, None] * weight).unflatten(1, (-1, width)).sum((0, 1)).to(weight.dtype) if width else None
+        return grad_each, grad_weight, total.to(grad_y.dtype), sums
     total = tall_sum(grad_y)
-    if width == 1:
-        return grad_each, grad_weight, total.to(grad_y.dtype), grad_y.new_empty(1)
+    if not width:
+        return grad_each, grad_weight, total.to(grad_y.dtype), None
     return grad_each, grad_weight, *sum_through(total, weight, width)
-
-
-def _fake_output_backward(grad_y: Tensor, each: Tensor, weight: Tensor, width: int, biased: bool) -> tuple[Tensor, ...]:
-    like = torch.empty_like(each), torch.empty_like(weight)
-    return *like, grad_y.new_empty(weight.shape[0]), grad_y.new_empty(width)
 
 
 MIX = Operator(mix, _fake_mix)
@@ -197,4 +196,3 @@ MIX_BACKWARD = Operator(mix_backward, _fake_mix_backward)
 RUNNING_MIX = Operator(running_mix, _fake_running_mix)
 RUNNING_MIX_BACKWARD = Operator(running_mix_backward, _fake_running_mix_backward)
 OUTPUT = Operator(output, _fake_output)
-OUTPUT_BACKWARD = Operator(output_backward, _fake_output_backward)
