@@ -64,9 +64,10 @@ def batch(length: int, cases: int = 3) -> Tensor:
     return ids
 
 
-@pytest.mark.parametrize(("attention", "kinds"), [("softmax", 1), ("primal+", 2)])
-def test_a_compiled_step_is_the_step(attention: str, kinds: int, graphs):
+@pytest.mark.parametrize(("attention", "kinds", "room"), [("softmax", 1, 24), ("primal+", 2, None), ("primal+", 2, 24)])
+def test_a_compiled_step_is_the_step(attention: str, kinds: int, room: int | None, graphs):
     plain, compiled = make(attention), make(attention)
+    plain.room = compiled.room = room
     compiled.compile(backend=counting(graphs, "aot_eager"))
     assert list(compiled.state_dict()) == list(plain.state_dict())
     expected, found = step(plain, batch(24)), step(compiled, batch(24))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,8 @@ def test_the_papers_settings(task, steps, warmup, batch, former, plus):
 @pytest.mark.parametrize("task", TASKS)
 def test_the_short_training_is_of_the_same_model(task):
     short, paper = registry.get(f"lra-short/{task}").resolved(), registry.get(f"lra/{task}").resolved()
-    assert (short.model, short.eta) == (paper.model, paper.eta)
+    model = dataclasses.replace(short.model, positions=paper.model.positions)  # where they start, not what they are
+    assert (model, short.eta) == (paper.model, paper.eta)
     trainer = short.trainer
     cases = trainer.epochs * trainer.steps_per_epoch * trainer.batch_size
     assert trainer.epochs * trainer.steps_per_epoch == SHORT[task].steps
