@@ -8,10 +8,10 @@ from .nn.objective import ksvd_loss
 from .nn.primal import PrimalAttention
 
 if TYPE_CHECKING:
-    from .convert import primalize
+    from .convert import load_primalized, primalize
     from .convert.distill import distill
     from .convert.spectrum import spectrum
-    from .engine.estimator import PrimalClassifier
+    from .engine.timeseries.estimator import PrimalClassifier
     from .ksvd import KernelSVD
     from .nn.rivals import attention_names, make_attention
     from .official import load_official
@@ -27,6 +27,7 @@ _LAZY = {
     "context_parallel": ("primal_attention.parallel", "train"),
     "attention_names": ("primal_attention.nn.rivals", "dev"),
     "load_official": ("primal_attention.official", "dev"),
+    "load_primalized": ("primal_attention.convert", "hf"),
     "make_attention": ("primal_attention.nn.rivals", "dev"),
     "primalize": ("primal_attention.convert", "hf"),
     "spectrum": ("primal_attention.convert.spectrum", "ksvd"),
@@ -42,6 +43,7 @@ __all__ = [
     "distill",
     "ksvd_loss",
     "load_official",
+    "load_primalized",
     "make_attention",
     "primalize",
     "spectrum",

@@ -229,6 +229,11 @@ def test_bad_input_is_one_line(model, arguments, message) -> None:
     assert "\n" not in str(raised.value)
 
 
+def test_what_is_no_module_is_one_line() -> None:
+    with pytest.raises(TypeError, match=r"model must be an nn\.Module \(got str\)"):
+        primalize("bert-base-uncased")
+
+
 def test_a_wrong_argument_leaves_the_model_untouched() -> None:
     model = encoder()
     with pytest.raises(ValueError, match="rank"):

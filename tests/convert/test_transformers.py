@@ -9,8 +9,7 @@ hf = pytest.importorskip("transformers", minversion="5")
 
 from closeness import assert_close  # noqa: E402
 from convert.hf_models import DECODERS, ENCODERS, IMAGES, SMALL, inputs, make, output  # noqa: E402
-from primal_attention import PrimalAttention, ksvd_loss, primalize  # noqa: E402
-from primal_attention.convert import load_primalized  # noqa: E402
+from primal_attention import PrimalAttention, ksvd_loss, load_primalized, primalize  # noqa: E402
 from primal_attention.nn.objective import primal_layers  # noqa: E402
 
 ALL = ENCODERS + DECODERS + IMAGES
@@ -164,6 +163,8 @@ def test_a_checkpoint_that_does_not_fit_is_one_line(tmp_path) -> None:
         load_primalized(type(model), tmp_path / "nothing")
     primalize(model, **SMALL)
     model.save_pretrained(tmp_path / "saved")
+    with pytest.raises(TypeError, match=r"a model's own class such as BertModel \(got AutoModel\)"):
+        load_primalized(hf.AutoModel, tmp_path / "saved")
     with pytest.raises(ValueError, match=r"names the layer encoder\.layer\.2\.attention, which GPT2"):
         load_primalized(hf.GPT2Model, tmp_path / "saved")
     model.encoder.layer[2].attention.primal.w_e = None

@@ -47,6 +47,8 @@ def primalize(model: nn.Module, layers: Layers = "last", *, copy: bool = False, 
     Returns:
         The names of the replaced modules: a list, with `.report` (parameters and FLOPs before and after) and `.model`.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module (got {type(model).__name__})")
     for name in FROM_THE_MODULE:
         if name in primal_kwargs:
             raise ValueError(f"{name} is the replaced module's own: leave it out of primalize(…)")

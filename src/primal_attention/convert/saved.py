@@ -44,6 +44,9 @@ def load_primalized(model_class: Any, folder: str | Path, **from_pretrained_kwar
         model_class: a model class of transformers, BertModel for example (not AutoModel).
         folder: what `save_pretrained` wrote.
     """
+    if not (isinstance(model_class, type) and issubclass(model_class, nn.Module)):
+        got = getattr(model_class, "__name__", repr(model_class))
+        raise TypeError(f"model_class must be a model's own class such as BertModel (got {got})")
     settings = _settings(Path(folder))
 
     class Primal(model_class):  # type: ignore[misc]
