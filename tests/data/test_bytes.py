@@ -75,6 +75,7 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch):
 
 
 def test_a_review_that_is_not_utf8_is_named(folder: Path):
+    text.load(folder)  # a review that was read before and changed is read again
     (folder / "aclImdb" / "train" / "pos" / "3_7.txt").write_bytes(b"caf\xe9")
     with pytest.raises(DataError, match=r"3_7\.txt is not UTF-8 text \(byte 3 is 0xe9\)"):
         text.load(folder)

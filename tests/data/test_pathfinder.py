@@ -147,6 +147,14 @@ def test_a_spoilt_folder_is_one_clear_line(folder: Path, how: str):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("how", ["size", "missing image", "no image"], ids=lambda how: how.replace(" ", "-"))
+def test_an_image_that_is_spoilt_after_the_first_reading_is_told_too(folder: Path, how: str):
+    pathfinder.load(folder)
+    spoil(folder, how)
+    with pytest.raises(DataError, match=SAID[how]):
+        pathfinder.load(folder)
+
+
 def test_contours_that_cannot_fit_are_refused(tmp_path: Path):
     with pytest.raises(DataError, match="contour_length must lie between 3 and 18"):
         pathfinder.generate(2, 0, contour_length=40)

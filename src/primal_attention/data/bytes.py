@@ -16,7 +16,7 @@ import numpy as np
 
 from primal_attention.data.errors import DataError
 from primal_attention.data.series import stratified_holdout
-from primal_attention.data.tokens import Arrays, TokenData, TokenSplit, cached, stack, utf8
+from primal_attention.data.tokens import Arrays, TokenData, TokenSplit, cached, stack, stamp, utf8
 
 LENGTH = 4000
 HELD_OUT = 0.1
@@ -49,7 +49,7 @@ def _half(folder: Path, half: str, length: int) -> Arrays:
     for home in (folder, folder / "aclImdb"):
         kinds = [home / half / label for label in LABELS]
         if all(kind.is_dir() for kind in kinds):
-            return cached(folder, half, kinds, length, partial(_read_folders, kinds, length))
+            return cached(folder, half, kinds, [length, stamp(kinds)], partial(_read_folders, kinds, length))
     raise DataError(
         f"{folder}: no {half} split; expected {parquet.name}, or the reviews in {half}/pos/*.txt and {half}/neg/*.txt "
         "as in the aclImdb archive (https://ai.stanford.edu/~amaas/data/sentiment)"

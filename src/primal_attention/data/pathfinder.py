@@ -27,7 +27,7 @@ import numpy as np
 
 from primal_attention.data.contours import SIZE, Canvas
 from primal_attention.data.errors import DataError
-from primal_attention.data.tokens import Arrays, Progress, TokenData, TokenSplit, cached, utf8_lines
+from primal_attention.data.tokens import Arrays, Progress, TokenData, TokenSplit, cached, stamp, utf8_lines
 
 SIZES = {"train": 160_000, "valid": 20_000, "test": 20_000}
 FOLDER_SIZE = 1000  # images per folder, as released
@@ -155,7 +155,7 @@ def write(
                 progress(1)
         (folder / "metadata" / f"{number}.npy").write_text("\n".join(lines) + "\n")
     (folder / "splits.json").write_text(json.dumps(sizes) + "\n")
-    cached(folder, "images", _metadata(folder), None, lambda: arrays)
+    cached(folder, "images", _metadata(folder), stamp(_image_folders(folder)), lambda: arrays)
     return folder
 
 
@@ -183,7 +183,7 @@ def load(folder: str | Path, contour_length: int = CONTOUR_LENGTH) -> TokenData:
         raise DataError(
             f"{folder}: no metadata/*.npy and so no images; 'primal data pathfinder --out {folder}' draws some"
         )
-    arrays = cached(folder, "images", files, None, lambda: read(folder, files))
+    arrays = cached(folder, "images", files, stamp(_image_folders(folder)), lambda: read(folder, files))
     images, labels = arrays["images"], arrays["labels"].astype(np.int64)
     tokens = images.reshape(len(images), -1)
     splits = {name: TokenSplit(tokens[rows], labels[rows]) for name, rows in _splits(folder, len(labels)).items()}
@@ -198,6 +198,10 @@ def _home(folder: Path, contour_length: int) -> Path:
 def _metadata(folder: Path) -> list[Path]:
     files = [file for file in (folder / "metadata").glob("*.npy") if file.stem.isdecimal()]
     return sorted(files, key=lambda file: int(file.stem))
+
+
+def _image_folders(folder: Path) -> list[Path]:
+    return [place for place in (folder / "imgs").glob("*") if place.is_dir()]
 
 
 def _splits(folder: Path, cases: int) -> dict[str, slice | np.ndarray]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,6 +80,20 @@ def cached(home: Path, name: str, sources: Sequence[Path], settings: object, mak
     except OSError:
         return arrays
     return load_cache(home, name, key) or arrays
+
+
+def stamp(folders: Iterable[Path]) -> list[int] | None:
+    """Number, bytes and times of the files in some folders, which a file that is new, gone or changed changes.
+
+    For settings of `cached` where the sources are too many to be listed; None where there are no files.
+    """
+    count = size = time = 0
+    for folder in folders:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                found = entry.stat()
+                count, size, time = count + 1, size + found.st_size, time + found.st_mtime_ns
+    return [count, size, time] if count else None
 
 
 def save_cache(home: Path, name: str, key: object, arrays: Arrays) -> None:
