@@ -76,6 +76,14 @@ def test_a_document_in_two_splits_is_refused(tmp_path: Path) -> None:
         text.load(tmp_path, 300)
 
 
+def test_a_document_under_another_title_is_refused_and_bare_titles_are_not(tmp_path: Path) -> None:
+    write(tmp_path, train=article("A") + " = Index = \n", valid=article("B") + " = Index = \n")
+    assert text.load(tmp_path, 300).train.documents == 2
+    write(tmp_path, train=article("A"), valid=article("A").replace(" = A = ", " = Other = ", 1))
+    with pytest.raises(DataError, match="the document 'Other' stands in train and in valid"):
+        text.load(tmp_path, 300)
+
+
 def test_bad_files_are_told_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no train split; expected wiki.train.tokens, wiki.train.txt"):
         text.load(tmp_path, 300)

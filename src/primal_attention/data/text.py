@@ -92,20 +92,27 @@ def documents(text: str) -> list[str]:
 
 
 def check_no_leak(splits: Sequence[Sequence[str]]) -> None:
-    """Refuse a document that stands in two splits, whatever its title."""
+    """Refuse a document that stands in two splits, whatever its title there."""
     seen: dict[bytes, str] = {}
     for name, pieces in zip(SPLITS, splits, strict=True):
         own = {}
         for piece in pieces:
-            body = piece.strip()
+            title, body = _title_and_body(piece)
             key = hashlib.sha256(body.encode()).digest()
             if body and key in seen:
-                title = body.splitlines()[0].strip(" =")
                 raise DataError(
                     f"the document {title!r} stands in {seen[key]} and in {name}: splits must not share text"
                 )
             own[key] = name
         seen |= own
+
+
+def _title_and_body(piece: str) -> tuple[str, str]:
+    """A document's title, or its first words where it has none, and the text below."""
+    first, _, rest = piece.partition("\n")
+    if DOCUMENT.match(first):
+        return first.strip(" ="), rest.strip()
+    return first.strip()[:60], piece.strip()
 
 
 def _encode_all(files: Sequence[Path], size: int | None, vocabulary: Vocabulary | None) -> Arrays:
