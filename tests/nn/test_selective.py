@@ -100,6 +100,8 @@ def test_the_dual_layer_reads_through_its_kernel() -> None:
 def test_a_selective_decay_is_learned() -> None:
     with pytest.raises(ValueError, match="a selective decay is learned"):
         SelectivePrimalAttention(12, 3, rank=4, decay=0.5)
+    with pytest.raises(ValueError, match="recompute=True has no meaning here"):
+        SelectivePrimalAttention(12, 3, rank=4, recompute=True)
 
 
 def test_starting_again_gives_a_fresh_layer() -> None:

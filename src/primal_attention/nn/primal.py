@@ -19,6 +19,7 @@ from ..ops import reference as eq
 from ..ops.layer import Objective, Weights
 from ..ops.modes import COSINE, FeatureMap, Mode, State, kernel_factors
 from ..ops.primal import attend
+from ..ops.recompute import recomputed
 from ..ops.reference import LandmarkState, RunningState
 from . import checks
 from .tie import tie
@@ -41,6 +42,7 @@ class PrimalAttention(nn.Module):
             the past fades per token; a number or one per head fixes it.
         feature_map: "cosine", "softmax" (positive random features with D̂) or a callable on (..., head_dim).
         dropout: on the projection scores, after the objective has seen them.
+        recompute: keep x alone for the way back and make the pass again there: less memory, more time.
         max_length: causal and data-dependent: the length over which the landmarks' grid is laid.
         objective_form: "mean" over tokens (training) or the paper's "sum".
         objective_trace: "weights" for Tr(W_eᵀ W_r), "projections" for Tr(W_{e|X}ᵀ W_{r|X}).
@@ -63,6 +65,7 @@ class PrimalAttention(nn.Module):
         bias: bool = True,
         dropout: float = 0.0,
         backend: Literal["auto", "reference", "compiled", "lean", "fused"] = "auto",
+        recompute: bool = False,
         max_length: int | None = None,
         objective_form: Literal["mean", "sum"] = "mean",
         objective_trace: Literal["weights", "projections"] = "weights",
@@ -81,7 +84,7 @@ class PrimalAttention(nn.Module):
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
         self.rank, self.landmarks, self.max_length = rank, landmarks, max_length
         self.data_dependent, self.causal = data_dependent, causal
-        self.dropout, self.backend = dropout, backend
+        self.dropout, self.backend, self.recompute = dropout, backend, recompute
         self.objective_form: Literal["mean", "sum"] = objective_form
         self.objective_trace: Literal["weights", "projections"] = objective_trace
         self._objective: Tensor | None = None
@@ -235,7 +238,8 @@ class PrimalAttention(nn.Module):
             # The last pass' graph goes before this one's is built: kept, it would bind the parameters' gradients to the
             # stream of that pass, which a CUDA graph's capture does not survive.
             self._keep_objective(None)
-        result = attend(
+        pass_over = recomputed if self.recompute and torch.is_grad_enabled() else attend
+        result = pass_over(
             x,
             self._weights(),
             self.mode,

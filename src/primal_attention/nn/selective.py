@@ -53,6 +53,8 @@ class SelectivePrimalAttention(PrimalAttention):
         super().__init__(embed_dim, num_heads, rank=rank, **settings)
         if not isinstance(self.decay_logit, nn.Parameter) or self.data_dependent or self.feature_map != "cosine":
             raise ValueError("a selective decay is learned, with data_dependent=False and feature_map='cosine'")
+        if self.recompute:
+            raise ValueError("recompute=True has no meaning here: put the block under torch's activation checkpointing")
         weight = self.qk_proj.weight
         self.decay_proj = nn.Linear(embed_dim, num_heads, bias=False, device=weight.device, dtype=weight.dtype)
         self.reset_parameters()

@@ -97,6 +97,29 @@ def test_activation_checkpointing_changes_nothing(device: torch.device, mode: st
         assert torch.equal(plain, recomputed)
 
 
+@pytest.mark.parametrize("mode", ["data_dependent", "learned_decay", "growing"])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_recomputing_keeps_less_and_changes_nothing(device: torch.device, mode: str, dropout: float) -> None:
+    """Of what has at least the size of x, x alone is kept."""
+    layer = make(mode, heads=1, dropout=dropout).to(device)
+    x = tokens(layer, 2, 40).requires_grad_()
+
+    def gradients(recompute: bool) -> tuple[int, list[torch.Tensor]]:
+        layer.recompute = recompute
+        kept: list[int] = []
+        torch.manual_seed(3)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+            y = layer(x)
+        loss = y.square().sum() + layer.objective.square().sum()
+        return sum(n for n in kept if n >= x.numel()), list(torch.autograd.grad(loss, [x, *layer.parameters()]))
+
+    (much, plain), (little, again) = gradients(False), gradients(True)
+    assert much >= 3 * x.numel()
+    assert little == x.numel()
+    for one, other in zip(plain, again, strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("rank", [8, 5])
 def test_dropout_falls_on_the_scores_alone(device: torch.device, rank: int) -> None:
     """Rank 5 leaves a stored column that carries the bias: dropout must pass it by."""

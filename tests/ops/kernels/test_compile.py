@@ -45,6 +45,16 @@ def test_one_graph_serves_all_lengths(device: torch.device, mode: str) -> None:
     assert len(graphs) == 1, "a length was compiled anew"
 
 
+@pytest.mark.parametrize("mode", ["data_dependent", "learned_decay"])
+def test_a_layer_that_recomputes_compiles(device: torch.device, mode: str) -> None:
+    layer = make(mode, heads=1, recompute=True).to(device)
+    plain = twin(layer, torch.float32, "fused")
+    plain.recompute = False
+    x = tokens(layer, 2, 7)
+    found = results(Compiled(layer, "aot_eager"), x, scored=False)  # type: ignore[arg-type]
+    assert_same(found, results(plain, x, scored=False))
+
+
 @pytest.mark.parametrize("mode", ["data_dependent", "growing"])
 def test_packed_input_compiles(device: torch.device, mode: str) -> None:
     layer = make(mode, heads=1).to(device)

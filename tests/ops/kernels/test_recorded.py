@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from kernel_cases import Layer, Results, make, tokens
 from primal_attention.ops.fused import attention, recorded
@@ -146,6 +147,21 @@ def test_a_recording_made_in_inference_mode_serves_training_too(
     (found,) = torch.autograd.grad(layer(x).square().sum(), x)
     monkeypatch.setattr(recorded, "LARGEST", 0)
     assert torch.equal(found, torch.autograd.grad(layer(x).square().sum(), x)[0])
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["checkpointed", "recompute"])
+def test_a_pass_that_is_repeated_on_the_way_back_goes_the_way_it_went(
+    device: torch.device, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recording that came between the two passes would save other tensors, which checkpointing refuses."""
+    layer = make("data_dependent", recompute=again).to(device)
+    x = tokens(layer, 2, 9)
+    expected = plainly(layer, x, monkeypatch)
+    for _ in range(3):
+        rows = x.clone().requires_grad_()
+        y = layer(rows) if again else checkpoint(layer, rows, use_reentrant=False)
+        loss = y.float().square().sum() + layer.objective.square().sum()
+        assert_equal(backward(layer, rows, y, loss), expected)
 
 
 def test_autocast_casts_into_the_recording(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
