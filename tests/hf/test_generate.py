@@ -162,6 +162,11 @@ def test_a_pipeline_writes(folder: tuple[Path, Vocabulary]) -> None:
     alone = [write(text, **settings)[0]["generated_text"] for text in texts]
     assert all(found.startswith(text) for found, text in zip(alone, texts, strict=True))
     assert [found[0]["generated_text"] for found in write(texts, batch_size=2, **settings)] == alone
+    # The vocabulary's own words; where a line ends transformers writes nothing.
+    numbers = [[folder[1].end, *tokens] for tokens in folder[1].encode(texts)]
+    for found, prompt, added in zip(alone, numbers, zip(*generate(model.model, numbers, 4), strict=True), strict=True):
+        expected = folder[1].decode([*prompt[1:], *(token for token in added if token != folder[1].end)])
+        assert found == expected
 
 
 def test_an_unknown_word_is_the_unknown_token() -> None:

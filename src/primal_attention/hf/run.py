@@ -56,10 +56,12 @@ def tokenizer_of(vocabulary: Vocabulary) -> PreTrainedTokenizerFast:
 
 
 def _words(vocabulary: WordVocabulary) -> Any:
-    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     numbers = {word: i for i, word in enumerate(vocabulary.words)}
     fast = Tokenizer(models.WordLevel(numbers, unk_token=UNKNOWN))
     fast.normalizer = normalizers.Replace("\n", f" {END_OF_LINE} ")
     fast.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    # Every word brings the space before it: a pipeline puts new words behind a prompt that has none at its end.
+    fast.decoder = decoders.Sequence([decoders.Replace(Regex("^"), " "), decoders.Fuse()])
     return fast
