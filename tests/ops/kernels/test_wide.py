@@ -305,7 +305,7 @@ def test_without_gradients_and_without_an_objective_the_output_is_the_same(devic
         assert torch.equal(layer.eval()(x), expected)
 
 
-def test_which_counttake_this_way() -> None:
+def test_which_sizes_take_this_way() -> None:
     assert wide(6, 64, 96)
     assert wide(4, 64, 96)
     assert not wide(8, 64, 30)  # one product of both output maps is cheaper

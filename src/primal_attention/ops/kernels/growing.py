@@ -224,11 +224,6 @@ def _add_rows(
     tl.store(target, grad.to(grad_x.dtype.element_ty), mask=inside)
 
 
-def fits(head_dim: int, rank: int) -> bool:
-    """Whether one program can hold a block of tokens, of landmarks and of all directions."""
-    return head_dim <= 128 and rank <= 128
-
-
 def _sizes(qk: Tensor, w: Tensor, log_decay: Tensor | None) -> dict[str, object]:
     heads, _, rank = w.shape
     p = qk.shape[1] // (2 * heads)
