@@ -64,6 +64,9 @@ def test_it_runs_with_torch_alone(tmp_path):
         (["attention", "--device", "tpu"], "--device must be cpu, cuda or cuda:N (got 'tpu')"),
         (["attention", "--tokens", "1024", "--batch", "2"], "exclude each other"),
         (["attention", "--batch", "0"], "--batch must be above 0 (got 0)"),
+        (["attention", "--seconds", "nan"], "--seconds must be finite (got nan)"),
+        (["decode", "--seconds", "inf"], "--seconds must be finite (got inf)"),
+        (["decode", "--name", "a/b"], "without a folder (got 'a/b')"),
         (["attention", "--rank", "0"], "rank must be at least 1"),
         (["attention", "--decay", "2", "--causal"], "in (0, 1] (got '2')"),
         (["attention", "--decay", "learned"], "--decay needs --causal"),
@@ -71,10 +74,12 @@ def test_it_runs_with_torch_alone(tmp_path):
         (["attention", "--out", "/proc/nowhere"], "--out /proc/nowhere cannot be written to"),
         (["decode", "--batch", "0"], "--batch must be above 0"),
         (["plot", "no-such-file.json"], "is not the JSON of a primal bench run"),
+        (["plot", "other.json"], "other.json is not the JSON of a primal bench run"),
     ],
 )
 def test_bad_input_is_one_line_and_code_two(words, said, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "other.json").write_text('{"kind": "attention", "rows": []}')
     assert main(words) == 2
     captured = capsys.readouterr()
     assert said in captured.err

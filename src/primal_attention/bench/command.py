@@ -20,6 +20,7 @@ DECODE = """Time one more token after N tokens were read, and weigh the state: P
 attention's cache of keys and values."""
 GENERATE = """Time one more token of a whole language model after N tokens were read, and weigh its state: all-Primal
 models in several modes against softmax with its cache of keys and values."""
+COMMANDS = ("attention", "decode", "generate")
 PLOT = """Draw the picture of an earlier run again, for instance of one from a machine without matplotlib."""
 
 
@@ -30,9 +31,8 @@ class Parser(argparse.ArgumentParser):
 
 def parser(prog: str) -> Parser:
     top = Parser(prog=prog, description=ABOUT, epilog=f"Example: {prog} attention --lengths 256 1024 4096")
-    commands = top.add_subparsers(
-        dest="what", metavar="attention | decode | generate | plot", required=True, parser_class=Parser
-    )
+    words = " | ".join((*COMMANDS, "plot"))
+    commands = top.add_subparsers(dest="what", metavar=words, required=True, parser_class=Parser)
 
     def command(name: str, about: str, example: str) -> Parser:
         return commands.add_parser(
@@ -41,7 +41,7 @@ def parser(prog: str) -> Parser:
         )  # fmt: skip
 
     attention = command("attention", ATTENTION, "--lengths 256 1K 4K 16K 64K --widths 512:8 1024:16 --tokens 65536")
-    common(attention)
+    common(attention, name="attention, with -causal, -rivals, -eager", lengths="256 1K 4K, on a GPU 16K 64K too")
     attention.add_argument("--tokens", type=word(read_length), help="per step; the batch follows (65,536 on a GPU)")
     attention.add_argument("--batch", type=int, help="sequences per step, instead of --tokens (1 on a CPU)")
     attention.add_argument("--causal", action="store_true", help="the causal layers; Primal not data-dependent")
@@ -50,10 +50,10 @@ def parser(prog: str) -> Parser:
     limit = "a layer whose step took longer is not tried at longer lengths (default 2)"
     attention.add_argument("--limit", type=float, default=2.0, metavar="SECONDS", help=limit)
     decode = command("decode", DECODE, "--lengths 1K 16K 1M")
-    common(decode, repeats=100, seconds=0.3)
+    common(decode, repeats=100, seconds=0.3, name="decode, with -rivals, -eager", lengths="1K … 64K, on a GPU 1M")
     decode.add_argument("--batch", type=int, default=1, help="sequences that decode at once (default 1)")
     generate = command("generate", GENERATE, "--lengths 1K 16K 1M --widths 128:4 --layers 2")
-    common(generate, repeats=100, seconds=0.3, layer=False)
+    common(generate, repeats=100, seconds=0.3, layer=False, name="generate", lengths="1K … 1M")
     generate.add_argument("--batch", type=int, default=1, help="sequences that decode at once (default 1)")
     generate.add_argument("--layers", type=int, default=6, help="blocks of the models (default 6)")
     plot = command("plot", PLOT, "results/bench/attention.json")
@@ -61,9 +61,11 @@ def parser(prog: str) -> Parser:
     return top
 
 
-def common(command: Parser, repeats: int = 20, seconds: float = 0.5, layer: bool = True) -> None:
+def common(
+    command: Parser, *, name: str, lengths: str, repeats: int = 20, seconds: float = 0.5, layer: bool = True
+) -> None:
     add: Callable[..., Any] = command.add_argument
-    add("--lengths", nargs="+", type=word(read_length), metavar="N", help="tokens: 4096, 4K, 1M")
+    add("--lengths", nargs="+", type=word(read_length), metavar="N", help=f"tokens: 4096, 4K, 1M (default {lengths})")
     add("--widths", nargs="+", type=word(read_width), metavar="D:H", help="embed_dim:num_heads (default 512:8)")
     add("--dtype", choices=DTYPES, help="default bfloat16 on a GPU, float32 on a CPU")
     add("--device", help="cpu, cuda or cuda:N (default: the GPU if there is one)")
@@ -78,9 +80,9 @@ def common(command: Parser, repeats: int = 20, seconds: float = 0.5, layer: bool
     add("--eager", action="store_true", help="on a GPU: no CUDA graph, the host's launches included")
     add("--repeats", type=int, default=repeats, help=f"on a GPU (default {repeats})")
     add("--seconds", type=float, default=seconds, help=f"to measure each for, on a CPU (default {seconds})")
-    add("--seed", type=int, default=0)
+    add("--seed", type=int, default=0, help="of weights and inputs (default 0)")
     add("--out", type=Path, default=Path("results/bench"), help="folder (default results/bench)")
-    add("--name", help="of the files in it (default: attention or decode, and what is special about the run)")
+    add("--name", help=f"of the files in it (default {name})")
     add("--commit", help="to write down where git cannot say it")
     add("--no-plot", action="store_true", help="tables and JSON only")
 
@@ -158,12 +160,14 @@ def generate(found: argparse.Namespace) -> None:
 def plot(found: argparse.Namespace) -> None:
     try:
         report = json.loads(found.file.read_text(encoding="utf-8"))
-        kind = report["kind"]
-    except (OSError, ValueError, KeyError, TypeError):
-        raise BenchError(f"{found.file} is not the JSON of a primal bench run") from None
+        whole = report["kind"] in COMMANDS and {"settings", "versions", "hardware"} <= report.keys() and report["rows"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        whole = False
+    if not whole:
+        raise BenchError(f"{found.file} is not the JSON of a primal bench run")
     from primal_attention.bench import tables
 
-    print(tables.attention(report) if kind == "attention" else tables.decode(report))
+    print(tables.attention(report) if report["kind"] == "attention" else tables.decode(report))
     finish(report, found.file.with_suffix(""), plot=True, rows=False)
 
 

@@ -22,7 +22,15 @@ from primal_attention.bench.contenders import PRIMAL_BACKENDS, build_primal
 from primal_attention.bench.progress import Progress
 from primal_attention.bench.provenance import load, origin
 from primal_attention.bench.run import OK, SKIPPED, Timed, plain, why, write
-from primal_attention.bench.settings import DEFAULT_WIDTHS, BenchError, Case, OnDevice, check_device, check_out
+from primal_attention.bench.settings import (
+    DEFAULT_WIDTHS,
+    BenchError,
+    Case,
+    OnDevice,
+    check_device,
+    check_out,
+    check_positive,
+)
 from primal_attention.nn.rivals import attention_names, attention_traits, make_attention
 
 STRETCH = 16384  # tokens that are read at once
@@ -71,14 +79,13 @@ class DecodeSettings(OnDevice):
     def check(self) -> None:
         check_device(self.device)
         for flag, value in (("batch", self.batch), ("repeats", self.repeats), ("seconds", self.seconds)):
-            if value <= 0:
-                raise BenchError(f"--{flag} must be above 0 (got {value})")
+            check_positive(flag, value)
         for width, heads in self.widths:
             try:
                 build_primal(Case(width, heads, 1, 1, causal=True, data_dependent=False, rank=self.rank), "reference")
             except (ValueError, TypeError) as error:
                 raise BenchError(f"a Primal layer of width {width}:{heads} cannot be made: {error}") from None
-        check_out(self.out)
+        check_out(self.out, self.name)
 
 
 @dataclass(frozen=True)

@@ -132,12 +132,12 @@ class Settings(OnDevice):
             ("limit", self.limit),
         ):
             for value in values if isinstance(values, tuple) else (values,):
-                if value is not None and value <= 0:
-                    raise BenchError(f"--{flag} must be above 0 (got {value})")
+                if value is not None:
+                    check_positive(flag, value)
         if self.tokens is not None and self.batch is not None:
             raise BenchError("--tokens and --batch exclude each other: one follows from the other and the length")
         self._check_layer()
-        check_out(self.out)
+        check_out(self.out, self.name)
 
     def _check_layer(self) -> None:
         from primal_attention import PrimalAttention
@@ -175,8 +175,17 @@ def check_device(device: str | None) -> None:
         raise BenchError("--device cuda: torch finds no CUDA device here (primal info says more)")
 
 
-def check_out(out: Path) -> None:
+def check_positive(flag: str, value: float) -> None:
+    if not math.isfinite(value):
+        raise BenchError(f"--{flag} must be finite (got {value})")
+    if value <= 0:
+        raise BenchError(f"--{flag} must be above 0 (got {value})")
+
+
+def check_out(out: Path, name: str | None) -> None:
     """Find out before an hour of measuring, not after it, that nothing can be written."""
+    if name is not None and (not name or Path(name).name != name):
+        raise BenchError(f"--name must be a file's name without a folder (got {name!r}): --out names the folder")
     try:
         out.mkdir(parents=True, exist_ok=True)
         probe = out / ".probe"
