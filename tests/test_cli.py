@@ -104,6 +104,13 @@ WRONG = {
     "devices without a strategy": ("train", "uea/Toy", *SMALL, "--trainer.devices", "2"),
     "a folder that is no run": ("evaluate", "data"),
     "a run that is not there": ("evaluate", "nowhere"),
+    "a file for a run": ("evaluate", "file"),
+    "a file for a folder": ("data", "listops", "--out", "file"),
+    "a recipe that its family lacks": ("train", "lm/cats"),
+    "a GPU where there is none": ("train", "uea/Toy", "--trainer.accelerator", "gpu"),
+    "no workers": ("table", "uea", "--workers", "0"),
+    "a table's data nowhere": ("table", "uea", "--data", "nowhere"),
+    "a family that is not there": ("table", "uea", "--recipe", "eua"),
     "no run": ("evaluate",),
     "too many words": ("recipes", "uea"),
 }
@@ -116,11 +123,21 @@ SAID = {
     "a mistyped attention": "did you mean 'primal'",
     "heads that do not divide the width": "num_heads=7",
     "devices without a strategy": "--trainer.strategy ddp",
+    "a run that is not there": "nowhere is not a run folder",
+    "a file for a run": "file is a file where a folder is needed",
+    "a file for a folder": "file is a file where a folder is needed",
+    "a recipe that its family lacks": "did you mean lm/wikipedia?",
+    "a GPU where there is none": "trainer.accelerator gpu",
+    "no workers": "--workers must be at least 1 (got 0)",
+    "a table's data nowhere": "--data nowhere is not a folder",
+    "a family that is not there": "there are uea, uea-modern, lra",
 }
 
 
 @pytest.mark.parametrize("case", WRONG, ids=lambda case: case.replace(" ", "-"))
-def test_what_the_user_can_mend_is_one_line_and_exit_code_2(case, workplace: Path, capsys):
+def test_what_the_user_can_mend_is_one_line_and_exit_code_2(case, workplace: Path, capsys, monkeypatch):
+    (workplace / "file").touch()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     code, _, err = run(capsys, *WRONG[case])
     assert code == 2
     assert err.count("\n") == 1, err

@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TextIO
 
 
@@ -93,6 +94,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, head for instance, has seen enough
         sys.stderr.close()
         return 0
+    except OSError as error:
+        if not isinstance(error.filename, (str, os.PathLike)):
+            raise
+        return fail(file_trouble(error))
+
+
+def file_trouble(error: OSError) -> str:
+    """What stands in the way on the disk: a path, and what is the matter with it."""
+    path = Path(error.filename)
+    if isinstance(error, (FileExistsError, NotADirectoryError)):
+        file = next((place for place in (path, *path.parents) if place.is_file()), path)
+        return f"{file} is a file where a folder is needed"
+    return f"{path} cannot be read or written ({error.strerror})"
 
 
 def fail(message: str) -> int:

@@ -42,10 +42,11 @@ def main(args: Sequence[str]) -> int:
 def system() -> list[str]:
     from primal_attention import __version__
 
+    threads = torch.get_num_threads()
     lines = [
         f"primal-attention {__version__}, Python {platform.python_version()}, {platform.platform()}",
         f"torch {torch.__version__}, triton {installed('triton') or 'not installed'}",
-        f"  cpu     {cpu_name()}, {torch.get_num_threads()} threads",
+        f"  cpu     {cpu_name()}, {threads} thread{'s' if threads > 1 else ''}",
     ]
     for i in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(i)

@@ -160,5 +160,7 @@ def test_contours_that_cannot_fit_are_refused(tmp_path: Path):
         pathfinder.generate(2, 0, contour_length=40)
     with pytest.raises(DataError, match="distractors must not be negative"):
         pathfinder.generate(2, 0, distractors=-1)
+    with pytest.raises(DataError, match="workers must be at least 1"):
+        pathfinder.generate(2, 0, workers=0)
     with pytest.raises(DataError, match="at least one case"):
         pathfinder.write(tmp_path, test=0)

@@ -53,6 +53,8 @@ def generate(
         raise DataError(f"contour_length must lie between 3 and 18 to fit a 32×32 image twice (got {contour_length})")
     if distractors < 0:
         raise DataError(f"distractors must not be negative (got {distractors})")
+    if workers < 1:
+        raise DataError(f"workers must be at least 1 (got {workers})")
     rng = np.random.default_rng([seed, 1])
     labels = np.stack([first := rng.integers(0, 2, -(-cases // 2)), 1 - first], axis=1).ravel()[:cases].astype(np.uint8)
     images = np.zeros((cases, SIZE, SIZE), dtype=np.uint8)

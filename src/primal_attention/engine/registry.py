@@ -55,8 +55,8 @@ def get(name: str) -> Recipe:
     if entry is not None and member and (member in entry.members or entry.open):
         return entry.make(member)
     near = difflib.get_close_matches(name, names(), n=1, cutoff=0.7)
-    if not near:  # the family alone, with the member as it was written or the family's first
+    if not near:  # the family alone, with the member as it was written where it may be any, or the family's first
         families = difflib.get_close_matches(family, FAMILIES, n=1)
-        near = [f"{f}/{member or FAMILIES[f].members[0]}" for f in families]
+        near = [f"{f}/{member if member and FAMILIES[f].open else FAMILIES[f].members[0]}" for f in families]
     hint = f"did you mean {near[0]}? " if near else ""
     raise RunError(f"no recipe is called {name!r}: {hint}'primal recipes' lists them all")

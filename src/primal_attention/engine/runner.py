@@ -52,6 +52,8 @@ def train(
     run_folder.check(out, recipe, resume=resume or distributed.restarted() or not distributed.is_main())
     if (out / "summary.json").exists():
         return read_summary(out)
+    if recipe.trainer.accelerator == "gpu" and not (torch.cuda.is_available() or torch.backends.mps.is_available()):
+        raise RunError("trainer.accelerator gpu: torch finds no GPU here (primal info says more)")
     title = name if recipe.label() in name else f"{name or recipe.benchmark} {recipe.label()}"
     parts = []
     for part, phase in recipe.phases():
@@ -268,6 +270,8 @@ def read_summary(folder: Path) -> Summary:
     try:
         summary = json.loads(file.read_text())
     except FileNotFoundError:
+        if not (folder / "config.yaml").exists():
+            raise RunError(f"{folder} is not a run folder: it has no config.yaml") from None
         raise RunError(f"{file} is missing: the run has not finished; continue it with --resume") from None
     except json.JSONDecodeError as error:
         raise RunError(f"{file} is not JSON ({error})") from error

@@ -31,9 +31,13 @@ class ListOpsArguments:
     out: Path = Path("data/lra/listops")
     """Folder to write to."""
     train: int = listops.SIZES["train"]
+    """Expressions to train on."""
     valid: int = listops.SIZES["valid"]
+    """Expressions to choose the step by."""
     test: int = listops.SIZES["test"]
+    """Expressions to measure on."""
     seed: int = 0
+    """Of everything that is drawn."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +45,13 @@ class PathfinderArguments:
     out: Path = Path("data/lra/pathfinder")
     """Folder to write to."""
     train: int = pathfinder.SIZES["train"]
+    """Images to train on."""
     valid: int = pathfinder.SIZES["valid"]
+    """Images to choose the step by."""
     test: int = pathfinder.SIZES["test"]
+    """Images to measure on."""
     seed: int = 0
+    """Of everything that is drawn."""
     contour_length: int = pathfinder.CONTOUR_LENGTH
     """Dashes of each of the two long contours."""
     distractors: int = pathfinder.DISTRACTORS
@@ -105,6 +113,7 @@ def _check(wanted: ListOpsArguments | PathfinderArguments, sign: str) -> int:
         raise RunError(f"{wanted.out} already holds a set ({sign}): choose another --out, or remove it first")
     if wanted.seed < 0:
         raise RunError(f"seed must not be negative (got {wanted.seed})")
+    wanted.out.mkdir(parents=True, exist_ok=True)  # what cannot be written to is better known before hours of drawing
     return wanted.train + wanted.valid + wanted.test
 
 

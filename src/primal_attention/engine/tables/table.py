@@ -42,7 +42,7 @@ done is not run again, and what was interrupted goes on."""
 
 
 COST = "lra-efficiency"  # its numbers are no trainings'
-NAMES = (*TABLES, COST)
+NAMES = sorted((*TABLES, COST))
 
 
 class Parser(argparse.ArgumentParser):
@@ -61,9 +61,10 @@ def parser() -> Parser:
     add("--models", nargs="+", help="attention names, with a plus for the last layer only; default: the paper's")
     add("--parts", nargs="+", choices=ABLATIONS, metavar="PART", help=f"of an ablation: {', '.join(ABLATIONS)}")
     add("--seeds", type=int, help="how many, from 0 on (default 5 for uea, else 3)")
-    add("--recipe", help="family of recipes: the table's own (default) or uea-modern")
+    add("--recipe", help="family of recipes: the table's own (default), uea-modern or lra-short")
     add("--set", nargs="+", default=[], metavar="FIELD=VALUE", help="fields of the recipe to change")
-    add("--data", type=Path, help="folder of the data (default $PRIMAL_UEA or data/uea; likewise LRA, D4RL)")
+    data = "folder of the data (default $PRIMAL_UEA or data/uea; likewise LRA, D4RL, LM, IMAGES)"
+    add("--data", type=Path, help=data)
     add("--any-length", action="store_true", help="also show results of shorter or longer trainings of the same kind")
     add("--no-run", action="store_true", help="only show what is there")
     add("--workers", type=int, default=1, help="runs side by side (default 1)")
@@ -142,10 +143,16 @@ def make_plan(kind: Kind, found: argparse.Namespace) -> Plan:
     seeds = kind.seeds if found.seeds is None else found.seeds
     if seeds < 1:
         raise RunError(f"--seeds must be at least 1 (got {seeds})")
+    if found.workers < 1:
+        raise RunError(f"--workers must be at least 1 (got {found.workers})")
+    if found.data is not None and not found.no_run and not found.data.is_dir():
+        raise RunError(f"--data {found.data} is not a folder")
     found.recipe = found.recipe or kind.family
     if found.recipe not in registry.FAMILIES:
-        near = difflib.get_close_matches(found.recipe, registry.FAMILIES, n=1, cutoff=0.3)
-        raise RunError(f"no family of recipes is called {found.recipe!r}: did you mean {(near or ['uea'])[0]!r}?")
+        near = difflib.get_close_matches(found.recipe, registry.FAMILIES, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        families = ", ".join(registry.FAMILIES)
+        raise RunError(f"no family of recipes is called {found.recipe!r}: {hint}there are {families}")
     if kind.lineup:
         for name in found.models or ():
             if name not in kind.lineup:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from primal_attention.data.vocabulary import UNKNOWN
 from primal_attention.engine.errors import RunError
 from primal_attention.engine.flags import parse
 
@@ -98,6 +99,9 @@ def encode(vocabulary: Vocabulary, texts: Sequence[str]) -> list[list[int]]:
     prompts = vocabulary.encode(texts)
     if not all(prompts):
         raise RunError("the prompt has no token of this vocabulary: give a word at least")
+    unknown = vocabulary.unknown(texts)
+    if unknown:
+        print(f"not in the vocabulary, read as {UNKNOWN}: {' '.join(unknown)}", file=sys.stderr)
     return [[vocabulary.end, *prompt] for prompt in prompts]
 
 
