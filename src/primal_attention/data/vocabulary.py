@@ -34,6 +34,10 @@ class Vocabulary:
         """The tokens of each text, without an end."""
         raise NotImplementedError
 
+    def unknown(self, texts: Sequence[str]) -> list[str]:
+        """The words that the vocabulary does not have, each once; byte pairs have them all."""
+        return []
+
     def decode(self, tokens: Sequence[int]) -> str:
         raise NotImplementedError
 
@@ -79,6 +83,9 @@ class WordVocabulary(Vocabulary):
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         return [[n for line in text.splitlines(keepends=True) for n in self._line(line)] for text in texts]
+
+    def unknown(self, texts: Sequence[str]) -> list[str]:
+        return [word for word in dict.fromkeys(" ".join(texts).split()) if word not in self._number]
 
     def _line(self, line: str) -> list[int]:
         words = line.split() + ([END_OF_LINE] if line.endswith("\n") else [])

@@ -117,6 +117,11 @@ def test_an_unknown_word_is_one_line(run: Path, capsys: pytest.CaptureFixture[st
     monkeypatch.setattr(language_run, "load_language", lambda folder: (model, WordVocabulary(["<eos>", "cat"])))
     assert cli.main(["generate", str(run), "--prompt", "the cat"]) == 2
     assert "the word 'the' is not in the vocabulary, and the vocabulary has no <unk>" in capsys.readouterr().err
+    known = WordVocabulary(["<eos>", "cat", "<unk>", "sat"])
+    monkeypatch.setattr(language_run, "load_language", lambda folder: (model, known))
+    monkeypatch.setattr(known, "decode", lambda tokens: "")  # the model knows more tokens than these words
+    assert cli.main(["generate", str(run), "--prompt", "the cat the mat", "--tokens", "1"]) == 0
+    assert capsys.readouterr().err.startswith("not in the vocabulary, read as <unk>: the mat\n1 tokens")
     assert cli.main(["generate", str(run), "--prompt", " "]) == 2
     assert "the prompt has no token of this vocabulary" in capsys.readouterr().err
 
