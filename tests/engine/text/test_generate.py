@@ -93,7 +93,7 @@ def test_bad_input_is_one_line(run: Path, capsys: pytest.CaptureFixture[str], tm
     assert "count must be at least 1 (got 0)" in line("--prompt", "a", "--tokens", "0")
     assert "device" in line("--prompt", "a", "--device", "tpuu")
     assert "cannot be read" in line("--prompt-file", str(tmp_path / "nothing.txt"))
-    assert "summary.json is missing" in line("--prompt", "a", of=tmp_path)
+    assert "is not a run folder: it has no config.yaml" in line("--prompt", "a", of=tmp_path)
     assert "did you mean --temperature?" in line("--prompt", "a", "--temperatur", "1")
 
 
