@@ -26,7 +26,7 @@ lint: $(STAMP) ## lint, formatting and types
 bench: $(STAMP) ## time attention against sequence length on this machine
 	$(BIN)/primal bench attention
 
-docs: $(STAMP) ## run the README's code and check every link of the documents
+docs: $(STAMP) ## run the documents' code and check every link
 	$(BIN)/python docs/check.py
 
 # torch comes first and by its pinned version, so that nothing later asks for another build of it. Its GPU builds bring

@@ -1,4 +1,4 @@
-"""The documents stay true: the README's code runs, and links lead somewhere."""
+"""The documents stay true: their code runs, and links lead somewhere."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+from torch import nn
 
 ROOT = Path(__file__).parents[1]
 
@@ -24,6 +26,37 @@ def test_the_readmes_code_runs(check: ModuleType) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert check.run_examples(ROOT / "README.md") >= 5
+
+
+def test_the_code_about_language_models_runs(check: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check.run_examples(ROOT / "docs" / "language.md") == 2
+
+
+def test_the_code_about_rivals_runs(check: ModuleType) -> None:
+    given = {"x": torch.randn(2, 9, 512), "key_padding_mask": torch.zeros(2, 9, dtype=torch.bool)}
+    assert check.run_examples(ROOT / "docs" / "rivals.md", given) == 1
+
+
+def test_the_code_about_other_models_runs(check: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    layer = nn.TransformerEncoderLayer(256, 4, batch_first=True)
+    given = {"model": nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)}
+    check.run_examples(ROOT / "docs" / "convert.md", given, first=1)
+    assert "parameters" in capsys.readouterr().out
+
+
+def test_the_code_for_transformers_runs(
+    check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    check.run_examples(ROOT / "docs" / "transformers.md", first=1)  # the next one needs a run
+    assert (tmp_path / "my-model" / "model.safetensors").exists()
+
+
+def test_a_link_to_a_heading_that_is_not_there_is_found(check: ModuleType, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# The theory, as a tool\n[here](#the-theory-as-a-tool) [nowhere](#theory) [gone](page.md#gone)")
+    assert check.broken_links(page) == ["#theory", "page.md#gone"]
 
 
 def test_every_relative_link_leads_to_a_file(check: ModuleType) -> None:
