@@ -63,6 +63,21 @@ def test_logits_of_a_batch_equal_the_full_pass_of_each(kind: str) -> None:
         torch.testing.assert_close(torch.stack(found)[:, i], full, rtol=0.0, atol=1e-5)
 
 
+@torch.no_grad()
+def test_the_papers_size_over_some_hundred_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(
+        "TRITON_INTERPRET", "0"
+    )  # as on a CPU outside of tests; interpreted kernels are slow at this size
+    config = LanguageConfig(200, ("primal",), primal_mode="delta", primal_heads=4, rank=64, conv=4, gate=True)
+    model, text = LanguageModel(config).eval(), torch.randint(200, (2, 130))
+    reader = generation.Stream(model)
+    found = [reader.read(*generation.pad([text[0, :125].tolist(), text[1, :37].tolist()]))]
+    found += [reader.read(token[:, None], None) for token in torch.stack([text[0, 125:], text[1, 37:42]]).T]
+    for row, length, logits in zip(text, (130, 42), torch.stack(found, dim=1), strict=True):
+        full = model(row[None, :length])[0, -6:]
+        torch.testing.assert_close(logits, full, rtol=1e-5, atol=1e-5)  # logits are up to 20
+
+
 @pytest.mark.parametrize("kind", ["mean", "decay-conv-gate", "dual-conv-gate", "landmarks", "linear"])
 @torch.no_grad()
 def test_a_long_prompt_is_read_in_stretches(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
