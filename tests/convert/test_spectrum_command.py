@@ -70,6 +70,23 @@ def test_a_run_folder_gives_table_numbers_and_pictures(workplace: Path, capsys) 
     assert [len(values) for values in drawn.values()] == [9, 9]
 
 
+def test_runs_of_long_range_arena_and_one_that_is_no_classifier(workplace: Path, capsys) -> None:
+    assert cli.main(["data", "listops", "--train", "8", "--valid", "2", "--test", "4"]) == 0
+    steps = ["--trainer.steps-per-epoch", "1", "--model.attention", "primal"]
+    assert cli.main(["train", "lra/listops", *TRAIN, *steps, "--trainer.precision", "32-true", "--out", "one"]) == 0
+    capsys.readouterr()
+    code, out, _ = run(capsys, "one", "--cases", "2", "--batch", "1")
+    assert code == 0
+    assert out.count("primal") >= 2
+    config = workplace / "one" / "config.yaml"
+    config.write_text(
+        config.read_text().replace("benchmark: lra", "benchmark: lm").partition("config:")[0] + "config: {}"
+    )
+    code, _, err = run(capsys, "one")
+    assert code == 2
+    assert "one is a run of lm: primal spectrum looks at classifiers (uea, lra, image)" in err
+
+
 def test_saved_text_models_side_by_side(workplace: Path, capsys) -> None:
     for name in ("first", "second"):
         save_bert(workplace / name)

@@ -12,6 +12,7 @@ import torch
 from primal_attention.bench.progress import Progress
 from primal_attention.engine.errors import RunError
 from primal_attention.engine.files import write_csv
+from primal_attention.engine.flags import read_device
 
 from .kernel_map import kernel_map
 from .sources import Source, load
@@ -122,13 +123,3 @@ def read_head(text: str) -> tuple[int, int]:
         return int(layer), int(head or 0)
     except ValueError:
         raise RunError(f"--map takes LAYER:HEAD, two numbers such as -1:0 (got {text!r})") from None
-
-
-def read_device(name: str | None) -> torch.device:
-    try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError:
-        raise RunError(f"--device must be cpu, cuda or cuda:N (got {name!r})") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise RunError(f"--device {name}: this machine has no CUDA device that torch can use")
-    return device

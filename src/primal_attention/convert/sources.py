@@ -16,6 +16,8 @@ from primal_attention.data import images
 from primal_attention.data.errors import DataError
 from primal_attention.engine.errors import RunError
 
+CLASSIFIERS = ("uea", "lra", "image")  # whose attention sees the whole input
+
 
 @dataclass(frozen=True)
 class Source:
@@ -42,6 +44,9 @@ def _run(folder: Path, cases: int, batch: int) -> Source:
     from primal_attention.engine.config import override
 
     _, recipe = run_folder.read(folder)
+    if recipe.benchmark not in CLASSIFIERS:
+        kinds = ", ".join(CLASSIFIERS)
+        raise RunError(f"{folder} is a run of {recipe.benchmark}: primal spectrum looks at classifiers ({kinds})")
     (_, phase), *_ = recipe.phases()
     # Hooks into compiled blocks would not be called.
     experiment = runner.build(override(phase, {"trainer.compile": "off"}))
@@ -50,9 +55,9 @@ def _run(folder: Path, cases: int, batch: int) -> Source:
     tests = experiment.test
     tests.batch_size, tests.shuffle_seed = batch, 0  # sets are often sorted by class
     parts: list[Any] = []
-    for *inputs, labels in tests:
-        left = min(cases, int((labels >= 0).sum()))  # a batch may be filled up with rows that nobody counts
-        parts.append(tuple(t[:left] for t in inputs))
+    for batch_of_tests in tests:
+        left = min(cases, int((batch_of_tests[-1] >= 0).sum()))  # it may be filled up with rows that nobody counts
+        parts.append(experiment.module.inputs(tuple(t[:left] for t in batch_of_tests)))
         cases -= left
         if cases <= 0:
             break

@@ -8,9 +8,22 @@ import re
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+import torch
+
 from primal_attention.engine.errors import RunError
 
 T = TypeVar("T")
+
+
+def read_device(name: str | None) -> torch.device:
+    """The device of a flag; None is the GPU if there is one."""
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        raise RunError(f"--device must be cpu, cuda or cuda:N (got {name!r})") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise RunError(f"--device {name}: this machine has no CUDA device that torch can use")
+    return device
 
 
 def parse(kind: type[T], args: Sequence[str], *, prog: str, about: str, default: T | None = None) -> T:

@@ -85,6 +85,11 @@ class TrainingModule(pl.LightningModule):
         """Sums over the cases of a batch; the key "cases" counts them."""
         raise NotImplementedError
 
+    def inputs(self, batch: Batch) -> tuple[Any, ...]:
+        """What the model is called with: a batch without its labels."""
+        *inputs, _ = batch
+        return tuple(inputs)
+
     # Training
 
     def configure_model(self) -> None:

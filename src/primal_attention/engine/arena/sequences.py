@@ -6,7 +6,7 @@ A batch is (tokens (B, N), labels (B,)), or (tokens, tokens, labels) where the c
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -30,20 +30,20 @@ class SequenceModule(TrainingModule):
         super().__init__(model, recipe, any_length=any_length)
         self.padded = padded
 
-    def logits(self, model: nn.Module, sequences: tuple[Tensor, ...]) -> Tensor:
+    def inputs(self, batch: Batch) -> tuple[Any, ...]:
+        *sequences, _ = batch
         given: list[Tensor | None] = []
         for ids in sequences:
             # Stored in one byte, looked up by eight.
             given += self.tokens(ids.long(), ids == 0 if self.padded else None)
-        return model(*given)
+        return tuple(given)
 
     def task_loss(self, batch: Batch) -> Tensor:
-        *sequences, labels = batch
-        return F.cross_entropy(self.logits(self.model, tuple(sequences)), labels)
+        return F.cross_entropy(self.model(*self.inputs(batch)), batch[-1])
 
     def scores(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        *sequences, labels = batch
-        logits = self.logits(model, tuple(sequences)).float()
+        labels = batch[-1]
+        logits = model(*self.inputs(batch)).float()
         return {
             "accuracy": (logits.argmax(dim=-1) == labels).sum(),
             "loss": F.cross_entropy(logits, labels, reduction="sum"),

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 
 from primal_attention.data.vocabulary import UNKNOWN
 from primal_attention.engine.errors import RunError
-from primal_attention.engine.flags import parse
+from primal_attention.engine.flags import parse, read_device
 
 if TYPE_CHECKING:
     from primal_attention.data.vocabulary import Vocabulary
 
 ABOUT = """Text from a finished language run.
 
-Example: primal generate runs/lm/wikipedia/primal-dual-seed0 --prompt "The river" --temperature 0.8 --top-p 0.95"""
+Example: primal generate runs/lm/wikipedia/primal-delta-conv4-gate-seed0 --prompt "The river" --top-p 0.95"""
 UNCERTAIN = "\ufffd"  # what stands for bytes that are no whole character (yet)
 PATIENCE = 8  # tokens to wait for the rest of a character; the longest has four bytes
 
@@ -56,17 +56,18 @@ class Arguments:
 def main(args: Sequence[str]) -> int:
     found = parse(Arguments, args, prog="primal generate", about=ABOUT)
     texts = read_prompts(found)
-    import torch
-
+    if found.tokens < 1:
+        raise RunError(f"--tokens must be at least 1 (got {found.tokens})")
     from primal_attention.data.vocabulary import SubwordVocabulary
     from primal_attention.engine.text.language_run import load_language
     from primal_attention.models.generation import Sampling, generate
 
+    device = read_device(found.device)
     model, vocabulary = load_language(found.run)
     prompts = encode(vocabulary, texts)
     ends_documents = isinstance(vocabulary, SubwordVocabulary)
     try:
-        model = model.to(found.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        model = model.to(device)
         sampling = Sampling(0.0 if found.greedy else found.temperature, found.top_k, found.top_p, found.seed)
         stop = vocabulary.end if ends_documents and not found.past_end else None
         steps = generate(model, prompts, found.tokens, sampling, stop=stop)
