@@ -4,7 +4,7 @@
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder)
-    model, tokenizer = primal_attention.hf.from_run("runs/lm/wikipedia/primal-dual-seed0")
+    model, tokenizer = primal_attention.hf.from_run("runs/lm/wikipedia/primal-delta-conv4-gate-seed0")
 
 Needs the extra [hf].
 """
