@@ -151,7 +151,10 @@ def simulate(sent: dict[str, list[int]]) -> None:
 
 
 def main() -> int:
-    if len(sys.argv) > 1:
+    if sys.argv[1:2] in (["-h"], ["--help"]):
+        print(__doc__)
+        return 0
+    if len(sys.argv) > 1:  # a rank, told the bytes by the line below
         simulate(json.loads(sys.argv[1]))
         return 0
     sent = counted_bytes(RANKS, WIDTH, 4, rank=16, landmarks=64, dtype=torch.float32)
