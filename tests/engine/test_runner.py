@@ -155,7 +155,10 @@ def test_a_run_folder_of_another_version_says_so(both, tmp_path: Path):
         (other / file).write_text(re.sub(r'("?format"?): 1', r"\1: 0", (place / file).read_text()))
     with pytest.raises(RunError, match=r"in format 0; this is version .* reads format 1"):
         runner.evaluate(other)
+    (other / "summary.json").unlink()
     with pytest.raises(RunError, match="run has not finished"):
+        runner.evaluate(other)
+    with pytest.raises(RunError, match="nothing is not a run folder"):
         runner.evaluate(tmp_path / "nothing")
 
 
