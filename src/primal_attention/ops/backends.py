@@ -23,6 +23,7 @@ from .modes import FeatureMap, Mode, State
 
 SMALL = 2**17  # numbers in x below which on a CPU the number of calls counts, not what they compute
 
+WIDEST = 256  # heads and ranks that the kernels take
 FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -94,9 +95,8 @@ def cannot_fuse(
     growing, head_dim = mode.causal and mode.data_dependent, x.shape[-1] // mode.heads
     if growing and streams:
         return "the causal data-dependent mode streams through the equations"
-    most = 128 if growing else 256
-    if head_dim > most or rank > most:
-        return f"head width {head_dim} and rank {rank} must not exceed {most} in this mode"
+    if max(head_dim, rank) > WIDEST:
+        return f"head width {head_dim} and rank {rank} must not exceed {WIDEST}"
     return unfit(feature_map)
 
 

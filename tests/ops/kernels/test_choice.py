@@ -30,7 +30,7 @@ REFUSED = {
     "float64": (call(torch.float64), "float64 is not one of"),
     "rank": (call(rank=257), "rank 257 must not exceed 256"),
     "head_dim": (call(width=2 * 257), "head width 257"),
-    "growing_rank": (call(rank=129, mode=GROWING), "must not exceed 128"),
+    "growing_rank": (call(rank=257, mode=GROWING), "must not exceed 256"),
     "softmax": (call(feature_map=SOFTMAX), "only the cosine feature map"),
     "state": (call(need_state=True), "gradients through a streaming state"),
 }

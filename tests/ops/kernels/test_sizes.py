@@ -20,7 +20,7 @@ SIZES = [(mode, *size) for size in SMALL for mode in ("data_dependent", "plain",
 SIZES += [(mode, 1, 33, 128, 96, 1) for mode in ("data_dependent", "causal", "growing_decay")]
 SIZES += [(mode, 1, 17, 256, 200, 1) for mode in ("data_dependent", "learned_decay")]
 SIZES += [("data_dependent", 1, 17, 256, 256, 1), ("plain", 1, 9, 16, 256, 2), ("causal", 1, 9, 16, 256, 2)]
-SIZES += [("growing_decay", 1, 17, 128, 128, 1)]
+SIZES += [("growing_decay", 1, 17, 128, 128, 1), ("growing_decay", 1, 33, 256, 200, 1), ("growing", 2, 9, 16, 256, 2)]
 
 
 @pytest.mark.parametrize(("mode", "batch", "length", "head_dim", "rank", "heads"), SIZES)

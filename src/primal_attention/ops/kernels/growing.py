@@ -14,6 +14,8 @@ Rows of the landmarks come as in `landmarks.py` (−1 where the sequence does no
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -224,13 +226,28 @@ def _add_rows(
     tl.store(target, grad.to(grad_x.dtype.element_ty), mask=inside)
 
 
-def _sizes(qk: Tensor, w: Tensor, log_decay: Tensor | None) -> dict[str, object]:
+class Blocks(NamedTuple):
+    """Tokens and landmarks of a block, as many of each, and the warps that share it."""
+
+    rows: int
+    warps: int
+
+
+def blocks(head_dim: int, rank: int) -> Blocks:
+    """Beyond a width or rank of 128 half as many rows, on more warps: their products would not fit in the registers."""
+    return Blocks(32, 4) if max(head_dim, stored_rank(rank)) <= 128 else Blocks(16, 8)
+
+
+def _sizes(qk: Tensor, w: Tensor, log_decay: Tensor | None) -> dict[str, Any]:
     heads, _, rank = w.shape
     p = qk.shape[1] // (2 * heads)
+    size, passes = blocks(p, rank), precision(qk.dtype)
+    if size.rows < 32 and passes == "tf32x3":
+        passes = "ieee"  # three passes take more registers than there are
     return {
-        "HEADS": heads, "P": p, "RANK": rank, "S": stored_rank(rank), "BT": 32, "BN": 32, "BP": power_of_two(p),
-        "BS": power_of_two(stored_rank(rank)), "DECAY": log_decay is not None, "PRECISION": precision(qk.dtype),
-        "num_warps": 4, "num_stages": 1,
+        "HEADS": heads, "P": p, "RANK": rank, "S": stored_rank(rank), "BT": size.rows, "BN": size.rows,
+        "BP": power_of_two(p), "BS": power_of_two(stored_rank(rank)), "DECAY": log_decay is not None,
+        "PRECISION": passes, "num_warps": size.warps, "num_stages": 1,
     }  # fmt: skip
 
 
@@ -286,7 +303,7 @@ def growing_backward(
         _growing_rows[(chunks, 2 * heads)](
             *given, grad_qk, grad_bias, grad_decay, rate, *_where(seqs), n, **size
         )  # fmt: skip
-        _growing_landmarks[(chunks, 2 * heads, ceil_div(n, 32))](
+        _growing_landmarks[(chunks, 2 * heads, ceil_div(n, size["BN"]))](
             *given, grad_rows, grad_w, rate, *_where(seqs), n, **size
         )  # fmt: skip
     return grad_qk, grad_bias, grad_decay, grad_rows, grad_w
