@@ -65,9 +65,7 @@ def test_logits_of_a_batch_equal_the_full_pass_of_each(kind: str) -> None:
 
 @torch.no_grad()
 def test_the_papers_size_over_some_hundred_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(
-        "TRITON_INTERPRET", "0"
-    )  # as on a CPU outside of tests; interpreted kernels are slow at this size
+    monkeypatch.setenv("TRITON_INTERPRET", "0")  # interpreted kernels are slow at this size
     config = LanguageConfig(200, ("primal",), primal_mode="delta", primal_heads=4, rank=64, conv=4, gate=True)
     model, text = LanguageModel(config).eval(), torch.randint(200, (2, 130))
     reader = generation.Stream(model)

@@ -56,16 +56,9 @@ def project(
 
 
 def _fake_project(
-    x: Tensor,
-    weight: Tensor,
-    bias: Any,
-    w_e: Tensor,
-    w_r: Tensor,
-    rows: Tensor,
-    exact: bool,
-    shortest: int,
+    x: Tensor, weight: Tensor, bias: Any, w_e: Tensor, w_r: Tensor, rows: Tensor, exact: bool, shortest: int,
     apart: bool,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, ...]:  # fmt: skip
     heads, _, rank = w_e.shape
     shape = (rows.shape[0], heads, 1 if apart else 2, x.shape[1] // heads, stored_rank(rank))
     wx = x.new_empty(shape, dtype=torch.float32 if exact else x.dtype)

@@ -183,8 +183,10 @@ def _watched() -> bool:
     """Somebody looks at what is saved for the way back, activation checkpointing for one.
 
     It makes the pass a second time and refuses one that saves other tensors, as the first pass from a recording would.
+    The first versions of torch that serve here cannot say it: with them nothing is replayed.
     """
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return hooks is None or hooks(True) is not None
 
 
 def replayed(
