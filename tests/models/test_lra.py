@@ -70,6 +70,18 @@ def test_positions_may_start_as_a_grid():
             LRAClassifier(4, 2, length, embed_dim=width, num_heads=2, positions="grid")
 
 
+def test_positions_may_start_as_a_line():
+    table = LRAClassifier(4, 2, 50, attention="softmax", embed_dim=16, positions="line").stem.positions.weight
+    assert table.requires_grad
+    assert_close(table.square().mean().sqrt(), torch.tensor(0.02), 1e-3)
+    near = table @ table.T
+    assert (near.argmax(dim=1) == torch.arange(50)).all()
+    assert_close(near[10, 11:15], near[30, 31:35], 1e-5)  # the distance counts, not the place
+    assert near[10, 11] > near[10, 20]
+    with pytest.raises(ValueError, match="positions='line' needs an even width"):
+        LRAClassifier(4, 2, 50, attention="softmax", embed_dim=15, num_heads=1, positions="line")
+
+
 def test_the_papers_network():
     model = LRAClassifier(16, 10, 2000, attention="primal+", attention_kwargs={"primal": {"rank": 30}})
     assert [type(b.attention).__name__ for b in model.encoder.blocks] == ["SoftmaxAttention", "PrimalAttention"]

@@ -10,14 +10,15 @@ a network with one hidden layer. Pairs of sequences go through the same encoder,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from primal_attention.models.classifier import own_part
 from primal_attention.models.few_tokens import FewTokens
-from primal_attention.models.pixels import gather, grid_positions
+from primal_attention.models.pixels import gather
+from primal_attention.models.positions import Positions, starting_positions
 from primal_attention.nn.dropout import Dropout
 from primal_attention.nn.encoder import Encoder, EncoderBlock, masked_mean
 from primal_attention.nn.primal import PrimalAttention
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 
 STD = 0.02  # of embeddings, before training
-Positions = Literal["random", "grid"]
 
 
 class TokenStem(nn.Module):
@@ -49,10 +49,8 @@ class TokenStem(nn.Module):
         super().__init__()
         self.tokens = FewTokens(vocabulary, embed_dim)
         self.positions = nn.Embedding(max_length, embed_dim)
-        for table in (self.tokens, self.positions):
-            nn.init.normal_(table.weight, std=STD)
-        if positions == "grid":
-            self.positions.weight.data.copy_(grid_positions(max_length, embed_dim, STD))
+        nn.init.normal_(self.tokens.weight, std=STD)
+        self.positions.weight.data.copy_(starting_positions(positions, max_length, embed_dim, STD))
         self.dropout = Dropout(dropout)
 
     def forward(self, ids: Tensor, places: Tensor | None = None) -> Tensor:  # (B, N) → (B, N, d)
@@ -138,7 +136,8 @@ class LRAClassifier(nn.Module):
 
     published_padding: the published research code lets padding into f(X), into the objective and into the mean's count
     of tokens. Off here; on only to reproduce it. It may be changed at any time.
-    positions: of an image, "grid" starts the learned positions as waves along its rows and columns.
+    positions: what the learned positions are before training; "line" and "grid" are waves along the sequence and along
+    an image's rows and columns.
     room: a number of places that holds any sequence's tokens. Padding beyond it is left out before the encoder,
     wherever it stands; that changes nothing but the time.
     """

@@ -65,7 +65,7 @@ class Short:
     lr: float = 1e-3
     warmup: float = 0.1
     zero_is_padding: bool = False
-    positions: Literal["random", "grid"] = "random"
+    positions: Literal["random", "line", "grid"] = "random"
 
 
 SHORT = {
@@ -114,8 +114,9 @@ class LRAModel:
     """Build Primal-Attention's projection weights from f(X); off uses W_e and W_r themselves."""
     r_scores: bool = True
     """Let Primal-Attention's r-scores reach its output; off is the paper's ablation (they stay in the objective)."""
-    positions: Literal["random", "grid"] = "random"
-    """What the learned positions are before training; grid: waves along the rows and the columns of an image."""
+    positions: Literal["random", "line", "grid"] = "random"
+    """What the learned positions are before training: noise, waves along the sequence (line), or waves along the rows and
+    the columns of an image (grid)."""
     published_padding: bool = False
     """Treat padding as the published research code does (primal and softmax layers)."""
 
