@@ -115,8 +115,8 @@ class LRAModel:
     r_scores: bool = True
     """Let Primal-Attention's r-scores reach its output; off is the paper's ablation (they stay in the objective)."""
     positions: Literal["random", "line", "grid"] = "random"
-    """What the learned positions are before training: noise, waves along the sequence (line), or waves along the rows and
-    the columns of an image (grid)."""
+    """What the learned positions are before training: noise, waves along the sequence (line), or waves along the rows
+    and the columns of an image (grid)."""
     published_padding: bool = False
     """Treat padding as the published research code does (primal and softmax layers)."""
 
