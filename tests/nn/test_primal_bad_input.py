@@ -39,6 +39,15 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
         {"objective_trace": "none"},
         "objective_trace must be one of 'weights', 'projections' (got 'none')",
     ),
+    ({"sampling": "odd"}, "sampling must be one of 'even', 'random' (got 'odd')"),
+    (
+        {"sampling": "random", "data_dependent": False},
+        "sampling='random' needs data_dependent=True and causal=False (got data_dependent=False, causal=False)",
+    ),
+    (
+        {"sampling": "random", "causal": True, "max_length": 8},
+        "sampling='random' needs data_dependent=True and causal=False (got data_dependent=True, causal=True)",
+    ),
     ({"decay": 0.9}, "decay needs causal=True (got decay=0.9 with causal=False)"),
     (
         {"decay": "fast", "causal": True, "data_dependent": False},

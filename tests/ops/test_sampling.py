@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from golden_files import PLACES
-from primal_attention.ops.sampling import landmark_indices, ragged_landmark_indices, token_of_rank
+from primal_attention.ops.sampling import landmark_indices, ragged_landmark_indices, random_shift, token_of_rank
 
 
 def published_tables() -> dict[str, torch.Tensor]:
@@ -44,6 +44,34 @@ def test_rows_stay_inside_never_go_back_and_cover_both_ends(length: int, landmar
     assert rows[0] == 0
     assert (rows.diff() >= 0).all()
     assert rows[-1] == (length - 1 if landmarks > 1 else 0)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 300), st.integers(1, 400), st.integers(0, 2**20))
+def test_moved_rows_stay_in_their_stretch_and_the_ends_where_they_are(length: int, landmarks: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    shift = random_shift(landmarks)
+    assert shift.abs().max() <= 0.5
+    rows = landmark_indices(length, landmarks, shift=shift)
+    assert rows[0] == 0
+    assert rows[-1] == (length - 1 if landmarks > 1 else 0)
+    assert (rows.diff() >= 0).all()
+    step = (length - 1) / max(landmarks - 1, 1)
+    assert ((rows - step * torch.arange(landmarks)).abs() <= step / 2 + 0.5 + 1e-6).all()
+    ragged = ragged_landmark_indices(torch.tensor([length, 0, 1]), landmarks, shift)
+    assert torch.equal(ragged[0], rows)
+    assert (ragged[1:] == 0).all()
+
+
+def test_every_row_between_the_ends_is_drawn_as_often() -> None:
+    torch.manual_seed(0)
+    counts = torch.zeros(41)
+    for _ in range(4000):
+        counts[landmark_indices(41, 5, shift=random_shift(5))] += 1
+    # Landmarks at 10, 20, 30 move by up to 5: 11 rows each, of which two are reached by half a row on either side.
+    assert (counts[6:15] - 400).abs().max() < 5 * 20
+    assert (counts[[0, 40]] == 4000).all()
+    assert counts[1:5].sum() == 0
 
 
 def test_as_many_landmarks_as_tokens_are_all_the_tokens() -> None:

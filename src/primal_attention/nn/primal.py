@@ -21,6 +21,7 @@ from ..ops.modes import COSINE, FeatureMap, Mode, State, kernel_factors
 from ..ops.primal import attend
 from ..ops.recompute import recomputed
 from ..ops.reference import LandmarkState, RunningState
+from ..ops.sampling import random_shift
 from . import checks
 from .tie import tie
 
@@ -35,7 +36,9 @@ class PrimalAttention(nn.Module):
 
     Args:
         rank: s, the number of directions of each head's projection scores.
-        landmarks: how many evenly spaced rows of the input make the data-dependent projection weights.
+        landmarks: how many rows of the input make the data-dependent projection weights.
+        sampling: "even" takes evenly spaced rows; "random" moves each of them in training, by up to half of the way to
+            its neighbours, so that a sequence cannot be learned by heart from its landmarks.
         data_dependent: build W_{e|X}, W_{r|X} from the input's landmarks, or use W_e, W_r themselves.
         causal: position i sees positions ≤ i only, and the layer streams (`initial_state`, `step`).
         decay: causal modes. None is the paper's running mean; "learned" gives each head a factor γ in (0, 1) by which
@@ -58,6 +61,7 @@ class PrimalAttention(nn.Module):
         *,
         rank: int = 30,
         landmarks: int = 300,
+        sampling: Literal["even", "random"] = "even",
         data_dependent: bool = True,
         causal: bool = False,
         decay: Literal["learned"] | float | Sequence[float] | None = None,
@@ -80,9 +84,15 @@ class PrimalAttention(nn.Module):
         checks.one_of("backend", backend, BACKENDS)
         checks.one_of("objective_form", objective_form, ("mean", "sum"))
         checks.one_of("objective_trace", objective_trace, ("weights", "projections"))
+        checks.one_of("sampling", sampling, ("even", "random"))
+        if sampling == "random" and (causal or not data_dependent):
+            raise ValueError(
+                "sampling='random' needs data_dependent=True and causal=False "
+                f"(got data_dependent={data_dependent}, causal={causal})"
+            )
         _check_causal_arguments(causal, data_dependent, decay, max_length, objective_trace)
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
-        self.rank, self.landmarks, self.max_length = rank, landmarks, max_length
+        self.rank, self.landmarks, self.max_length, self.sampling = rank, landmarks, max_length, sampling
         self.data_dependent, self.causal = data_dependent, causal
         self.dropout, self.backend, self.recompute = dropout, backend, recompute
         self.objective_form: Literal["mean", "sum"] = objective_form
@@ -238,6 +248,10 @@ class PrimalAttention(nn.Module):
             # The last pass' graph goes before this one's is built: kept, it would bind the parameters' gradients to the
             # stream of that pass, which a CUDA graph's capture does not survive.
             self._keep_objective(None)
+        shift = None
+        if self.training and self.sampling == "random":
+            self._check_whole("sampling='random'")
+            shift = random_shift(self.landmarks, x.device)
         pass_over = recomputed if self.recompute and torch.is_grad_enabled() else attend
         result = pass_over(
             x,
@@ -249,6 +263,7 @@ class PrimalAttention(nn.Module):
             max_seqlen=max_seqlen,
             decay=self.decay,
             state=state,
+            shift=shift,
             dropout=self.dropout if self.training else 0.0,
             objective=self._objective_spec() if self.training else None,
             backend=self.backend,

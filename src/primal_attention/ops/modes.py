@@ -69,17 +69,19 @@ def primal_scores(
     valid: Tensor | None = None,
     decay: Tensor | None = None,
     state: State | None = None,
+    shift: Tensor | None = None,
     stretch: Stretch | None = None,
 ) -> Projected:
     """Scores of all tokens. x, q, k: (B, N, H·p), padding already zero; w_e, w_r: (H, n or p, s).
 
+    shift: of the landmarks, not causal; see `reference.landmark_rows`.
     stretch: where these tokens stand if other ranks hold the rest of their sequences.
     """
     q, k = eq.split_heads(q, mode.heads), eq.split_heads(k, mode.heads)
     x_h = eq.split_heads(x, mode.heads) if mode.data_dependent else None
     w_e, w_r = w_e.to(q.dtype), w_r.to(q.dtype)
     if not mode.causal:
-        projected = _whole_sequence(x_h, q, k, w_e, w_r, mode, feature_map, valid, stretch)
+        projected = _whole_sequence(x_h, q, k, w_e, w_r, mode, feature_map, valid, shift, stretch)
     elif x_h is None:
         projected = _running_means(q, k, w_e, w_r, feature_map, valid, decay, state, stretch)
     else:
@@ -99,12 +101,13 @@ def _whole_sequence(
     mode: Mode,
     fm: FeatureMap,
     valid: Tensor | None,
+    shift: Tensor | None,
     stretch: Stretch | None,
 ) -> Projected:
     phi_q, phi_k = whole_features(q, k, fm, valid, stretch)
     if x_h is not None:
         if stretch is None:
-            rows = eq.landmark_rows(x_h, mode.landmarks, valid).to(q.dtype)
+            rows = eq.landmark_rows(x_h, mode.landmarks, valid, shift).to(q.dtype)
         else:
             rows = eq.split_heads(stretch.landmarks(eq.merge_heads(x_h), mode.landmarks), mode.heads).to(q.dtype)
         w_e, w_r = eq.projection_weights(rows, w_e), eq.projection_weights(rows, w_r)

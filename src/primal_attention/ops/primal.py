@@ -31,6 +31,7 @@ def attend(
     max_seqlen: int | None = None,
     decay: Tensor | None = None,
     state: State | None = None,
+    shift: Tensor | None = None,
     dropout: float = 0.0,
     objective: Objective | None = None,
     backend: str = "auto",
@@ -40,6 +41,7 @@ def attend(
 ) -> Attended:
     """The layer on padded (B, N, d) input, `valid` (B, N) marking the tokens, or on packed (total, d) input.
 
+    shift: how far the landmarks stand from their even places (`sampling.random_shift`); not causal, whole sequences.
     context: the ranks that hold the rest of the sequences. Of the paths only the fused one and the equations know it.
     """
     chosen = backends.choose(backend, x, weights.w_e.shape[-1], mode, feature_map, state, need_state)
@@ -51,15 +53,15 @@ def attend(
 
         with backends.current(x.device):
             return fused_attention(
-                x, weights, mode, valid=valid, cu_seqlens=cu_seqlens, decay=decay, state=state, dropout=dropout,
-                objective=objective, need_scores=need_scores, need_state=need_state, stretch=stretch,
+                x, weights, mode, valid=valid, cu_seqlens=cu_seqlens, decay=decay, state=state, shift=shift,
+                dropout=dropout, objective=objective, need_scores=need_scores, need_state=need_state, stretch=stretch,
             )  # fmt: skip
     if stretch is not None:
         return reference_attention(
             x, weights, mode, feature_map, valid=valid, decay=decay, dropout=dropout, objective=objective,
             stretch=stretch,
         )  # fmt: skip
-    given: dict[str, Any] = {"decay": decay, "dropout": dropout, "objective": objective}
+    given: dict[str, Any] = {"decay": decay, "shift": shift, "dropout": dropout, "objective": objective}
     layer: Callable[..., Attended]
     if chosen == "lean":
         from .lean import lean_attention
@@ -88,6 +90,7 @@ def reference_attention(
     valid: Tensor | None = None,
     decay: Tensor | None = None,
     state: State | None = None,
+    shift: Tensor | None = None,
     dropout: float = 0.0,
     objective: Objective | None = None,
     stretch: Stretch | None = None,
@@ -97,8 +100,9 @@ def reference_attention(
         x = x.masked_fill(~valid[..., None], 0.0)  # whatever stands in the padding, NaN included, ends here
     q, k = F.linear(x, weights.qk_weight, weights.qk_bias).chunk(2, dim=-1)
     scores, w_e_x, w_r_x, state = primal_scores(
-        x, q, k, weights.w_e, weights.w_r, mode, feature_map, valid=valid, decay=decay, state=state, stretch=stretch
-    )
+        x, q, k, weights.w_e, weights.w_r, mode, feature_map,
+        valid=valid, decay=decay, state=state, shift=shift, stretch=stretch,
+    )  # fmt: skip
     j = None
     if objective is not None:
         energies = Energies(eq.energy(scores.e), eq.energy(scores.r), x.shape[1] if valid is None else valid.sum(dim=1))

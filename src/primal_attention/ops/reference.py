@@ -64,12 +64,15 @@ def merge_heads(x_h: Tensor) -> Tensor:
     return x_h.transpose(1, 2).flatten(2)
 
 
-def landmark_rows(x_h: Tensor, landmarks: int, valid: Tensor | None = None) -> Tensor:
-    """f(X_h): evenly spaced rows of each sequence's own valid tokens; zero rows for an empty sequence."""
+def landmark_rows(x_h: Tensor, landmarks: int, valid: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
+    """f(X_h): evenly spaced rows of each sequence's own valid tokens; zero rows for an empty sequence.
+
+    shift: how far each stands from its even place, in steps from one to the next, (n,).
+    """
     if valid is None:
-        return x_h[:, :, landmark_indices(x_h.shape[2], landmarks, x_h.device)]  # (B, H, n, p)
+        return x_h[:, :, landmark_indices(x_h.shape[2], landmarks, x_h.device, shift)]  # (B, H, n, p)
     lengths = valid.sum(dim=1)
-    rows = token_of_rank(valid, ragged_landmark_indices(lengths, landmarks))  # (B, n)
+    rows = token_of_rank(valid, ragged_landmark_indices(lengths, landmarks, shift))  # (B, n)
     picked = x_h.gather(2, rows[:, None, :, None].expand(-1, x_h.shape[1], -1, x_h.shape[3]))
     return picked * (lengths > 0)[:, None, None, None]
 

@@ -6,6 +6,9 @@ Evenly spaced rows, deterministic. In double precision, with a = (N − 1) / (n 
     index_i = trunc((N − 1) − a·(n − 1 − i)) otherwise,
 
 which is what `torch.linspace(0, N − 1, n, dtype=int)` computes. Rows repeat when N < n.
+
+In training they may be moved at random (`random_shift`): each landmark is then any row of its own stretch of the
+sequence, so that a sequence cannot be known again by its landmarks.
 """
 
 from __future__ import annotations
@@ -14,18 +17,31 @@ import torch
 from torch import Tensor
 
 
-def landmark_indices(length: int, landmarks: int, device: torch.device | str | None = None) -> Tensor:
+def landmark_indices(
+    length: int, landmarks: int, device: torch.device | str | None = None, shift: Tensor | None = None
+) -> Tensor:
     """The `landmarks` evenly spaced rows of a sequence of `length` tokens."""  # (n,)
     lengths = torch.full((1,), length, dtype=torch.int64, device=device)
-    return ragged_landmark_indices(lengths, landmarks)[0]
+    return ragged_landmark_indices(lengths, landmarks, shift)[0]
 
 
-def ragged_landmark_indices(lengths: Tensor, landmarks: int) -> Tensor:
-    """The same rule for many sequences at once; an empty sequence gets row 0, which its caller must ignore."""
+def random_shift(landmarks: int, device: torch.device | str | None = None) -> Tensor:
+    """How far each landmark moves, in steps from one to the next: uniform in [−½, ½); both ends stay. (n,)"""
+    i = torch.arange(landmarks, device=device)
+    return torch.where((i == 0) | (i == landmarks - 1), 0.0, torch.rand(landmarks, device=device) - 0.5)
+
+
+def ragged_landmark_indices(lengths: Tensor, landmarks: int, shift: Tensor | None = None) -> Tensor:
+    """The same rule for many sequences at once; an empty sequence gets row 0, which its caller must ignore.
+
+    shift: (n,), as `random_shift` draws it, the same for all sequences.
+    """
     last = (lengths.double() - 1).clamp(min=0)[:, None]  # (B, 1)
     i = torch.arange(landmarks, dtype=torch.float64, device=lengths.device)[None]  # (1, n)
     # By a tensor: by a number a GPU divides as a product with its reciprocal, and 196 · (1 / 196) is less than 1.
     step = last / i[:, -1:].clamp(min=1)
+    if shift is not None:
+        return torch.minimum((step * (i + shift)).round(), last).long()
     from_start = (step * i).trunc()
     # The absolute value is the product itself, but keeps a compiler from fusing it, unrounded, into the difference.
     from_end = (last - (step * (landmarks - 1 - i)).abs()).trunc()

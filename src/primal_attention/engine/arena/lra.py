@@ -110,6 +110,8 @@ class LRAModel:
     """Directions s of Primal-Attention; None takes the paper's for the task."""
     landmarks: int | None = None
     """Rows that make f(X); None is ten times the rank, as in the paper."""
+    sampling: Literal["even", "random"] = "even"
+    """Which rows make f(X) in training: evenly spaced ones, or each moved at random by up to half of the spacing."""
     data_dependent: bool = True
     """Build Primal-Attention's projection weights from f(X); off uses W_e and W_r themselves."""
     r_scores: bool = True
@@ -221,7 +223,12 @@ def make_model(config: LRAModel, data: TokenData, room: int | None = None) -> nn
     from primal_attention.models.lra import LRAClassifier
 
     keywords: dict[str, dict[str, Any]] = {
-        "primal": {"rank": config.rank, "landmarks": config.landmarks, "data_dependent": config.data_dependent},
+        "primal": {
+            "rank": config.rank,
+            "landmarks": config.landmarks,
+            "sampling": config.sampling,
+            "data_dependent": config.data_dependent,
+        },
         "linformer": {"max_length": data.length},
     }
     model = LRAClassifier(

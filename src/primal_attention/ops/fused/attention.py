@@ -47,6 +47,7 @@ def fused_attention(
     cu_seqlens: Tensor | None = None,
     decay: Tensor | None = None,
     state: State | None = None,
+    shift: Tensor | None = None,
     dropout: float = 0.0,
     objective: Objective | None = None,
     need_scores: bool = False,
@@ -57,7 +58,7 @@ def fused_attention(
 
     stretch: where these tokens stand if other ranks hold the rest of their sequences.
     """
-    plain = valid is None and cu_seqlens is None and state is None and stretch is None
+    plain = valid is None and cu_seqlens is None and state is None and shift is None and stretch is None
     if plain and not (dropout or need_scores or need_state or torch.compiler.is_compiling()) and worthwhile(x):
         casts = torch.is_autocast_enabled("cuda")
         cast_to = torch.get_autocast_dtype("cuda") if casts else x.dtype
@@ -70,13 +71,13 @@ def fused_attention(
         with torch.autocast(x.device.type, enabled=False):
             return fused_attention(
                 x.to(dtype), cast_weights(weights, dtype), mode, valid=valid, cu_seqlens=cu_seqlens, decay=decay,
-                state=state, dropout=dropout, objective=objective, need_scores=need_scores, need_state=need_state,
-                stretch=stretch,
+                state=state, shift=shift, dropout=dropout, objective=objective, need_scores=need_scores,
+                need_state=need_state, stretch=stretch,
             )  # fmt: skip
     if isinstance(state, RunningState) and x.shape[1] == 1 and valid is None and not (need_scores or objective):
         return _decode_one(x, weights, mode, decay, state)
     rank, whole = weights.w_e.shape[-1], valid is None
-    flat, seqs, rows, order = _lay_out(x, mode, valid, cu_seqlens)
+    flat, seqs, rows, order = _lay_out(x, mode, valid, cu_seqlens, shift)
     tokens = x.shape[1] if cu_seqlens is None and valid is None else seqs.lengths
     measured, scored = objective is not None, bool(dropout) or need_scores
     heads = Heads.of(weights, mode, list(seqs[:-1]), seqs.single, whole, measured, scored)
@@ -93,7 +94,8 @@ def fused_attention(
         packed, trace = through(Pack, "pack", weights.w_e, weights.w_r)
         wx = [packed]
     elif mode.data_dependent:
-        shortest = x.shape[1] if valid is None and cu_seqlens is None else 0
+        # Neighbours that move towards each other may meet.
+        shortest = x.shape[1] if valid is None and cu_seqlens is None and shift is None else 0
         qk, wx, trace = heads.project(flat, rows, exact, shortest)
         found, energy = heads.attend(qk, wx, [t.detach() for t in (flat, rows, weights.w_e, weights.w_r)])
     else:
@@ -210,7 +212,7 @@ class Order(NamedTuple):
 
 
 def _lay_out(
-    x: Tensor, mode: Mode, valid: Tensor | None, cu_seqlens: Tensor | None
+    x: Tensor, mode: Mode, valid: Tensor | None, cu_seqlens: Tensor | None, shift: Tensor | None
 ) -> tuple[Tensor, Sequences, Tensor, Order | None]:
     """Rows (tokens, d), where the sequences lie in them, the landmarks' rows, and how valid tokens were moved up."""
     order = None
@@ -229,10 +231,10 @@ def _lay_out(
     elif mode.causal:
         grid = landmark_indices(_given(mode.max_length), mode.landmarks, x.device)
         rows = torch.where(grid < seqs.lengths[:, None], seqs.starts[:, None] + grid, -1)
-    elif cu_seqlens is None and valid is None:
+    elif cu_seqlens is None and valid is None and shift is None:
         rows = sequences.uniform_landmarks(x.shape[0], x.shape[1], mode.landmarks, x.device)
     else:
-        rows = sequences.landmark_table(seqs, mode.landmarks)
+        rows = sequences.landmark_table(seqs, mode.landmarks, shift)
     return x.reshape(-1, x.shape[-1]), seqs, rows, order
 
 

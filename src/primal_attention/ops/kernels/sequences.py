@@ -88,9 +88,9 @@ def packed(cu_seqlens: Tensor, total: int) -> Sequences:
     return _tables(bounds[:-1].contiguous(), bounds.diff(), total // CHUNK + bounds.shape[0] - 1)
 
 
-def landmark_table(sequences: Sequences, landmarks: int) -> Tensor:
+def landmark_table(sequences: Sequences, landmarks: int, shift: Tensor | None = None) -> Tensor:
     """The row of each landmark in the (rows, width) tensor, (B, n); −1 for an empty sequence."""
-    rows = sequences.starts[:, None] + ragged_landmark_indices(sequences.lengths, landmarks)
+    rows = sequences.starts[:, None] + ragged_landmark_indices(sequences.lengths, landmarks, shift)
     return torch.where(sequences.lengths[:, None] > 0, rows, -1)
 
 

@@ -132,6 +132,7 @@ def lean_attention(
     valid: Tensor | None = None,
     decay: Tensor | None = None,
     state: State | None = None,
+    shift: Tensor | None = None,
     dropout: float = 0.0,
     objective: Objective | None = None,
     need_scores: bool = False,
@@ -144,7 +145,7 @@ def lean_attention(
         with torch.autocast(device, enabled=False):
             cast = Weights(*(None if w is None else w.to(dtype) for w in weights))  # type: ignore[arg-type]
             return lean_attention(
-                x.to(dtype), cast, mode, valid=valid, decay=decay, state=state, dropout=dropout,
+                x.to(dtype), cast, mode, valid=valid, decay=decay, state=state, shift=shift, dropout=dropout,
                 objective=objective, need_scores=need_scores, need_state=need_state,
             )  # fmt: skip
     past = state if isinstance(state, RunningState) else None
@@ -155,11 +156,11 @@ def lean_attention(
     plan = Plan(mode, dropout, form, trace, need_scores, need_state, keep)  # type: ignore[arg-type]
     if not torch.compiler.is_compiling():
         keep_freed_memory()
-    lib = native.fitting(x, weights, sqrt_lambda, mode, valid, dropout)
+    lib = native.fitting(x, weights, sqrt_lambda, mode, valid, shift, dropout)
     if not isinstance(lib, str):
         y, j, scores = native.native_attention(lib, x, weights, plan, sqrt_lambda, valid)
         return Attended(y, j, None if scores is None else Scores(*scores.unbind(3)))  # (B, H, N, s) each
-    places, empty = Landmarks.of(x, valid, mode.landmarks) if mode.data_dependent else (None, None)
+    places, empty = Landmarks.of(x, valid, mode.landmarks, shift) if mode.data_dependent else (None, None)
     y, j, scores, final = Layer.apply(plan, valid, places, empty, *given)
     return Attended(
         y,

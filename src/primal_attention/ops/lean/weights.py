@@ -25,15 +25,15 @@ class Landmarks(NamedTuple):
     empty: Tensor | None = None  # (B,): sequences that have none; their places mean nothing
 
     @classmethod
-    def of(cls, x: Tensor, valid: Tensor | None, count: int) -> Landmarks:
+    def of(cls, x: Tensor, valid: Tensor | None, count: int, shift: Tensor | None = None) -> Landmarks:
         batch, length, _ = x.shape
-        if valid is None and batch == 1 and type(x) is Tensor and x.device.type == "cpu":
+        if shift is None and valid is None and batch == 1 and type(x) is Tensor and x.device.type == "cpu":
             return cls(_even_places(length, count))
         offset = torch.arange(batch, device=x.device)[:, None] * length
         if valid is None:
-            return cls(landmark_indices(length, count, x.device) + offset)
+            return cls(landmark_indices(length, count, x.device, shift) + offset)
         lengths = valid.sum(dim=1)
-        return cls(token_of_rank(valid, ragged_landmark_indices(lengths, count)) + offset, lengths == 0)
+        return cls(token_of_rank(valid, ragged_landmark_indices(lengths, count, shift)) + offset, lengths == 0)
 
     def rows(self, x: Tensor, heads: int) -> Tensor:
         """f(X_h) of all sequences side by side: (H, n, B·p), wide."""

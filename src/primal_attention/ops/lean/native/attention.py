@@ -23,13 +23,19 @@ from .library import Library, Sizes, library
 
 
 def fitting(
-    x: Tensor, weights: Weights, sqrt_lambda: Tensor | None, mode: Mode, valid: Tensor | None, dropout: float
+    x: Tensor,
+    weights: Weights,
+    sqrt_lambda: Tensor | None,
+    mode: Mode,
+    valid: Tensor | None,
+    shift: Tensor | None,
+    dropout: float,
 ) -> Library | str:
     """The library that can serve this call, or why there is none."""
     if mode.causal:
         return "the causal modes are PyTorch's"
-    if dropout:
-        return "dropout is PyTorch's"
+    if dropout or shift is not None:
+        return "what is random is PyTorch's"
     if torch.compiler.is_compiling():
         return "compiled code cannot call it"
     for tensor in (x, *weights, sqrt_lambda):
