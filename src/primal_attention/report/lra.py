@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import sqrt
+from statistics import fmean
 from typing import Any
 
 from primal_attention.report import accuracy as shared
@@ -55,9 +57,25 @@ def accuracy(title: str, cells: Sequence[Cell], command: str) -> Table:
     """Test accuracies; the paper's were chosen by validation data, as our third column."""
     table = shared.accuracy(title, cells, command, PARTS, published="Paper (validation-chosen)")
     notes = [*table.notes, *([PATHFINDER] if any(c.dataset == "pathfinder" for c in cells) else [])]
+    notes += size_note(cells)
     lengths = sorted({(c.dataset, *training_of(r.config)) for c in cells for r in c.results})
     notes.append("Steps of training × cases in each: " + ", ".join(training_note(*found) for found in lengths) + ".")
     return Table(table.title, table.sections, notes, table.records)
+
+
+def size_note(cells: Sequence[Cell]) -> list[str]:
+    """How far an accuracy may lie off because the test cases are that many and not more."""
+    found: dict[tuple[str, int], list[float]] = {}
+    for cell in cells:
+        for result in cell.results:
+            accuracy = result.accuracy("validation_chosen")
+            if accuracy is not None and "test_cases" in result.data:
+                found.setdefault((cell.dataset, int(result.data["test_cases"])), []).append(accuracy)
+    errors = {key: sqrt(fmean(a * (100 - a) for a in each) / key[1]) for key, each in found.items()}
+    if not errors:
+        return []
+    said = ", ".join(f"{task} {cases:,} (± {error:.1f})" for (task, cases), error in sorted(errors.items()))
+    return [f"Cases in test, and the standard error that their number leaves in one accuracy: {said}."]
 
 
 def training_of(config: Mapping[str, Any]) -> tuple[int, int, float]:

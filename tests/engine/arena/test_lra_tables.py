@@ -59,6 +59,7 @@ def test_a_table_in_small_and_the_same_training_in_another_length(here: Path, ca
         "37.1",
         "37.3",
         "listops 4 × 4",
+        "Cases in test",
         "paper 5,000 × 32",
     ):
         assert text in out
