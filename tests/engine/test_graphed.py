@@ -13,10 +13,11 @@ import toy
 from safetensors.torch import load_file
 
 from primal_attention.engine import graphed, module, runner
+from primal_attention.engine.averaging import update_average
 from primal_attention.engine.batches import Batches
 from primal_attention.engine.config import override
 from primal_attention.engine.errors import DivergedError, RunError
-from primal_attention.engine.module import TrainingModule, update_average
+from primal_attention.engine.module import TrainingModule
 from primal_attention.engine.recordable import RecordableRAdam
 from primal_attention.engine.recording import Number, Recorder, Recording
 

@@ -12,10 +12,11 @@ from torch import nn
 
 from closeness import assert_close
 from primal_attention.engine import files
+from primal_attention.engine.averaging import update_average
 from primal_attention.engine.batches import Batches, derive_seed, set_seed
 from primal_attention.engine.checkpoint import read_checkpoint
 from primal_attention.engine.errors import RunError
-from primal_attention.engine.module import one_cycle, update_average
+from primal_attention.engine.optimizer import one_cycle
 from primal_attention.engine.timeseries.augment import jitter, mix, scale_and_shift, warp_time
 from primal_attention.engine.timeseries.classify import AugmentConfig, ClassificationModule
 from primal_attention.engine.timeseries.uea import modern_recipe

@@ -8,7 +8,7 @@ import torch
 from primal_attention.engine.batches import Batches
 from primal_attention.engine.config import OptimConfig, TrainerConfig
 from primal_attention.engine.errors import RunError
-from primal_attention.engine.module import linear, one_cycle
+from primal_attention.engine.optimizer import linear, one_cycle
 
 
 def epochs(batches: Batches, count: int) -> list[list[int]]:

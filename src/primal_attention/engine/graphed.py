@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from primal_attention.engine.averaging import average_share, update_average
 from primal_attention.engine.config import Recipe, require
-from primal_attention.engine.module import Batch, TrainingModule, average_share, precision_context, update_average
+from primal_attention.engine.module import Batch, TrainingModule, precision_context
 from primal_attention.engine.recording import Number, Recorder, rates_on_device
 from primal_attention.nn.objective import primal_layers
 from primal_attention.nn.rivals.draws import RandomBuffers

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
@@ -18,11 +18,12 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from primal_attention.engine import compiling
+from primal_attention.engine import compiling, diagnosis
+from primal_attention.engine.averaging import average_share, update_average
 from primal_attention.engine.batches import Batches, derive_seed, set_seed
-from primal_attention.engine.config import OptimConfig, Recipe
+from primal_attention.engine.config import Recipe
 from primal_attention.engine.errors import DivergedError, RunError
-from primal_attention.engine.recordable import RecordableRAdam
+from primal_attention.engine.optimizer import make_optimizer, schedule
 from primal_attention.engine.scale import distributed
 from primal_attention.nn.objective import ksvd_loss, primal_layers
 from primal_attention.nn.rivals.draws import RandomBuffers
@@ -264,18 +265,8 @@ class TrainingModule(pl.LightningModule):
             total = int(self.trainer.estimated_stepping_batches)
         else:
             total = self.recipe.trainer.epochs * self._batches_per_epoch
-        warmup = max(1, round(total * self.recipe.optim.warmup))
-        kind = self.recipe.optim.schedule
-        shape = linear if kind == "onecycle-linear" else cosine
-
-        def factor(step: int) -> float:
-            if kind in ("warmup", "inverse-sqrt"):
-                late = 1.0 if kind == "warmup" else math.sqrt(warmup / max(step + 1, warmup))
-                return min((step + 1) / warmup, late)
-            return one_cycle(step, warmup, total, shape)
-
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        rates = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(self.recipe.optim, total))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": rates, "interval": "step"}}
 
     # Evaluation
 
@@ -308,115 +299,21 @@ class TrainingModule(pl.LightningModule):
 
     def _explain(self, batch: Batch | None, steps: int) -> str:
         """One line: since when, where it shows, and what to try. `steps` is how many may have passed unseen."""
-        where = self.first_bad_layer(batch)
-        clip = self.recipe.optim.clip
-        tries = [f"a smaller --optim.lr (now {self.recipe.optim.lr:g})"]
-        if not clip or clip > 1:
-            tries.append(f"--optim.clip 1 (now {clip:g})")
-        if self.recipe.trainer.precision != "32-true":
-            tries.append("--trainer.precision 32-true")
-        if self.has_primal and self.recipe.eta:
-            tries.append(f"a smaller --eta (now {self.recipe.eta:g})")
         now = self.global_step
         when = f"step {now}" if steps == 1 else f"one of the steps {max(0, now - steps)} to {now}"
         when += f" (epoch {self.current_epoch + 1})"
-        return f"the loss is not finite at {when}: {where}; try {', '.join(tries)}"
+        tries = ", ".join(diagnosis.remedies(self.recipe, self.has_primal))
+        return f"the loss is not finite at {when}: {self.first_bad_layer(batch)}; try {tries}"
 
     def first_bad_layer(self, batch: Batch | None) -> str:
-        """Where the first number that is not finite stands: an input, a weight, a layer's output or a layer's J."""
-        if batch is not None and not all(torch.isfinite(t).all() for t in batch if t.is_floating_point()):
-            return "the batch itself has values that are not finite"
-        for name, weight in self.model.named_parameters():
-            if not torch.isfinite(weight).all():
-                return f"weight {name!r} is not finite"
-        for name, layer in primal_layers(self.model).items():
-            if layer.objective is not None and not torch.isfinite(layer.objective).all():
-                return f"the KSVD objective of layer {name!r} is not finite"
-        if batch is None:
-            return "the weights are finite"
-        found: list[str] = []
-
-        def look(name: str) -> Any:
-            def hook(_: nn.Module, __: Any, output: Any) -> None:
-                if isinstance(output, Tensor) and not torch.isfinite(output).all():
-                    found.append(name)
-
-            return hook
-
-        hooks = [m.register_forward_hook(look(n)) for n, m in self.model.named_modules() if n]
-        try:
-            with torch.no_grad(), compiling.eagerly(self.compiled):
-                self.task_loss(batch)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return f"layer {found[0]!r} gives values that are not finite" if found else "only the loss itself is not finite"
+        with compiling.eagerly(self.compiled):
+            return diagnosis.first_bad_layer(self.model, batch, self.task_loss)
 
 
 def objective(model: nn.Module) -> Tensor:
     """Mean J over the model's Primal layers and the batch of the last forward in training mode, without a graph."""
     means = [j.detach().float().mean() for layer in primal_layers(model).values() if (j := layer.objective) is not None]
     return means[0] if len(means) == 1 else torch.stack(means).mean()
-
-
-def average_share(decay: float, step: int) -> float:
-    """How far the average moves towards the weights; early steps use a shorter memory, or the start would linger."""
-    return 1 - min(decay, (1 + step) / (10 + step))
-
-
-@torch.no_grad()
-def update_average(averaged: nn.Module, model: nn.Module, share: float | Tensor) -> None:
-    """Move the averaged weights towards the model's. A share on the device is for steps that are recorded."""
-    pairs = list(zip(averaged.state_dict().values(), model.state_dict().values(), strict=True))
-    for mean, new in pairs:
-        if not mean.is_floating_point():
-            mean.copy_(new)
-        elif not isinstance(share, Tensor):
-            mean.lerp_(new, share)
-    if isinstance(share, Tensor):
-        means, news = zip(*(pair for pair in pairs if pair[0].is_floating_point()), strict=True)
-        steps = torch._foreach_sub(news, means)
-        torch._foreach_mul_(steps, share)
-        torch._foreach_add_(means, steps)
-
-
-def make_optimizer(model: nn.Module, config: OptimConfig, *, recordable: bool = False) -> torch.optim.Optimizer:
-    """Optimiser with decay on matrices only: biases, norms and other vectors carry scale, not capacity.
-
-    recordable: its steps can stand in a CUDA graph.
-    """
-    weights = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in weights if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in weights if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    groups = [g for g in groups if g["params"]]
-    betas = (0.9, config.beta2)
-    if config.name == "radam":
-        radam = RecordableRAdam if recordable else torch.optim.RAdam
-        return radam(groups, lr=config.lr, betas=betas, eps=config.eps)
-    kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[config.name]
-    options = {"fused": True, "capturable": True} if recordable else {}
-    optimizer = kind(groups, lr=config.lr, betas=betas, eps=config.eps, **options)
-    # torch would warn that the first steps, before the recording, are not recorded.
-    optimizer._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]
-    return optimizer
-
-
-def cosine(part: float) -> float:
-    """From 0 to 1, slow at both ends."""
-    return (1 - math.cos(math.pi * part)) / 2
-
-
-def linear(part: float) -> float:
-    return part
-
-
-def one_cycle(step: int, warmup: int, total: int, shape: Callable[[float], float] = cosine) -> float:
-    """Factor on the peak learning rate: from 1/25 up to 1, then down to 0."""
-    if step < warmup:
-        return 1 / 25 + (1 - 1 / 25) * shape(step / warmup)
-    return 1 - shape(min(1.0, (step - warmup) / max(1, total - warmup)))
 
 
 def precision_context(precision: str, device: torch.device, *, cache: bool = True) -> AbstractContextManager[Any]:

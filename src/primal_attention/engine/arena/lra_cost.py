@@ -32,7 +32,8 @@ from primal_attention.engine.arena.sequences import SequenceModule
 from primal_attention.engine.config import override
 from primal_attention.engine.files import write_json
 from primal_attention.engine.graphed import RecordedStep
-from primal_attention.engine.module import Batch, make_optimizer
+from primal_attention.engine.module import Batch
+from primal_attention.engine.optimizer import make_optimizer
 from primal_attention.report import paper_lra as paper
 from primal_attention.report.lra import PUBLISHED
 
