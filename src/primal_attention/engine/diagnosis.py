@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from primal_attention.engine.config import Recipe
 from primal_attention.nn.objective import primal_layers
 
-Batch = tuple[Tensor, ...]
+if TYPE_CHECKING:
+    from primal_attention.engine.module import Batch
 
 
 def remedies(recipe: Recipe, has_primal: bool) -> list[str]:
