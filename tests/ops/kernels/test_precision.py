@@ -42,8 +42,18 @@ def several(layer: Layer, inputs: list[Tensor], **keywords: bool) -> Results:
 def test_the_kernels_are_as_exact_as_the_equations_in_the_same_dtype(
     device: torch.device, mode: str, dtype: torch.dtype
 ) -> None:
-    layer = make(mode, heads=4, max_length=40).to(device, dtype)
-    inputs = [tokens(layer, 1, 40) for _ in range(3)]
+    as_exact_as_the_equations(make(mode, heads=4, max_length=40).to(device, dtype), 40, dtype)
+
+
+@pytest.mark.usefixtures("bfloat16_rounds")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+def test_the_widest_heads_with_growing_weights_are_too(device: torch.device, dtype: torch.dtype) -> None:
+    layer = make("growing_decay", head_dim=256, rank=200, heads=1, max_length=40).to(device, dtype)
+    as_exact_as_the_equations(layer, 40, dtype)
+
+
+def as_exact_as_the_equations(layer: Layer, length: int, dtype: torch.dtype) -> None:
+    inputs = [tokens(layer, 1, length) for _ in range(3)]
     truth, eager, fused = (several(one, inputs) for one in (twin(layer), twin(layer, dtype), layer))
     allowed = limits(truth, eager, torch.finfo(dtype).eps)
     for name, value in fused.items():
