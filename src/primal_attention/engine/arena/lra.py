@@ -56,7 +56,9 @@ class Short:
     """A training of the same model in fewer and smaller steps, at a higher learning rate.
 
     zero_is_padding, positions: where the labels alone say too little of an image's rows and columns to learn in so few
-    steps, black is padding, as it is in the paper's runs, and positions start as a grid.
+    steps, black is padding, as it is in the paper's runs, and positions start as a grid; of a list's order, as a line.
+    sampling: where sequences would be learned by heart from their landmarks, those move.
+    ema: where validation falls again before the rate does, an average over the last steps is measured and kept.
     """
 
     steps: int
@@ -66,11 +68,13 @@ class Short:
     warmup: float = 0.1
     zero_is_padding: bool = False
     positions: Literal["random", "line", "grid"] = "random"
+    sampling: Literal["even", "random"] = "even"
+    ema: float = 0.0
 
 
 SHORT = {
-    "listops": Short(5_000, 32, 20),
-    "text": Short(5_000, 32, 20),
+    "listops": Short(5_000, 32, 20, positions="line", ema=0.998),
+    "text": Short(5_000, 32, 20, lr=5e-4, sampling="random", ema=0.998),
     "retrieval": Short(5_000, 32, 20),
     "image": Short(12_000, 64, 20),
     "pathfinder": Short(20_000, 256, 20, lr=5e-4, zero_is_padding=True, positions="grid"),
@@ -185,13 +189,14 @@ def short_recipe(task: str) -> LRARecipe:
     return dataclasses.replace(
         paper,
         data=dataclasses.replace(paper.data, kinds=KINDS, zero_is_padding=short.zero_is_padding),
-        model=dataclasses.replace(paper.model, positions=short.positions),
+        model=dataclasses.replace(paper.model, positions=short.positions, sampling=short.sampling),
         optim=dataclasses.replace(paper.optim, lr=short.lr, warmup=short.warmup, clip=1.0),
         trainer=dataclasses.replace(
             paper.trainer,
             epochs=short.evaluations,
             steps_per_epoch=short.steps // short.evaluations,
             batch_size=short.batch_size,
+            ema=short.ema,
         ),
     )
 
