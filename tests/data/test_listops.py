@@ -118,6 +118,18 @@ def test_written_files_read_back_and_come_from_the_cache_the_second_time(tmp_pat
     np.testing.assert_array_equal(read["labels"], data.train.labels)
 
 
+def test_what_the_outermost_operator_tells(tmp_path: Path):
+    cases = {
+        "train": [("[MAX 1 9 ]", 9), ("[MAX 8 9 ]", 9), ("[MAX 1 2 ]", 2), ("[MIN 0 4 ]", 0)],
+        "val": [("[MAX 1 2 ]", 2)],
+        "test": [("[MAX 9 9 ]", 9), ("[MAX 3 2 ]", 3), ("[MIN 0 1 ]", 0), ("[SM 1 2 ]", 3)],
+    }
+    for split, rows in cases.items():
+        lines = "".join(f"{text}\t{label}\n" for text, label in rows)
+        (tmp_path / f"basic_{split}.tsv").write_text("Source\tTarget\n" + lines)
+    assert listops.by_operator(listops.load(tmp_path)) == 0.5
+
+
 def test_a_changed_file_is_read_again(tmp_path: Path):
     listops.write(tmp_path, train=3, valid=1, test=1, shape=SMALL)
     (tmp_path / "basic_val.tsv").write_text("Source\tTarget\n[MAX 1 2 ]\t2\n[MIN 1 2 ]\t1\n")

@@ -108,6 +108,14 @@ def load(folder: str | Path) -> TokenData:
     return TokenData("listops", **splits, vocabulary=len(WORDS), classes=10, padded=True)
 
 
+def by_operator(data: TokenData) -> float:
+    """Test accuracy of the most frequent answer to each outermost operator: what a model has to be better than."""
+    outermost, labels = data.train.tokens[:, 0], data.train.labels
+    answers = {code: np.bincount(labels[outermost == code]).argmax() for code in np.unique(outermost)}
+    right = [answers.get(row[0]) == label for row, label in zip(data.test.tokens, data.test.labels, strict=True)]
+    return float(np.mean(right))
+
+
 def read_tsv(file: Path, length: int = LENGTH) -> Arrays:
     """Codes and labels of a file with the columns Source and Target."""
     rows, labels = [], []

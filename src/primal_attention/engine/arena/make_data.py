@@ -85,7 +85,8 @@ def make_listops(wanted: ListOpsArguments) -> int:
             seed=wanted.seed,
             progress=progress,
         )
-    print(f"{cases:,} expressions in {wanted.out}")
+    known = listops.by_operator(listops.load(wanted.out))
+    print(f"{cases:,} expressions in {wanted.out}; the outermost operator alone tells {known:.1%} of the test labels")
     return 0
 
 
