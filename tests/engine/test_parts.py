@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
 from pathlib import Path
@@ -20,6 +21,7 @@ from primal_attention.engine.optimizer import one_cycle
 from primal_attention.engine.timeseries.augment import jitter, mix, scale_and_shift, warp_time
 from primal_attention.engine.timeseries.classify import AugmentConfig, ClassificationModule
 from primal_attention.engine.timeseries.uea import modern_recipe
+from primal_attention.nn.rivals import make_attention
 
 
 def test_the_order_depends_on_seed_and_epoch_alone():
@@ -114,6 +116,25 @@ def test_the_average_follows_weights_and_counts():
     update_average(mean, model, 0.5)
     assert mean.weight.tolist() == [2.0] * 3
     assert int(mean.num_batches_tracked) == 7
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["number", "tensor"])
+def test_random_draws_are_taken_over_as_they_are(on_device: bool):
+    share = torch.tensor(0.5) if on_device else 0.5
+    model = nn.Sequential(make_attention("performer", 16, 2, seed=0), make_attention("reformer", 16, 2, seed=1))
+    mean = copy.deepcopy(model)
+    for layer in model:
+        layer.redraw()
+        nn.init.constant_(layer.in_proj.weight, 3.0)
+    half = torch.lerp(mean[0].in_proj.weight.detach(), torch.tensor(3.0), 0.5)
+    update_average(mean, model, share)
+    assert torch.equal(mean[0].frequencies, model[0].frequencies)
+    assert torch.equal(mean[1].coarse_rotations, model[1].coarse_rotations)
+    assert torch.equal(mean[1].fine_rotations, model[1].fine_rotations)
+    assert_close(mean[0].in_proj.weight, half, 1e-6)
+    model[0].redraw()
+    update_average(mean[0], model[0], share)  # a layer that is the whole model
+    assert torch.equal(mean[0].frequencies, model[0].frequencies)
 
 
 def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from primal_attention.nn.rivals.draws import drawn_buffers
+
 
 def average_share(decay: float, step: int) -> float:
     """How far the average moves towards the weights; early steps use a shorter memory, or the start would linger."""
@@ -13,15 +15,21 @@ def average_share(decay: float, step: int) -> float:
 
 @torch.no_grad()
 def update_average(averaged: nn.Module, model: nn.Module, share: float | Tensor) -> None:
-    """Move the averaged weights towards the model's. A share on the device is for steps that are recorded."""
-    pairs = list(zip(averaged.state_dict().values(), model.state_dict().values(), strict=True))
-    for mean, new in pairs:
-        if not mean.is_floating_point():
+    """Move the averaged weights towards the model's. A share on the device is for steps that are recorded.
+
+    Counts and random draws are the model's own: a mean of independent draws is no draw, it is shorter.
+    """
+    taken = drawn_buffers(model)
+    means, news = [], []
+    for (name, mean), new in zip(averaged.state_dict().items(), model.state_dict().values(), strict=True):
+        if name in taken or not mean.is_floating_point():
             mean.copy_(new)
-        elif not isinstance(share, Tensor):
+        elif isinstance(share, Tensor):
+            means.append(mean)
+            news.append(new)
+        else:
             mean.lerp_(new, share)
     if isinstance(share, Tensor):
-        means, news = zip(*(pair for pair in pairs if pair[0].is_floating_point()), strict=True)
         steps = torch._foreach_sub(news, means)
         torch._foreach_mul_(steps, share)
         torch._foreach_add_(means, steps)

@@ -55,6 +55,12 @@ class RandomBuffers(nn.Module):
             self._forwards_since_draw = 1
 
 
+def drawn_buffers(model: nn.Module) -> set[str]:
+    """Names in the state dict of what was drawn: the buffers of all layers with random ones."""
+    layers = ((f"{path}." if path else "", m) for path, m in model.named_modules() if isinstance(m, RandomBuffers))
+    return {f"{path}{name}" for path, layer in layers for name, _ in layer.named_buffers(recurse=False)}
+
+
 def gaussian(generator: torch.Generator, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=generator, device=generator.device)
 
