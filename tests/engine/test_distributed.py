@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -129,19 +130,31 @@ def test_a_half_written_checkpoint_is_never_taken(tmp_path: Path):
     assert latest(tmp_path) == tmp_path / "000002.sharded"
 
 
-def test_an_index_that_names_code_is_refused(tmp_path: Path):
-    class Evil:
-        def __reduce__(self):
-            return os.system, (f"touch {tmp_path}/ran",)
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [("os", "system"), ("torch", "os.system"), ("torch.distributed.checkpoint.metadata", "os.system")],
+    ids=["by its name", "by way of torch", "by way of a module that an index names"],
+)
+def test_an_index_that_names_code_is_refused(tmp_path: Path, module: str, name: str):
+    def word(text: str) -> bytes:
+        return pickle.SHORT_BINUNICODE + bytes([len(text.encode())]) + text.encode()
 
-    import pickle
+    (tmp_path / "000001.sharded").mkdir()
+    (tmp_path / "000001.sharded" / ".metadata").write_bytes(
+        pickle.PROTO + b"\x04" + word(module) + word(name) + pickle.STACK_GLOBAL
+        + word(f"touch {tmp_path}/ran") + pickle.TUPLE1 + pickle.REDUCE + pickle.STOP
+    )  # fmt: skip
+    with pytest.raises(RunError, match="no place in a checkpoint's index"):
+        read_whole(tmp_path / "000001.sharded")
+    assert not (tmp_path / "ran").exists()
 
+
+def test_an_index_that_is_something_else_is_one_line(tmp_path: Path):
     place = tmp_path / "000001.sharded"
     place.mkdir()
-    (place / ".metadata").write_bytes(pickle.dumps(Evil()))
-    with pytest.raises(RunError, match="no place in a checkpoint's index"):
+    (place / ".metadata").write_bytes(pickle.dumps({1: 2}))
+    with pytest.raises(RunError, match="its index is a dict"):
         read_whole(place)
-    assert not (tmp_path / "ran").exists()
 
 
 def test_a_run_stopped_by_sigterm_at_any_moment_ends_with_the_same_weights(tmp_path: Path):

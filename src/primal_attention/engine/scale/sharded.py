@@ -15,12 +15,14 @@ import shutil
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -35,13 +37,20 @@ from primal_attention.engine.files import write_atomically, write_weights
 
 ENDING = ".sharded"
 REST = "rest.pt"
+
+
+def _is_of(kind: object, module: ModuleType) -> bool:
+    return isinstance(kind, type) and kind.__module__ == module.__name__
+
+
+# Whole names, never paths: a pickle may ask for "os.system" of any module that imports os.
 KNOWN = {
     "collections": {"OrderedDict"},
-    "torch": {"Size", "device", "strided", "serialization"},
+    "torch": {"Size", "device", "strided"},
     "torch.serialization": {"_get_layout"},
     "builtins": {"set", "frozenset"},
     "pathlib": {"Path", "PosixPath", "PurePosixPath"},
-    "torch.distributed.checkpoint.metadata": None,
+    metadata.__name__: {name for name, kind in vars(metadata).items() if _is_of(kind, metadata)},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
 }
 
@@ -50,9 +59,8 @@ class _Index(pickle.Unpickler):
     """The index of a checkpoint: sizes, types and file offsets."""
 
     def find_class(self, module: str, name: str) -> Any:
-        names = KNOWN.get(module, set())
         number = module == "torch" and isinstance(getattr(torch, name, None), (torch.dtype, torch.memory_format))
-        if number or names is None or name in names:
+        if number or name in KNOWN.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it names {module}.{name}, which has no place in a checkpoint's index")
 
@@ -64,13 +72,15 @@ class Reader(dcp.FileSystemReader):
         file = Path(self.path) / ".metadata"
         try:
             with file.open("rb") as content:
-                metadata = _Index(content).load()
+                index = _Index(content).load()
+            if not isinstance(index, Metadata):
+                raise pickle.UnpicklingError(f"its index is a {type(index).__name__}")
         except Exception as error:  # a damaged pickle raises nearly anything
             raise RunError(f"{file.parent} is damaged or no checkpoint of this library ({error})") from error
-        if getattr(metadata, "storage_meta", None) is None:
-            metadata.storage_meta = dcp.metadata.StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata  # type: ignore[no-any-return]
+        if getattr(index, "storage_meta", None) is None:
+            index.storage_meta = metadata.StorageMeta()
+        index.storage_meta.load_id = self.load_id
+        return index
 
 
 def newest(folder: Path) -> Path | None:
