@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from closeness import assert_close
 from kernel_cases import SAME, Layer, Results, assert_same, make, results, tokens, twin
+from primal_attention.ops.kernels import sequences
 
 
 @pytest.mark.parametrize("mode", ["data_dependent", "plain", "learned_decay", "growing_decay"])
@@ -19,6 +20,19 @@ def test_two_runs_are_bit_identical(device: torch.device, mode: str) -> None:
     first, second = results(layer, x), results(layer, x)
     for name, value in first.items():
         assert torch.equal(value, second[name]), name
+
+
+@pytest.mark.parametrize("mode", ["data_dependent", "plain", "causal", "growing"])
+def test_training_goes_on_where_inference_mode_has_been(device: torch.device, mode: str) -> None:
+    """Tables are made once for a shape, and autograd keeps none that were made in inference mode."""
+    sequences._cached_uniform.cache_clear()
+    sequences._cached_landmarks.cache_clear()
+    layer = make(mode, heads=1).to(device)
+    x = tokens(layer, 2, 7)
+    with torch.inference_mode():
+        layer(x)
+    layer(x).sum().backward()
+    assert torch.isfinite(layer.qk_proj.weight.grad).all()
 
 
 @pytest.mark.parametrize("mode", ["data_dependent", "plain", "learned_decay", "growing"])

@@ -71,7 +71,10 @@ def _chunk_each(batch: int, length: int, device: torch.device) -> Sequences:
     return Sequences(start, lengths[:batch], first, first[:-1], start, end, True)
 
 
-_cached_uniform = lru_cache(maxsize=64)(_uniform)
+@lru_cache(maxsize=64)
+@torch.inference_mode(False)  # a pass that trains may take up what one that does not has made
+def _cached_uniform(batch: int, length: int, device: torch.device) -> Sequences:
+    return _uniform(batch, length, device)
 
 
 def padded(lengths: Tensor, chunk_end: Tensor, width: int) -> Sequences:
@@ -94,9 +97,10 @@ def landmark_table(sequences: Sequences, landmarks: int, shift: Tensor | None = 
     return torch.where(sequences.lengths[:, None] > 0, rows, -1)
 
 
-_cached_landmarks = lru_cache(maxsize=64)(
-    lambda batch, length, landmarks, device: landmark_table(_uniform(batch, length, device), landmarks)
-)
+@lru_cache(maxsize=64)
+@torch.inference_mode(False)
+def _cached_landmarks(batch: int, length: int, landmarks: int, device: torch.device) -> Tensor:
+    return landmark_table(_uniform(batch, length, device), landmarks)
 
 
 def uniform_landmarks(batch: int, length: int, landmarks: int, device: torch.device) -> Tensor:
