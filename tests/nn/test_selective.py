@@ -82,6 +82,18 @@ def test_padding_changes_nothing_and_every_parameter_learns(kind: type[Selective
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in layer.parameters())
 
 
+def test_the_kernel_does_not_see_padding() -> None:
+    torch.manual_seed(0)
+    layer, x = SelectivePrimalAttention(8, 2, rank=3).double(), torch.randn(2, 6, 8, dtype=torch.float64)
+    mask = torch.tensor([[False] * 6, [False, True, False, False, True, True]])
+    alone = layer.kernel_matrix(x[1:, ~mask[1]])
+    kernel = layer.kernel_matrix(x.masked_fill(mask[..., None], torch.nan), mask)
+    torch.testing.assert_close(kernel[0], layer.kernel_matrix(x[:1])[0])
+    torch.testing.assert_close(kernel[1][:, ~mask[1]][..., ~mask[1]], alone[0])
+    assert not kernel[1][:, mask[1]].any()
+    assert not kernel[1][..., mask[1]].any()
+
+
 def test_the_dual_layer_reads_through_its_kernel() -> None:
     """e = κ h_r: what the layer computes in the primal is the kernel sum of the dual."""
     torch.manual_seed(0)

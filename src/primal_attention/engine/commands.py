@@ -14,7 +14,7 @@ from primal_attention.engine import registry
 from primal_attention.engine.config import Recipe
 from primal_attention.engine.errors import RunError
 from primal_attention.engine.flags import parse
-from primal_attention.engine.headline import in_full
+from primal_attention.engine.headline import headline, in_full
 
 TRAIN = """Train a recipe; every field of it is a flag.
 
@@ -123,9 +123,9 @@ def evaluate(args: Sequence[str]) -> int:
         # A single training that held cases out has kept the weights that they chose.
         chosen = part or (len(measured) == 1 and "validation_chosen" in summary["scores"])
         key = "validation_chosen" if chosen else "last"
-        before = summary["scores"][key]["accuracy"]
-        verdict = "as in the run" if scores["accuracy"] == before else f"the run had {100 * before:.2f} %"
-        print(f"test accuracy {100 * scores['accuracy']:6.2f} %  loss {scores['loss']:.6f}  {COLUMNS[key]}: {verdict}")
+        before = headline(summary["scores"][key])
+        verdict = "as in the run" if headline(scores) == before else f"the run had {before}"
+        print(f"{in_full(scores)}  loss {scores['loss']:.6f}  {COLUMNS[key]}: {verdict}")
     return 0
 
 

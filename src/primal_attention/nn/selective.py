@@ -127,8 +127,15 @@ class SelectivePrimalAttention(PrimalAttention):
         return self.score_proj(F.dropout(both, self.dropout, self.training))
 
     def kernel_factors(self, x: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        checks.tokens(x, self.embed_dim, packed=False)
+        if key_padding_mask is not None:
+            checks.padding_mask(key_padding_mask, x)
+            x = x.masked_fill(key_padding_mask[..., None], 0.0)
         phi_q, phi_k, _ = self._running(x, self.fading(x, key_padding_mask), None)
-        return phi_q, phi_k
+        if key_padding_mask is None:
+            return phi_q, phi_k
+        padding = key_padding_mask[:, None, :, None]  # where the running means go on unchanged
+        return phi_q.masked_fill(padding, 0.0), phi_k.masked_fill(padding, 0.0)
 
 
 class DualPrimalAttention(SelectivePrimalAttention):

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from primal_attention import cli
 from primal_attention.data.errors import DataError
 from primal_attention.data.text import TextSplit
 from primal_attention.data.vocabulary import SubwordVocabulary
@@ -121,7 +122,9 @@ def test_the_papers_setting() -> None:
     assert round(recipe.optim.warmup * recipe.trainer.epochs * recipe.trainer.steps_per_epoch) == 6000
 
 
-def test_a_run_measures_what_its_model_predicts_and_repeats(folder: Path, tmp_path: Path) -> None:
+def test_a_run_measures_what_its_model_predicts_and_repeats(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     recipe = small(folder, model__primal_mode="dual", model__conv=4, model__gate=True)
     summary = runner.train(recipe, tmp_path / "a", name="lm/wikipedia")
     again = runner.train(recipe, tmp_path / "b", name="lm/wikipedia")
@@ -140,6 +143,9 @@ def test_a_run_measures_what_its_model_predicts_and_repeats(folder: Path, tmp_pa
     assert last["perplexity"] == pytest.approx(math.exp(nats / (len(tokens) - 1)), rel=1e-5)
     assert {"validation_perplexity", "validation_bits_per_byte"} <= last.keys()
     assert runner.evaluate(tmp_path / "a")[""]["bits_per_byte"] == pytest.approx(last["bits_per_byte"], rel=1e-6)
+    assert cli.main(["evaluate", str(tmp_path / "a")]) == 0
+    assert f"bits per byte {last['bits_per_byte']:.4f}" in (said := capsys.readouterr().out)
+    assert "as in the run" in said
 
 
 def test_a_foreign_vocabulary_is_refused(folder: Path, tmp_path: Path) -> None:
