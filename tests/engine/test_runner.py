@@ -13,9 +13,12 @@ import pytest
 import torch
 import toy
 
-from primal_attention.engine import callbacks, runner
+from primal_attention.engine import callbacks, graphed, runner
 from primal_attention.engine.errors import DivergedError, RunError
 from primal_attention.engine.files import read_weights
+from primal_attention.engine.module import TrainingModule
+from primal_attention.nn.rivals.performer import PerformerAttention
+from primal_attention.nn.rivals.reformer import ReformerAttention
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +118,35 @@ def test_watching_test_changes_neither_the_training_nor_what_is_chosen(both, toy
     assert rows[0].endswith("test_accuracy,test_loss")
     assert "test" not in usual[0]
     assert [row.rsplit(",", 2)[0] for row in rows] == usual
+
+
+@pytest.mark.parametrize("graph", ["off", "on"])
+@pytest.mark.parametrize("checkpoint_steps", [0, 2])
+@pytest.mark.parametrize("attention", ["performer", "reformer"])
+def test_random_features_and_hashes_of_a_run_cut_off_are_those_of_an_unbroken_one(
+    attention: str, checkpoint_steps: int, graph: str, toy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    # Draws that matter within twelve steps, and on short series.
+    monkeypatch.setitem(PerformerAttention.__init__.__kwdefaults__, "redraw_every", 3)
+    monkeypatch.setitem(ReformerAttention.__init__.__kwdefaults__, "chunk", 3)
+    monkeypatch.setattr(graphed, "GROUP", 1)
+    changes = {"model__attention": (attention,), "optim__name": "adamw", "trainer__graph": graph}
+    recipe = toy.recipe(toy_folder, trainer__checkpoint_steps=checkpoint_steps, **changes)
+    runner.train(recipe, tmp_path / "whole")
+    usual = TrainingModule.losses
+
+    def fail_in_the_second_epoch(self: TrainingModule, batch: Any) -> Any:
+        if self.global_step == 7:
+            raise PowerCutError
+        return usual(self, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainingModule, "losses", fail_in_the_second_epoch)
+        with pytest.raises(PowerCutError):
+            runner.train(recipe, tmp_path / "cut")
+    runner.train(recipe, tmp_path / "cut", resume=True)
+    for file in ("metrics.csv", "model.safetensors"):
+        assert (tmp_path / "cut" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
 
 
 class PowerCutError(Exception):

@@ -26,7 +26,7 @@ from primal_attention.engine.errors import DivergedError, RunError
 from primal_attention.engine.optimizer import make_optimizer, schedule
 from primal_attention.engine.scale import distributed
 from primal_attention.nn.objective import ksvd_loss, primal_layers
-from primal_attention.nn.rivals.draws import RandomBuffers
+from primal_attention.nn.rivals.draws import RandomBuffers, draw_counts, go_on_drawing
 
 if TYPE_CHECKING:
     from primal_attention.engine.graphed import RecordedStep
@@ -242,6 +242,12 @@ class TrainingModule(pl.LightningModule):
         torch.set_rng_state(own[0]["random"])
         if own[0]["random_on_device"] is not None and device.type == "cuda":
             torch.cuda.set_rng_state(own[0]["random_on_device"], device)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["draws"] = draw_counts(self.model)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        go_on_drawing(self.model, checkpoint.get("draws", {}))  # a checkpoint of an earlier version has none
 
     def epoch_means(self) -> dict[str, float]:
         """Mean over the epoch's steps of the losses and J, over all ranks."""

@@ -9,7 +9,7 @@ import torch
 
 from closeness import assert_close
 from primal_attention.nn.rivals import make_attention
-from primal_attention.nn.rivals.draws import orthogonal_gaussian
+from primal_attention.nn.rivals.draws import draw_counts, go_on_drawing, orthogonal_gaussian
 
 BUFFERS = {"performer": "frequencies", "reformer": "coarse_rotations", "yoso": "planes"}
 each = pytest.mark.parametrize("name", BUFFERS)
@@ -74,6 +74,21 @@ def test_redraw_can_be_turned_off_and_called(name: str) -> None:
     assert torch.equal(drawn(attn, name), start)
     attn.redraw()
     assert not torch.equal(drawn(attn, name), start)
+
+
+@each
+def test_a_copy_goes_on_with_the_same_draws(name: str) -> None:
+    model, again = (torch.nn.Sequential(build(name, seed=0, redraw_every=2)) for _ in range(2))
+    x = torch.randn(1, 4, 16)
+    names = set(model.state_dict())
+    for _ in range(4):
+        model(x)
+    again.load_state_dict(model.state_dict())
+    go_on_drawing(again, draw_counts(model))
+    for _ in range(3):
+        model(x), again(x)
+        assert torch.equal(drawn(model[0], name), drawn(again[0], name))
+    assert set(model.state_dict()) == names, "files of weights have no counts"
 
 
 @each

@@ -5,6 +5,8 @@ Not built on torch's global random numbers in the forward pass: a seed makes a l
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -59,6 +61,23 @@ def drawn_buffers(model: nn.Module) -> set[str]:
     """Names in the state dict of what was drawn: the buffers of all layers with random ones."""
     layers = ((f"{path}." if path else "", m) for path, m in model.named_modules() if isinstance(m, RandomBuffers))
     return {f"{path}{name}" for path, layer in layers for name, _ in layer.named_buffers(recurse=False)}
+
+
+def draw_counts(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """How many draws, and forwards since the last, each layer has behind it: the numbers of `go_on_drawing`.
+
+    They are not in the state dict, which files of weights are made of and which has the last draw itself.
+    """
+    layers = {path: layer for path, layer in model.named_modules() if isinstance(layer, RandomBuffers)}
+    return {path: (layer.draws, layer._forwards_since_draw) for path, layer in layers.items()}
+
+
+def go_on_drawing(model: nn.Module, counts: Mapping[str, Sequence[int]]) -> None:
+    """Let a model that has the state dict of another draw from here on what the other would have drawn."""
+    for path, (draws, forwards) in counts.items():
+        layer = model.get_submodule(path)
+        assert isinstance(layer, RandomBuffers)
+        layer.draws, layer._forwards_since_draw = draws, forwards
 
 
 def gaussian(generator: torch.Generator, *shape: int) -> Tensor:
