@@ -192,6 +192,13 @@ def test_a_shape_that_has_no_expressions_is_refused(shape, complaint):
         listops.Shape(**shape)
 
 
+def test_expressions_longer_than_the_task_are_not_written(tmp_path: Path):
+    shape = listops.Shape(min_length=2000, max_length=3000)
+    with pytest.raises(DataError, match=r"max_length must be at most 2000, the task's length \(got 3000\)"):
+        listops.write(tmp_path / "set", train=2, valid=1, test=1, shape=shape)
+    assert not (tmp_path / "set").exists()
+
+
 def test_an_empty_split_is_refused(tmp_path: Path):
     with pytest.raises(DataError, match="at least one case"):
         listops.write(tmp_path, train=0)

@@ -38,6 +38,8 @@ def write(
 
     `progress` hears of every case twice: when it is drawn and when it is written.
     """
+    if shape is not None and shape.max_length > LENGTH:
+        raise DataError(f"shape.max_length must be at most {LENGTH}, the task's length (got {shape.max_length})")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     sizes = {"train": train, "valid": valid, "test": test}
@@ -65,7 +67,7 @@ def _fit(arrays: Arrays) -> Arrays:
     tokens = arrays["tokens"]
     if tokens.shape[1] < LENGTH:
         tokens = np.pad(tokens, ((0, 0), (0, LENGTH - tokens.shape[1])))
-    return {"tokens": tokens[:, :LENGTH], "labels": arrays["labels"]}
+    return {"tokens": tokens, "labels": arrays["labels"]}
 
 
 def to_text(codes: np.ndarray) -> str:
