@@ -89,6 +89,17 @@ def test_the_written_layout_is_the_released_one_and_reads_back(folder: Path):
     np.testing.assert_array_equal(read["labels"], made["labels"])
 
 
+def test_a_sheet_shows_connected_dots_above_the_others_and_black_where_there_are_too_few(folder: Path):
+    train = pathfinder.load(folder).train
+    picture = pathfinder.sheet(train, columns=3, scale=1, gap=0).reshape(2, 2, 32, 3, 32)
+    images = picture.swapaxes(2, 3).reshape(2, 6, 32, 32)
+    for shown, label in zip(images, (1, 0), strict=True):
+        found = train.tokens[train.labels == label].reshape(-1, 32, 32)
+        np.testing.assert_array_equal(shown[: len(found)], found)
+        assert len(found) < 6
+        assert not shown[len(found) :].any()
+
+
 def test_a_released_folder_has_no_splits_file_and_is_split_by_a_fixed_draw(folder: Path, tmp_path: Path):
     (folder / "splits.json").unlink()
     released = tmp_path / "pathfinder32"

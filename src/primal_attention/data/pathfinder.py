@@ -259,9 +259,13 @@ def _entries(folder: Path, files: list[Path]) -> Iterator[tuple[Path, int, str]]
         raise DataError(f"{folder}: the metadata lists no images")
 
 
-def sheet(images: np.ndarray, columns: int, scale: int = 3, gap: int = 2) -> np.ndarray:
-    """Images side by side on one gray picture, for looking at."""
-    rows = len(images) // columns
-    big = np.kron(images[: rows * columns], np.ones((1, scale, scale), dtype=np.uint8))
-    big = np.pad(big, ((0, 0), (gap, gap), (gap, gap)), constant_values=96)
-    return np.concatenate([np.concatenate(list(big[r * columns : (r + 1) * columns]), axis=1) for r in range(rows)])
+def sheet(split: TokenSplit, columns: int = 10, scale: int = 3, gap: int = 2) -> np.ndarray:
+    """The first images of a split on one gray picture, for looking at: two rows connected, and below them two that are
+    not. Where there are too few, places stay black."""
+    images = np.zeros((2, 2 * columns, SIZE, SIZE), dtype=np.uint8)
+    for shown, label in zip(images, (1, 0), strict=True):
+        found = split.tokens[np.flatnonzero(split.labels == label)[: len(shown)]]
+        shown[: len(found)] = found.reshape(-1, SIZE, SIZE)
+    big = np.kron(images.reshape(4, columns, SIZE, SIZE), np.ones((scale, scale), dtype=np.uint8))
+    big = np.pad(big, ((0, 0), (0, 0), (gap, gap), (gap, gap)), constant_values=96)
+    return np.concatenate([np.concatenate(list(row), axis=1) for row in big])

@@ -58,6 +58,8 @@ class PathfinderArguments:
     """Short contours, as far as they find a place."""
     workers: int = 1
     """Processes that draw; their number changes nothing about the images."""
+    sheet: Path | None = None
+    """PNG file for forty of the training images on one picture: the upper twenty connected, the lower not."""
 
 
 def main(args: Sequence[str]) -> int:
@@ -92,6 +94,10 @@ def make_listops(wanted: ListOpsArguments) -> int:
 
 def make_pathfinder(wanted: PathfinderArguments) -> int:
     cases = _check(wanted, "metadata")
+    if wanted.sheet is not None:
+        if wanted.sheet.suffix != ".png":
+            raise RunError(f"--sheet must name a .png file (got {wanted.sheet})")
+        wanted.sheet.parent.mkdir(parents=True, exist_ok=True)
     with _bar("pathfinder", 2 * cases) as progress:
         pathfinder.write(
             wanted.out,
@@ -105,6 +111,9 @@ def make_pathfinder(wanted: PathfinderArguments) -> int:
             workers=wanted.workers,
         )
     print(f"{cases:,} images in {wanted.out}")
+    if wanted.sheet is not None:
+        wanted.sheet.write_bytes(pathfinder.png(pathfinder.sheet(pathfinder.load(wanted.out).train)))
+        print(f"forty of them in {wanted.sheet}")
     return 0
 
 
