@@ -155,4 +155,6 @@ def test_what_cannot_work_is_one_clear_line():
     with pytest.raises(ValueError, match="come together"):
         make(pairs=True)(ids, ids == 0, ids)
     with pytest.raises(ValueError, match=r"primal and softmax layers only \(got LinearAttention\)"):
-        make(attention="linear", published_padding=True)(ids, ids == 0)
+        make(attention="linear", published_padding=True)
+    with pytest.raises(ValueError, match="primal and softmax layers only"):
+        make(attention="nystrom+").published_padding = True

@@ -109,7 +109,14 @@ def _mix_as_published(attention: nn.Module, x: Tensor, padding: Tensor) -> Tenso
         # Padded keys are hidden, padded queries look on like any other.
         valid = ~padding
         return attention.project_out(attention.mix(x, Tokens(valid, valid, valid.sum(dim=1))))
-    raise ValueError(f"published_padding is known for primal and softmax layers only (got {type(attention).__name__})")
+    raise _not_published(attention)
+
+
+def _not_published(attention: nn.Module) -> ValueError:
+    return ValueError(
+        f"published_padding is known for primal and softmax layers only (got {type(attention).__name__}): "
+        "leave it off, or choose attention primal, primal+ or softmax"
+    )
 
 
 class TokenMean(nn.Module):
@@ -187,6 +194,9 @@ class LRAClassifier(nn.Module):
 
     @published_padding.setter
     def published_padding(self, on: bool) -> None:
+        for block in self.encoder.blocks:
+            if on and not isinstance(block.attention, (PrimalAttention, SoftmaxAttention)):
+                raise _not_published(block.attention)  # type: ignore[arg-type]
         self._published_padding = on
         for block in self.encoder.blocks:
             block.published_padding = on  # type: ignore[assignment]

@@ -15,9 +15,11 @@ from primal_attention.data import listops, pathfinder
 from primal_attention.data.errors import DataError
 from primal_attention.data.tokens import TokenData, TokenSplit
 from primal_attention.engine import registry, runner
-from primal_attention.engine.arena.lra import SHORT, TASKS, LRARecipe, build_from, paper_recipe
+from primal_attention.engine.arena import lra
+from primal_attention.engine.arena.lra import SHORT, TASKS, LRARecipe, build_from, paper_recipe, short_recipe
 from primal_attention.engine.arena.sequences import SequenceModule
 from primal_attention.engine.config import override
+from primal_attention.engine.errors import RunError
 
 SMALL = {
     "model.embed_dim": 8,
@@ -166,6 +168,64 @@ def test_variants_build_and_step(changes):
     loss = experiment.module.training_step(next(iter(experiment.train)), 0)
     loss.backward()
     assert torch.isfinite(loss)
+
+
+@pytest.mark.parametrize(
+    ("changes", "whole"),
+    [({}, False), ({"model.published_padding": True}, True)],
+    ids=["padding-left-out", "padding-takes-part"],
+)
+def test_only_where_padding_takes_part_sequences_stay_whole(changes, whole, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(lra, "EVALUATED_TOKENS", 0)  # batches as small as the trainings'
+    data = lengthened(made_up("listops"), 100)
+    changes = {**SMALL, "data.kinds": 2, "trainer.batch_size": 3, "watch_test": True, **changes}
+    experiment = build_from(override(paper_recipe("listops"), changes).resolved(), data)
+    for batches in (experiment.train, experiment.test, *experiment.watched.values()):
+        widths = {tokens.shape[1] for tokens, _ in batches}
+        assert (widths == {100}) == whole
+    assert experiment.module.padded
+
+
+def lengthened(data: TokenData, length: int) -> TokenData:
+    """The same cases with padding up to a length, but for three in every split that fill it."""
+
+    def longer(split: TokenSplit) -> TokenSplit:
+        tokens = np.pad(split.tokens, ((0, 0), (0, length - split.tokens.shape[1])))
+        tokens[-3:] = 1
+        return dataclasses.replace(split, tokens=tokens)
+
+    return dataclasses.replace(data, **{name: longer(split) for name, split in data.splits.items()})
+
+
+def test_published_padding_of_a_rival_is_refused_before_anything_is_written(expressions: Path, tmp_path: Path):
+    recipe = small(folder=expressions, model__attention=("nystrom",), model__published_padding=True)
+    with pytest.raises(RunError, match="published_padding is known for primal and softmax layers only") as caught:
+        runner.train(recipe, tmp_path / "run")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_short_training_takes_sets_smaller_than_a_batch(expressions: Path, tmp_path: Path):
+    recipe = override(short_recipe("listops"), {**SMALL, "data.folder": expressions, "trainer.batch_size": 32})
+    assert recipe.data.kinds > 1
+    assert runner.train(recipe, tmp_path / "run")["data"]["train_cases"] < 32
+
+
+def test_weights_that_see_no_data_have_no_landmarks_to_move():
+    recipe = override(short_recipe("text"), {**SMALL, "model.data_dependent": False})
+    assert (recipe.model.sampling, recipe.resolved().model.sampling) == ("random", "even")
+    experiment = build_from(recipe.resolved(), made_up("text"))
+    assert torch.isfinite(experiment.module.training_step(next(iter(experiment.train)), 0))
+
+
+def test_landmarks_that_move_need_whole_sequences():
+    split = {**SMALL, "trainer.devices": 2, "trainer.context": 2}
+    with pytest.raises(RunError, match=r"--trainer\.context 2 splits them: add --model\.sampling even") as caught:
+        override(short_recipe("text"), split).resolved()
+    assert "--model.sampling random" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    for changes in ({"model.sampling": "even"}, {"model.data_dependent": False}):
+        assert override(short_recipe("text"), {**split, **changes}).resolved().trainer.context == 2
 
 
 def test_pairs_build_and_step():

@@ -63,6 +63,14 @@ def test_epochs_of_kinds_go_on_where_the_last_one_ended():
     assert found == [cases.tolist() for _, cases in long]
 
 
+def test_cases_that_do_not_fill_a_batch_are_one_together():
+    batches = by_kind(batch_size=300, steps=2)
+    assert batches.widths == [FULL]
+    seen = [cases for _, cases in batches]
+    assert [sorted(cases.tolist()) for cases in seen] == 2 * [list(range(200))]
+    assert not torch.equal(*seen), "each pass has its own order"
+
+
 def test_grouped_batches_are_the_same_ones():
     one, many = by_kind(), by_kind()
     many.group = 4

@@ -93,7 +93,8 @@ class LRAData:
     """Image, Pathfinder: take black pixels for padding, as the published research code does. Layers then see the others
     only, which costs less the darker the images are."""
     kinds: int = 1
-    """Padded tasks: kinds of training batches by length, each cut where its longest cases end; 1 mixes all cases."""
+    """Padded tasks: kinds of training batches by length, each cut where its longest cases end; 1 mixes all cases, as
+    model.published-padding does."""
 
     def __post_init__(self) -> None:
         require(self.kinds >= 1, f"data.kinds must be at least 1 (got {self.kinds})")
@@ -115,7 +116,8 @@ class LRAModel:
     landmarks: int | None = None
     """Rows that make f(X); None is ten times the rank, as in the paper."""
     sampling: Literal["even", "random"] = "even"
-    """Which rows make f(X) in training: evenly spaced ones, or each moved at random by up to half of the spacing."""
+    """Which rows make f(X) in training: evenly spaced ones, or each moved at random by up to half of the spacing. Where
+    weights are not data-dependent there is no f(X), and random counts as even."""
     data_dependent: bool = True
     """Build Primal-Attention's projection weights from f(X); off uses W_e and W_r themselves."""
     r_scores: bool = True
@@ -124,7 +126,7 @@ class LRAModel:
     """What the learned positions are before training: noise, waves along the sequence (line), or waves along the rows
     and the columns of an image (grid)."""
     published_padding: bool = False
-    """Treat padding as the published research code does (primal and softmax layers)."""
+    """Treat padding as the published research code does (primal and softmax layers); sequences then stay whole."""
 
     def __post_init__(self) -> None:
         for name in ("embed_dim", "num_heads", "layers", "ffn_dim", "rank", "landmarks"):
@@ -149,7 +151,14 @@ class LRARecipe(Recipe):
         attention, task = self.model.attention, TASKS[self.data.task]
         rank, eta = task.plus if attention[-1].endswith("+") or "softmax" in attention else task.former
         rank = self.model.rank or rank
-        model = dataclasses.replace(self.model, rank=rank, landmarks=self.model.landmarks or MULTIPLE * rank)
+        sampling = self.model.sampling if self.model.data_dependent else "even"
+        require(
+            sampling == "even" or self.trainer.context == 1,
+            f"--model.sampling {sampling} needs whole sequences, and --trainer.context {self.trainer.context} splits "
+            "them: add --model.sampling even",
+        )
+        landmarks = self.model.landmarks or MULTIPLE * rank
+        model = dataclasses.replace(self.model, rank=rank, landmarks=landmarks, sampling=sampling)
         return dataclasses.replace(self, eta=eta if self.eta is None else self.eta, model=model)
 
     def label(self) -> str:
@@ -224,7 +233,7 @@ def load(config: LRAData) -> TokenData:
 
 def make_model(config: LRAModel, data: TokenData, room: int | None = None) -> nn.Module:
     """The network of a resolved configuration; room: see `LRAClassifier`."""
-    from primal_attention.engine.timeseries.ablation import without_r_scores
+    from primal_attention.engine.ablation import without_r_scores
     from primal_attention.models.lra import LRAClassifier
 
     keywords: dict[str, dict[str, Any]] = {
@@ -264,19 +273,20 @@ def build_from(recipe: LRARecipe, data: TokenData) -> Experiment:
     from primal_attention.engine.arena.streams import TokenBatches, kinds_of, lengths_of, room_of
     from primal_attention.engine.experiment import Experiment
 
-    # Where padding takes part in a published computation, or tokens lie on several devices, it stays where it is.
-    stays = recipe.model.published_padding or recipe.trainer.context > 1
-    gathered = recipe.data.zero_is_padding and recipe.data.task in IMAGES and not stays
+    # Where padding takes part in the computation, results depend on how much of it there is.
+    cuts = data.padded and not recipe.model.published_padding
+    # Padding between tokens that lie on several devices stays where it is.
+    gathered = cuts and recipe.data.zero_is_padding and recipe.data.task in IMAGES and recipe.trainer.context == 1
     room = room_of([split.tokens for split in data.splits.values()]) if gathered else None
 
     def batches(split: TokenSplit, shuffle_seed: int | None = None, steps: int = 0) -> TokenBatches:
         tokens = [split.tokens] if split.second is None else [split.tokens, split.second]
         size = recipe.trainer.batch_size
         lengths = None
-        if data.padded and room is None and (shuffle_seed is None or recipe.data.kinds > 1):
+        if cuts and room is None and (shuffle_seed is None or recipe.data.kinds > 1):
             lengths = torch.stack([lengths_of(t) for t in tokens]).amax(dim=0)
         widths = []
-        if shuffle_seed is None:  # nothing depends on how an evaluation is cut
+        if shuffle_seed is None:  # nothing depends on which cases come together here
             size = max(size, EVALUATED_TOKENS // data.length)
         elif lengths is not None:
             widths = kinds_of(lengths, data.length, recipe.data.kinds, size)

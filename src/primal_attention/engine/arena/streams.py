@@ -1,8 +1,8 @@
 """Batches of token sequences: on the device where a set fits there, else one step ahead of use; padding cut off.
 
-Padding costs as much as tokens and changes nothing. Evaluations take cases of like length together, and a training may
-do so too: its batches are then of a few kinds (`kinds_of`), each cut to one width, so that each kind's steps have one
-shape and can be recorded.
+Padding costs as much as tokens and, where layers leave it out, changes nothing. Evaluations then take cases of like
+length together, and a training may do so too: its batches are of a few kinds (`kinds_of`), each cut to one width, so
+that each kind's steps have one shape and can be recorded.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class TokenBatches(Batches):
 
     def _by_kind(self) -> Iterator[Tensor]:
         """Whole batches of one kind each, in random order, pass after pass."""
-        size = self.batch_size
+        size = self._size
         per_turn = sum(len(m) // size for m in self.members)
         turn, batches = -1, torch.empty(0)
         for position in range(self.epoch * self.steps, (self.epoch + 1) * self.steps):
@@ -125,12 +125,17 @@ class TokenBatches(Batches):
                 batches = self._kinds_of_turn(turn)
             yield batches[position % per_turn]
 
+    @property
+    def _size(self) -> int:
+        """Cases of a training batch: all there are, where they do not fill one."""
+        return min(self.batch_size, self.cases)
+
     def _kinds_of_turn(self, turn: int) -> Tensor:
         generator = torch.Generator().manual_seed(derive_seed("order", self.shuffle_seed, turn))
         found = []
         for members in self.members:
             mixed = members[torch.randperm(len(members), generator=generator)]
-            found.append(mixed[: len(mixed) // self.batch_size * self.batch_size].view(-1, self.batch_size))
+            found.append(mixed[: len(mixed) // self._size * self._size].view(-1, self._size))
         batches = torch.cat(found)
         return batches[torch.randperm(len(batches), generator=generator)]
 
