@@ -63,7 +63,7 @@ def test_moved_rows_stay_in_their_stretch_and_the_ends_where_they_are(length: in
     assert (ragged[1:] == 0).all()
 
 
-def test_every_row_between_the_ends_is_drawn_as_often() -> None:
+def test_a_landmark_is_every_row_of_its_stretch_as_often_and_the_ends_stay() -> None:
     torch.manual_seed(0)
     counts = torch.zeros(41)
     for _ in range(4000):

@@ -57,13 +57,17 @@ def attention(mesh: DeviceMesh, layer: PrimalAttention, x: Tensor, mask: Tensor 
     whole, context = copy.deepcopy(layer), Context.over(mesh)
     aim, weight = torch.randn_like(x), torch.randn(len(x), dtype=x.dtype)
     x0 = x.clone().requires_grad_()
-    y0, scores0 = whole(x0, mask, return_scores=True)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        y0, scores0 = whole(x0, mask, return_scores=True)
     ((y0 * aim).sum() + (whole.objective * weight).sum()).backward()
 
     context_parallel(layer, mesh)
     x1 = x.clone().requires_grad_()
     mask1 = None if mask is None else shard(mask, mesh)
-    y1, scores1 = layer(shard(x1, mesh), mask1, return_scores=True)
+    with torch.random.fork_rng():  # the ranks' own numbers differ: what is drawn is the first one's
+        torch.manual_seed(context.rank)
+        y1, scores1 = layer(shard(x1, mesh), mask1, return_scores=True)
     (context.sum((y1 * shard(aim, mesh)).sum()) + (layer.objective * weight).sum()).backward()
     average_gradients([x1, *layer.parameters()], mesh)
     found = {"y": gap(unshard(y1.detach(), mesh), y0), "J": gap(layer.objective.detach(), whole.objective)}
@@ -155,6 +159,10 @@ def of_size(size: int, mesh: DeviceMesh) -> Iterator[tuple[str, Callable[[], Dif
             mesh, make("data_dependent", objective_form="sum", objective_trace="projections"), inputs(2, LENGTH), None
         ),
     )
+    for mask in (None, mask_of(3, LENGTH)):
+        name = f"data_dependent moving landmarks{'' if mask is None else ' masked'}"
+        layer = make("data_dependent", sampling="random")
+        yield name, lambda layer=layer, mask=mask: attention(mesh, layer, inputs(3, LENGTH), mask)
     for kind in ("modern", "paper"):
         x, y = torch.randn(3, LENGTH, 2, dtype=torch.float64), torch.tensor([0, 2, 1])
         for mask in (None, mask_of(3, LENGTH)):

@@ -82,8 +82,8 @@ def bytes_do_not_grow(mesh: DeviceMesh, mode: str, decay: Any) -> Differences:
     return {kind: abs(long.bytes[kind] - short.bytes[kind]) for kind in {*short.bytes, *long.bytes}}
 
 
-def fused(mesh: DeviceMesh, mode: str, decay: Any, mask: Tensor | None) -> Differences:
-    layer = make(mode, decay, backend="fused", dtype=torch.float32)
+def fused(mesh: DeviceMesh, mode: str, decay: Any, mask: Tensor | None, sampling: str = "even") -> Differences:
+    layer = make(mode, decay, sampling=sampling, backend="fused", dtype=torch.float32)
     return cases.attention(mesh, layer, inputs(3, cases.LENGTH, dtype=torch.float32), mask)
 
 
@@ -127,3 +127,4 @@ def on_two(mesh: DeviceMesh) -> Iterator[tuple[str, Callable[[], Differences]]]:
         mask = mask_of(3, cases.LENGTH) if masked else None
         name = f"fused: {mode}{'' if decay is None else '+decay'}{' masked' if masked else ''}"
         yield name, lambda mode=mode, decay=decay, mask=mask: fused(mesh, mode, decay, mask)
+    yield "fused: moving landmarks", lambda: fused(mesh, "data_dependent", None, mask_of(3, cases.LENGTH), "random")

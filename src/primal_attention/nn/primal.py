@@ -250,8 +250,8 @@ class PrimalAttention(nn.Module):
             self._keep_objective(None)
         shift = None
         if self.training and self.sampling == "random":
-            self._check_whole("sampling='random'")
             shift = random_shift(self.landmarks, x.device)
+            shift = shift if self.context is None else self.context.first(shift)
         pass_over = recomputed if self.recompute and torch.is_grad_enabled() else attend
         result = pass_over(
             x,

@@ -41,11 +41,11 @@ def attend(
 ) -> Attended:
     """The layer on padded (B, N, d) input, `valid` (B, N) marking the tokens, or on packed (total, d) input.
 
-    shift: how far the landmarks stand from their even places (`sampling.random_shift`); not causal, whole sequences.
+    shift: how far the landmarks stand from their even places (`sampling.random_shift`); not causal.
     context: the ranks that hold the rest of the sequences. Of the paths only the fused one and the equations know it.
     """
     chosen = backends.choose(backend, x, weights.w_e.shape[-1], mode, feature_map, state, need_state)
-    stretch = None if context is None else context.at(x, valid)
+    stretch = None if context is None else context.at(x, valid, shift)
     if stretch is not None and mode.max_length is not None:
         stretch.check_length(mode.max_length, x.shape[1])
     if chosen == "fused":

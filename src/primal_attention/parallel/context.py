@@ -61,10 +61,17 @@ class Context:
         # The value is the maximum itself: −∞, and a share that rounding has touched, must not come out of the sum.
         return best + torch.where(torch.isfinite(best), shared - shared.detach(), 0.0)
 
-    def at(self, x: Tensor, valid: Tensor | None = None) -> Stretch:
-        """This rank's stretch of the sequences whose tokens here are x (B, N, …), those that `valid` (B, N) marks."""
+    def first(self, t: Tensor) -> Tensor:
+        """The first rank's t on every rank, for what is drawn at random and must be one draw."""
+        return collectives.reduce(t if self.rank == 0 else torch.zeros_like(t), self.group, "sum")
+
+    def at(self, x: Tensor, valid: Tensor | None = None, shift: Tensor | None = None) -> Stretch:
+        """This rank's stretch of the sequences whose tokens here are x (B, N, …), those that `valid` (B, N) marks.
+
+        shift: of the landmarks, the same on all ranks.
+        """
         here = torch.full((1,), x.shape[1], device=x.device) if valid is None else valid.sum(dim=1)
-        return Stretch(self, collectives.gather(here, self.group), valid)
+        return Stretch(self, collectives.gather(here, self.group), valid, shift)
 
     def halo(self, x: Tensor, left: int, right: int) -> Tensor:
         """x with the last `left` tokens before it and the first `right` after it, zeros beyond the sequence's ends.
@@ -87,8 +94,8 @@ class Context:
 class Stretch:
     """The tokens of one rank in their sequences. Numbers per sequence are (B,), without a mask (1,) for all of them."""
 
-    def __init__(self, context: Context, counts: Tensor, valid: Tensor | None) -> None:
-        self.context, self.counts, self.valid = context, counts, valid  # counts: (ranks, B or 1)
+    def __init__(self, context: Context, counts: Tensor, valid: Tensor | None, shift: Tensor | None = None) -> None:
+        self.context, self.counts, self.valid, self.shift = context, counts, valid, shift  # counts: (ranks, B or 1)
 
     @property
     def before(self) -> Tensor:
@@ -130,8 +137,8 @@ class Stretch:
         return self.sum(torch.where(mine[..., None], picked, 0.0))
 
     def landmarks(self, x: Tensor, count: int) -> Tensor:
-        """f(X): evenly spaced rows of the whole sequences, (B, N, d) → (B, n, d); zero rows for an empty one."""
-        return self.rows(x, ragged_landmark_indices(self.total, count))
+        """f(X): the landmarks of the whole sequences, (B, N, d) → (B, n, d); zero rows for an empty one."""
+        return self.rows(x, ragged_landmark_indices(self.total, count, self.shift))
 
     def earlier(self, totals: Tensor, decay: Tensor | None) -> Tensor:
         """s_{first − 1}: what is left of the earlier ranks' totals at the end of the last of them.
