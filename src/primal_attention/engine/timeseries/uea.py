@@ -182,7 +182,7 @@ def modern_recipe(name: str) -> UEARecipe:
 
 def make_model(config: ClassifierConfig, channels: int, classes: int, max_length: int) -> nn.Module:
     """The network of a resolved configuration."""
-    from primal_attention.engine.timeseries.ablation import without_r_scores
+    from primal_attention.engine.ablation import without_r_scores
     from primal_attention.models.classifier import modern_classifier, paper_classifier
 
     landmarks = min(config.landmarks or max_length, max_length)

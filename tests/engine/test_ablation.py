@@ -10,7 +10,7 @@ import torch
 import toy
 
 from primal_attention.engine import runner
-from primal_attention.engine.timeseries.ablation import without_r_scores
+from primal_attention.engine.ablation import without_r_scores
 from primal_attention.engine.timeseries.uea import ClassifierConfig, make_model
 from primal_attention.nn.primal import PrimalAttention
 
