@@ -77,9 +77,9 @@ class Reader(dcp.FileSystemReader):
                 raise pickle.UnpicklingError(f"its index is a {type(index).__name__}")
         except Exception as error:  # a damaged pickle raises nearly anything
             raise RunError(f"{file.parent} is damaged or no checkpoint of this library ({error})") from error
-        if getattr(index, "storage_meta", None) is None:
-            index.storage_meta = metadata.StorageMeta()
-        index.storage_meta.load_id = self.load_id
+        storage = getattr(index, "storage_meta", None) or metadata.StorageMeta()
+        storage.load_id = self.load_id
+        index.storage_meta = storage
         return index
 
 
