@@ -149,6 +149,14 @@ def test_random_features_and_hashes_of_a_run_cut_off_are_those_of_an_unbroken_on
         assert (tmp_path / "cut" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
 
 
+def test_the_oldest_lightning_that_installs_resumes_within_an_epoch():
+    # Up to 2.4 it starts such an epoch anew, which throws away where the run stood, without a word.
+    wanted = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    oldest = [tuple(map(int, found.split("."))) for found in re.findall(r'"lightning>=([\d.]+)', wanted)]
+    assert oldest
+    assert all(version >= (2, 5) for version in oldest)
+
+
 class PowerCutError(Exception):
     pass
 
