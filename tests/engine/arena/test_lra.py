@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -218,14 +221,28 @@ def test_weights_that_see_no_data_have_no_landmarks_to_move():
     assert torch.isfinite(experiment.module.training_step(next(iter(experiment.train)), 0))
 
 
-def test_landmarks_that_move_need_whole_sequences():
-    split = {**SMALL, "trainer.devices": 2, "trainer.context": 2}
-    with pytest.raises(RunError, match=r"--trainer\.context 2 splits them: add --model\.sampling even") as caught:
-        override(short_recipe("text"), split).resolved()
-    assert "--model.sampling random" in str(caught.value)
-    assert "\n" not in str(caught.value)
-    for changes in ({"model.sampling": "even"}, {"model.data_dependent": False}):
-        assert override(short_recipe("text"), {**split, **changes}).resolved().trainer.context == 2
+SPLIT = """
+import sys
+from pathlib import Path
+import test_lra
+from primal_attention.engine import runner
+
+folder, out = map(Path, sys.argv[1:])
+shared = {"trainer__devices": 2, "trainer__context": 2, "trainer__strategy": "ddp"}
+runner.train(test_lra.small(folder=folder, model__sampling="random", **shared), out)
+"""
+
+
+def test_landmarks_move_where_two_processes_share_each_sequence(expressions: Path, tmp_path: Path):
+    script = tmp_path / "split.py"
+    script.write_text(SPLIT)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    here = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    words = [*launch, str(script), str(expressions), str(tmp_path / "run")]
+    done = subprocess.run(words, env=here, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert runner.read_summary(tmp_path / "run")["scores"]
 
 
 def test_pairs_build_and_step():

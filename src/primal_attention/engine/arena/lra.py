@@ -152,11 +152,6 @@ class LRARecipe(Recipe):
         rank, eta = task.plus if attention[-1].endswith("+") or "softmax" in attention else task.former
         rank = self.model.rank or rank
         sampling = self.model.sampling if self.model.data_dependent else "even"
-        require(
-            sampling == "even" or self.trainer.context == 1,
-            f"--model.sampling {sampling} needs whole sequences, and --trainer.context {self.trainer.context} splits "
-            "them: add --model.sampling even",
-        )
         landmarks = self.model.landmarks or MULTIPLE * rank
         model = dataclasses.replace(self.model, rank=rank, landmarks=landmarks, sampling=sampling)
         return dataclasses.replace(self, eta=eta if self.eta is None else self.eta, model=model)
