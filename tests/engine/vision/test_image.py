@@ -12,12 +12,13 @@ import torch
 from image_files import spoil, write
 from primal_attention.convert.sources import load
 from primal_attention.convert.spectrum import spectrum
-from primal_attention.data import images
+from primal_attention.data import image_crops, images
 from primal_attention.data.errors import DataError
 from primal_attention.engine import registry, runner
 from primal_attention.engine.config import override
 from primal_attention.engine.errors import RunError
 from primal_attention.engine.files import write_json
+from primal_attention.engine.module import TrainingModule
 from primal_attention.engine.tables import table
 from primal_attention.engine.vision.image import ImageRecipe
 from primal_attention.engine.vision.image_augment import (
@@ -35,7 +36,7 @@ from primal_attention.engine.vision.image_augment import (
     smooth,
     tones,
 )  # fmt: skip
-from primal_attention.engine.vision.image_batches import NOBODY, PixelBatches, file_batches
+from primal_attention.engine.vision.image_batches import NOBODY, FileBatches, PixelBatches, file_batches
 
 pytest.importorskip("PIL")
 pytest.importorskip("transformers", minversion="5")
@@ -150,6 +151,64 @@ def test_workers_read_what_one_process_reads(folder: Path) -> None:
         _, _, test = file_batches(recipe, data)
         found.append([torch.cat(parts) for parts in zip(*test, strict=True)])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("group", [1, 2])
+def test_random_parts_of_the_rest_of_an_epoch_are_those_of_the_whole(folder: Path, group: int) -> None:
+    data = images.load(folder)
+
+    def pixels(workers: int, *, epoch: int = 0, skip: int = 0) -> list[torch.Tensor]:
+        recipe = small(folder, data__cache="none", data__workers=workers, augment="none", trainer__batch_size=4)
+        train, _, _ = file_batches(recipe.resolved(), data)
+        train.set_epoch(epoch)
+        train.group, train.skip = group, skip
+        turns = [turn if isinstance(turn, list) else [turn] for turn in train]
+        return [found for turn in turns for found, _ in turn]
+
+    before = torch.get_rng_state()
+    whole = pixels(0)
+    assert torch.equal(torch.get_rng_state(), before), "the training's own draws are left alone"
+    assert len(whole) == 6
+    for workers, skip in ((0, 1), (1, 0), (2, 1)):
+        rest = pixels(workers, skip=skip)
+        assert len(rest) == 6 - skip * group
+        assert all(torch.equal(a, b) for a, b in zip(whole[skip * group :], rest, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(whole, pixels(0, epoch=1), strict=True))
+
+
+class PowerCutError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_cut_off_within_an_epoch_resumes_to_the_same_weights(
+    folder: Path, tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {"data__workers": workers, "trainer__checkpoint_steps": 1, "trainer__epochs": 2}
+    recipe = small(folder, data__cache="none", augment="none", **changes)
+    runner.train(recipe, tmp_path / "whole")
+    usual = TrainingModule.losses
+
+    def fail_in_the_sixth_step(self: TrainingModule, batch: Any) -> Any:
+        if self.global_step == 5:
+            raise PowerCutError
+        return usual(self, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainingModule, "losses", fail_in_the_sixth_step)
+        with pytest.raises(PowerCutError):
+            runner.train(recipe, tmp_path / "cut")
+    runner.train(recipe, tmp_path / "cut", resume=True)
+    for file in ("metrics.csv", "model.safetensors"):
+        assert (tmp_path / "cut" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+
+
+def test_an_image_that_stands_twice_in_a_batch_has_draws_of_its_own_each_time(folder: Path) -> None:
+    data = images.load(folder)
+    crop = image_crops.training(16, smallest=0.2, ops=0, magnitude=0.0)
+    (found, labels), *_ = FileBatches(data.train, crop, 6, shuffle_seed=0, steps=1, repeats=3)
+    assert labels[:3].unique().numel() == 1
+    assert len({one.numpy().tobytes() for one in found}) == 6
 
 
 def test_repeats_stand_together_and_epochs_keep_their_length() -> None:

@@ -1,6 +1,7 @@
 """Batches of images: from files through worker processes, or from pixels that lie on the device already.
 
-Both give uint8 images (B, 3, S, S) and labels (B,), in an order that depends on the seed and the epoch alone.
+Both give uint8 images (B, 3, S, S) and labels (B,), in an order that depends on the seed and the epoch alone. What
+workers draw for an image follows from these and its place in the epoch: an epoch may begin anywhere, with any workers.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from primal_attention.data.images import (
     whole_side,
 )
 from primal_attention.data.series import stratified_holdout
-from primal_attention.engine.batches import Batches, derive_seed
+from primal_attention.engine.batches import Batches, derive_seed, set_seed
 from primal_attention.engine.vision.image_augment import AUGMENT
 
 if TYPE_CHECKING:
     from primal_attention.engine.vision.image import ImageRecipe
 
+Place = tuple[int, int]  # of an image in an epoch: its batch, and where in the batch
 NOBODY = -1  # the label of a row that only fills a batch up
 
 
@@ -68,6 +70,22 @@ class PixelBatches(Batches):
         return torch.cat([images, more]), torch.cat([labels, labels.new_full((short,), NOBODY)])
 
 
+class SeededFiles:
+    """Images by (place in an epoch, number): the place decides the draws, whatever the worker drew before.
+
+    name: what a seed is derived from, besides the place.
+    """
+
+    def __init__(self, files: ImageFiles, *name: object) -> None:
+        self.files, self.name = files, name
+
+    def __getitem__(self, which: tuple[Place, int]) -> tuple[np.ndarray | None, int, int]:
+        place, number = which
+        with torch.random.fork_rng(devices=[]):  # without workers this is the training's own process
+            set_seed(derive_seed(*self.name, *place), torch.device("cpu"))
+            return self.files[number]
+
+
 class FileBatches(PixelBatches):
     """Images that are read, cut and augmented by `workers` processes, some batches ahead of use.
 
@@ -98,25 +116,26 @@ class FileBatches(PixelBatches):
         return self
 
     def __iter__(self) -> Iterator[Any]:
+        first = self.skip * self.group
         turns = [turn if isinstance(turn, list) else [turn] for turn in Batches.__iter__(self)]
-        read = self.read([numbers.tolist() for turn in turns for numbers, _ in turn])
+        read = self.read([numbers.tolist() for turn in turns for numbers, _ in turn], first)
         if self.group == 1:
             yield from read
             return
         while together := list(islice(read, self.group)):
             yield together
 
-    def read(self, rows: list[list[int]]) -> Iterator[tuple[Tensor, Tensor]]:
-        """The batches of these cases."""
-        seed = derive_seed("workers", self.shuffle_seed, self.epoch, self.rank)
+    def read(self, rows: list[list[int]], first: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """The batches of these cases; `first` is the first one's number in its epoch."""
+        places = ([((b, i), number) for i, number in enumerate(batch)] for b, batch in enumerate(rows, first))
         loader: Any = torch.utils.data.DataLoader(
-            self.files,  # type: ignore[arg-type]
-            batch_sampler=rows,
+            SeededFiles(self.files, "image", self.shuffle_seed, self.epoch, self.rank),  # type: ignore[arg-type]
+            batch_sampler=places,
             num_workers=self.workers,
             collate_fn=collate,
             pin_memory=self.device.type == "cuda",
             prefetch_factor=2 if self.workers else None,
-            generator=torch.Generator().manual_seed(seed),
+            generator=torch.Generator(),  # else it would use up one of the training's numbers
         )
         known = len(self.broken)
         for images, labels, broken in loader:
