@@ -1,7 +1,7 @@
 """What workers do to a picture: the middle of it for evaluation, random parts of it for training.
 
 Plain crops and flips need Pillow alone. DeiT's RandAugment is torchvision's. All draws come from torch's generator,
-which a DataLoader seeds in each of its workers.
+which whoever reads images seeds for each of them.
 """
 
 from __future__ import annotations
