@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import toy
+from power_cut import PowerCutError, assert_resumes_to_the_same
 from safetensors.torch import load_file
 
 from primal_attention.engine import graphed, module, runner
@@ -46,26 +47,9 @@ def test_on_a_cpu_the_training_is_the_same_to_the_bit(toy_folder: Path, tmp_path
     assert [row["step"] for row in rows(tmp_path / "on")] == [4, 8, 12]
 
 
-class PowerCutError(Exception):
-    pass
-
-
-def test_a_run_cut_off_resumes_to_the_same_metrics(toy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_cut_off_resumes_to_the_same_metrics_and_weights(toy_folder: Path, tmp_path: Path):
     recipe = toy.recipe(toy_folder, trainer__graph="on", optim__name="radam")
-    runner.train(recipe, tmp_path / "whole")
-    usual = TrainingModule.losses
-
-    def fail_in_the_second_epoch(self: TrainingModule, batch: Any) -> Any:
-        if self.global_step == 6:
-            raise PowerCutError
-        return usual(self, batch)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(TrainingModule, "losses", fail_in_the_second_epoch)
-        with pytest.raises(PowerCutError):
-            runner.train(recipe, tmp_path / "cut")
-    runner.train(recipe, tmp_path / "cut", resume=True)
-    assert (tmp_path / "cut" / "metrics.csv").read_bytes() == (tmp_path / "whole" / "metrics.csv").read_bytes()
+    assert_resumes_to_the_same(recipe, tmp_path, step=6)
 
 
 def test_a_loss_that_is_no_number_is_seen_at_the_latest_before_the_epoch_is_measured(

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 import toy
+from power_cut import PowerCutError, assert_resumes_to_the_same
 
 from primal_attention.engine import callbacks, graphed, runner
 from primal_attention.engine.errors import DivergedError, RunError
 from primal_attention.engine.files import read_weights
-from primal_attention.engine.module import TrainingModule
 from primal_attention.nn.rivals.performer import PerformerAttention
 from primal_attention.nn.rivals.reformer import ReformerAttention
 
@@ -132,21 +132,7 @@ def test_random_features_and_hashes_of_a_run_cut_off_are_those_of_an_unbroken_on
     monkeypatch.setattr(graphed, "GROUP", 1)
     changes = {"model__attention": (attention,), "optim__name": "adamw", "trainer__graph": graph}
     recipe = toy.recipe(toy_folder, trainer__checkpoint_steps=checkpoint_steps, **changes)
-    runner.train(recipe, tmp_path / "whole")
-    usual = TrainingModule.losses
-
-    def fail_in_the_second_epoch(self: TrainingModule, batch: Any) -> Any:
-        if self.global_step == 7:
-            raise PowerCutError
-        return usual(self, batch)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(TrainingModule, "losses", fail_in_the_second_epoch)
-        with pytest.raises(PowerCutError):
-            runner.train(recipe, tmp_path / "cut")
-    runner.train(recipe, tmp_path / "cut", resume=True)
-    for file in ("metrics.csv", "model.safetensors"):
-        assert (tmp_path / "cut" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+    assert_resumes_to_the_same(recipe, tmp_path, step=7)
 
 
 def test_the_oldest_lightning_that_installs_resumes_within_an_epoch():
@@ -155,10 +141,6 @@ def test_the_oldest_lightning_that_installs_resumes_within_an_epoch():
     oldest = [tuple(map(int, found.split("."))) for found in re.findall(r'"lightning>=([\d.]+)', wanted)]
     assert oldest
     assert all(version >= (2, 5) for version in oldest)
-
-
-class PowerCutError(Exception):
-    pass
 
 
 def fail_in_epoch(number: int, kind: type[callbacks.RunState]) -> Any:

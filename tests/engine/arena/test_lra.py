@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from power_cut import assert_resumes_to_the_same
 
 from primal_attention.data import listops, pathfinder
 from primal_attention.data.errors import DataError
@@ -20,7 +21,6 @@ from primal_attention.data.tokens import TokenData, TokenSplit
 from primal_attention.engine import registry, runner
 from primal_attention.engine.arena import lra
 from primal_attention.engine.arena.lra import SHORT, TASKS, LRARecipe, build_from, paper_recipe, short_recipe
-from primal_attention.engine.arena.sequences import SequenceModule
 from primal_attention.engine.config import override
 from primal_attention.engine.errors import RunError
 
@@ -130,27 +130,10 @@ def test_a_run_counts_steps_and_validation_chooses(expressions: Path, tmp_path: 
     assert runner.evaluate(tmp_path / "run")[""] == summary["test"]
 
 
-class PowerCutError(Exception):
-    pass
-
-
-def test_a_run_cut_off_within_an_epoch_of_steps_resumes_to_identical_metrics(
-    expressions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_run_cut_off_within_an_epoch_of_steps_resumes_to_the_same_metrics_and_weights(
+    expressions: Path, tmp_path: Path
 ):
-    runner.train(small(folder=expressions), tmp_path / "whole")
-    usual = SequenceModule.task_loss
-
-    def fail_in_the_second_epoch(self: SequenceModule, batch: Any) -> torch.Tensor:
-        if self.global_step == 4:
-            raise PowerCutError
-        return usual(self, batch)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(SequenceModule, "task_loss", fail_in_the_second_epoch)
-        with pytest.raises(PowerCutError):
-            runner.train(small(folder=expressions), tmp_path / "cut")
-    runner.train(small(folder=expressions), tmp_path / "cut", resume=True)
-    assert (tmp_path / "cut" / "metrics.csv").read_bytes() == (tmp_path / "whole" / "metrics.csv").read_bytes()
+    assert_resumes_to_the_same(small(folder=expressions), tmp_path, step=4)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +220,8 @@ def test_landmarks_move_where_two_processes_share_each_sequence(expressions: Pat
     script = tmp_path / "split.py"
     script.write_text(SPLIT)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    folders = Path(__file__).parents[:2]
+    paths = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
     here = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     words = [*launch, str(script), str(expressions), str(tmp_path / "run")]
     done = subprocess.run(words, env=here, capture_output=True, text=True, timeout=300)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from power_cut import assert_resumes_to_the_same
 
 from image_files import spoil, write
 from primal_attention.convert.sources import load
@@ -18,7 +19,6 @@ from primal_attention.engine import registry, runner
 from primal_attention.engine.config import override
 from primal_attention.engine.errors import RunError
 from primal_attention.engine.files import write_json
-from primal_attention.engine.module import TrainingModule
 from primal_attention.engine.tables import table
 from primal_attention.engine.vision.image import ImageRecipe
 from primal_attention.engine.vision.image_augment import (
@@ -176,31 +176,11 @@ def test_random_parts_of_the_rest_of_an_epoch_are_those_of_the_whole(folder: Pat
     assert not any(torch.equal(a, b) for a, b in zip(whole, pixels(0, epoch=1), strict=True))
 
 
-class PowerCutError(Exception):
-    pass
-
-
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_run_cut_off_within_an_epoch_resumes_to_the_same_weights(
-    folder: Path, tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_cut_off_within_an_epoch_resumes_to_the_same_weights(folder: Path, tmp_path: Path, workers: int) -> None:
     changes = {"data__workers": workers, "trainer__checkpoint_steps": 1, "trainer__epochs": 2}
     recipe = small(folder, data__cache="none", augment="none", **changes)
-    runner.train(recipe, tmp_path / "whole")
-    usual = TrainingModule.losses
-
-    def fail_in_the_sixth_step(self: TrainingModule, batch: Any) -> Any:
-        if self.global_step == 5:
-            raise PowerCutError
-        return usual(self, batch)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(TrainingModule, "losses", fail_in_the_sixth_step)
-        with pytest.raises(PowerCutError):
-            runner.train(recipe, tmp_path / "cut")
-    runner.train(recipe, tmp_path / "cut", resume=True)
-    for file in ("metrics.csv", "model.safetensors"):
-        assert (tmp_path / "cut" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+    assert_resumes_to_the_same(recipe, tmp_path, step=5)
 
 
 def test_an_image_that_stands_twice_in_a_batch_has_draws_of_its_own_each_time(folder: Path) -> None:
