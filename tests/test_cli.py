@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from primal_attention import cli
 from primal_attention.data import uea
 from primal_attention.data.series import SeriesData, Split
+from primal_attention.engine.errors import RunError
 
 pytest.importorskip("tyro")
 pytest.importorskip("lightning")
@@ -176,3 +178,23 @@ def test_help_does_not_load_the_training_libraries():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip().endswith("[]"), done.stdout
+
+
+def test_a_terminal_without_greek_letters_gets_question_marks():
+    words = [sys.executable, "-m", "primal_attention.cli", "--help"]
+    done = subprocess.run(words, env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "usage: primal COMMAND ?" in done.stdout
+
+
+def test_a_run_folder_with_other_bytes_is_one_line(tmp_path: Path, capsys):
+    from primal_attention.engine import runner
+
+    (tmp_path / "config.yaml").write_bytes(b"\xff\xfe")
+    code, _, err = run(capsys, "evaluate", str(tmp_path))
+    assert (code, err.count("\n")) == (2, 1)
+    assert "config.yaml is not YAML" in err
+    for content, said in ((b"\xff\xfe", "summary.json is not JSON"), (b"[]", "summary.json is not a run's summary")):
+        (tmp_path / "summary.json").write_bytes(content)
+        with pytest.raises(RunError, match=said):
+            runner.read_summary(tmp_path)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import io
 import os
 import signal
 import sys
@@ -57,6 +58,9 @@ def usage() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; what a user can mend is one line on stderr and exit code 2."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that knows no Greek shows a question mark
+            stream.reconfigure(errors="replace")
     name, *args = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):
         print(usage())
@@ -78,6 +82,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         from primal_attention.engine.errors import Preempted, RunError
     except ModuleNotFoundError as missing:
         return fail(f"primal {name} needs {missing.name}: pip install 'primal-attention[{command.extra}]'")
+    except KeyboardInterrupt:  # nothing has begun
+        print("interrupted", file=sys.stderr)
+        return 130
     try:
         return run(args)
     except (RunError, DataError) as error:

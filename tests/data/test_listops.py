@@ -136,6 +136,12 @@ def test_a_changed_file_is_read_again(tmp_path: Path):
     assert listops.load(tmp_path).valid.labels.tolist() == [2, 1]
 
 
+def test_a_cache_that_lost_its_bytes_is_made_again(tmp_path: Path):
+    before = listops.load(listops.write(tmp_path, train=3, valid=1, test=1, shape=SMALL)).train.tokens.tolist()
+    (tmp_path / ".cache" / "train-tokens.npy").write_bytes(b"")
+    assert listops.load(tmp_path).train.tokens.tolist() == before
+
+
 def test_both_notations_are_the_same_expression():
     np.testing.assert_array_equal(listops.encode("( ( ( [MAX 2 ) 9 ) ] )"), listops.encode("[MAX 2 9 ]"))
 

@@ -157,8 +157,18 @@ def test_a_checkpoint_with_code_inside_is_refused(tmp_path: Path):
             return (print, ("this must never run",))
 
     file = tmp_path / "last.ckpt"
-    torch.save({"state_dict": Payload()}, file)
+    torch.save({"callbacks": {}, "state_dict": Payload()}, file)
     with pytest.raises(RunError, match="damaged or no checkpoint"):
+        read_checkpoint(file)
+
+
+def test_an_empty_checkpoint_and_another_file_of_torchs_are_one_line(tmp_path: Path):
+    file = tmp_path / "last.ckpt"
+    file.write_bytes(b"")
+    with pytest.raises(RunError, match="damaged or no checkpoint"):
+        read_checkpoint(file)
+    torch.save({"a": 1}, file)
+    with pytest.raises(RunError, match="it holds something else"):
         read_checkpoint(file)
 
 

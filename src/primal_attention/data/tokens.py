@@ -120,7 +120,7 @@ def load_cache(home: Path, name: str, key: object) -> Arrays | None:
             return None
         # Copy on write: torch takes such arrays without complaint, and the file never changes.
         return {part: np.load(folder / f"{name}-{part}.npy", mmap_mode="c") for part in mark["parts"]}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, EOFError):
         return None
 
 

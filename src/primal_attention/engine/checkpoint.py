@@ -25,9 +25,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 def read_checkpoint(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
     """A checkpoint's content: tensors and plain values only, never pickled code."""
     try:
-        return torch.load(path, map_location=map_location, weights_only=True)
-    except Exception as error:  # torch raises a dozen kinds for a damaged file
-        raise RunError(f"{path} is damaged or no checkpoint of this library ({str(error).splitlines()[0]})") from error
+        content = torch.load(path, map_location=map_location, weights_only=True)
+        if not isinstance(content, dict) or "callbacks" not in content:
+            raise ValueError("it holds something else")
+        return content
+    except Exception as error:  # torch raises a dozen kinds for a damaged file, some without a word
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise RunError(f"{path} is damaged or no checkpoint of this library ({reason})") from error
 
 
 def latest(folder: Path) -> Path | None:

@@ -107,7 +107,7 @@ def read(folder: Path) -> tuple[dict[str, Any], Recipe]:
         text = yaml.safe_load(file.read_text())
     except FileNotFoundError:
         raise RunError(f"{folder} is not a run folder: it has no config.yaml") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise RunError(f"{file} is not YAML ({' '.join(str(error).split())})") from error
     if not isinstance(text, dict):
         raise RunError(f"{file} is not a run's configuration")

@@ -273,8 +273,10 @@ def read_summary(folder: Path) -> Summary:
         if not (folder / "config.yaml").exists():
             raise RunError(f"{folder} is not a run folder: it has no config.yaml") from None
         raise RunError(f"{file} is missing: the run has not finished; continue it with --resume") from None
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise RunError(f"{file} is not JSON ({error})") from error
+    if not isinstance(summary, dict):
+        raise RunError(f"{file} is not a run's summary")
     run_folder.check_format(summary, file)
     return summary
 
