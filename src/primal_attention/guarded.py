@@ -1,0 +1,198 @@
+"""Guarded readers for the text, JSON, YAML and CSV files that a user passes in.
+
+Every problem is a `RunError`: one line with the path, the field where there is one, and what was expected. `check`
+compares plain content with a schema written in plain Python:
+
+    str, bool, dict, list, None, Number()    a value of that kind
+    frozenset({"a", "b"})                    one of these values
+    (s, t)                                   one of several schemas
+    [s]                                      a list of s
+    {"a": s, "b?": t}                        a mapping with "a" and maybe "b"; other keys are ignored
+    {...: s}                                 a mapping from any name to s
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from primal_attention.engine.errors import RunError
+
+Schema = Any
+MAX_BYTES = 256 * 1024**2
+MAX_DEPTH = 64
+MAX_VALUES = 5_000_000  # YAML aliases can make a small file expand without end
+MAX_INTEGER = 2**63
+KINDS = {str: "a text", bool: "true or false", dict: "a mapping", list: "a list", None: "null"}
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number, within bounds where they are set; NaN and infinity only with `finite` off."""
+
+    integer: bool = False
+    above: float | None = None
+    least: float | None = None
+    finite: bool = True
+
+    def accepts(self, value: Any) -> bool:
+        if isinstance(value, bool) or not isinstance(value, int if self.integer else (int, float)):
+            return False
+        if not math.isfinite(value):
+            return not self.finite
+        return (self.above is None or value > self.above) and (self.least is None or value >= self.least)
+
+    def __str__(self) -> str:
+        bound = "" if self.above is None else f" above {self.above:g}"
+        bound = bound if self.least is None else f" of at least {self.least:g}"
+        return ("a whole number" if self.integer else "a number") + bound
+
+
+COUNT = Number(integer=True, least=1)
+
+
+def read_text(path: Path) -> str:
+    """The content of a regular UTF-8 file."""
+    try:
+        if path.is_dir():
+            raise RunError(f"{path} is a folder where a file is needed")
+        if path.exists() and not path.is_file():
+            raise RunError(f"{path} is not a regular file")
+        if path.stat().st_size > MAX_BYTES:
+            raise RunError(f"{path} is too large to be read ({path.stat().st_size:,} bytes, at most {MAX_BYTES:,})")
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise RunError(f"{path} is not UTF-8 text (byte {error.start})") from None
+    except FileNotFoundError:
+        raise RunError(f"{path} does not exist") from None
+    except OSError as error:
+        raise RunError(f"{path} cannot be read ({error.strerror})") from None
+
+
+def read_json(path: Path, schema: Schema = ...) -> Any:
+    """Plain values from a JSON file that match the schema."""
+    return _parsed(path, "JSON", json.loads, schema)
+
+
+def read_yaml(path: Path, schema: Schema = ...) -> Any:
+    """Plain values from a YAML file that match the schema; tags that build objects are refused."""
+    import yaml
+
+    return _parsed(path, "YAML", yaml.safe_load, schema)
+
+
+def read_csv(path: Path) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of a CSV file, all of the same length."""
+    header: list[str] = []
+    rows: list[list[str]] = []
+    reader = csv.reader(read_text(path).splitlines())
+    try:
+        for row in reader:
+            if header and len(row) != len(header):
+                raise RunError(f"{path} line {reader.line_num} has {len(row)} cells, the header {len(header)}")
+            if header:
+                rows.append(row)
+            else:
+                header = row
+    except csv.Error as error:
+        raise RunError(f"{path} line {reader.line_num} is not CSV ({error})") from None
+    if not any(header):
+        raise RunError(f"{path} is empty: it needs a header line")
+    if len(set(header)) < len(header):
+        raise RunError(f"{path}: two columns have the same name")
+    return header, rows
+
+
+def check(content: Any, schema: Schema, path: Path, field: str = "") -> None:
+    """Raise a `RunError` that names the path and the field where the content does not match the schema."""
+    if schema is ...:
+        return
+    if isinstance(schema, tuple):
+        plain = [s for s in schema if not isinstance(s, (dict, list))]
+        if not any(_fits(content, s) for s in plain):
+            nested = [s for s in schema if isinstance(content, type(s)) and isinstance(s, (dict, list))]
+            if not nested:
+                raise _mismatch(content, " or ".join(map(_describe, schema)), path, field)
+            check(content, nested[0], path, field)
+    elif isinstance(schema, list):
+        if not isinstance(content, list):
+            raise _mismatch(content, "a list", path, field)
+        for i, item in enumerate(content):
+            check(item, schema[0], path, f"{field}[{i}]")
+    elif isinstance(schema, dict):
+        if not isinstance(content, dict):
+            raise _mismatch(content, "a mapping", path, field)
+        for key, inner in schema.items():
+            names = content if key is ... else [key.removesuffix("?")]
+            for name in names:
+                if name in content:
+                    check(content[name], inner, path, f"{field}.{name}" if field else name)
+                elif not key.endswith("?"):
+                    raise RunError(f"{path}: {f'{field}.{name}' if field else name} is missing")
+    elif not _fits(content, schema):
+        raise _mismatch(content, _describe(schema), path, field)
+
+
+def _parsed(path: Path, language: str, parse: Callable[[str], Any], schema: Schema) -> Any:
+    text = read_text(path)
+    try:
+        content = parse(text)
+    except RecursionError:
+        raise RunError(f"{path} is nested too deeply") from None
+    except Exception as error:  # PyYAML has errors of its own, and dates that do not exist are ValueErrors
+        said = " ".join(str(error).split())
+        raise RunError(f"{path} is not {language} ({said if len(said) < 200 else said[:200] + '…'})") from None
+    _check_plain(content, path)
+    check(content, schema, path)
+    return content
+
+
+def _check_plain(content: Any, path: Path) -> None:
+    """Refuse what no file of this library holds: foreign types, huge integers, endless nesting, broken characters."""
+    waiting, seen = [(content, 0)], 0
+    while waiting:
+        value, depth = waiting.pop()
+        seen += 1
+        if depth > MAX_DEPTH or seen > MAX_VALUES:
+            raise RunError(f"{path} is nested too deeply" if depth > MAX_DEPTH else f"{path} holds too many values")
+        if isinstance(value, dict):
+            waiting += [(part, depth + 1) for pair in value.items() for part in pair]
+            if not all(isinstance(key, str) for key in value):
+                raise RunError(f"{path}: every key must be a text (got {next(k for k in value if k != str(k))!r})")
+        elif isinstance(value, list):
+            waiting += [(part, depth + 1) for part in value]
+        elif isinstance(value, str):
+            if not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
+                raise RunError(f"{path} holds half a character ({value[:20]!a})")
+        elif isinstance(value, int):
+            if abs(value) >= MAX_INTEGER:
+                raise RunError(f"{path} holds an integer of more than 64 bits ({str(value)[:12]}…)")
+        elif value is not None and not isinstance(value, float):
+            raise RunError(f"{path} holds a value of type {type(value).__name__}")
+
+
+def _fits(content: Any, schema: Schema) -> bool:
+    if isinstance(schema, Number):
+        return schema.accepts(content)
+    if isinstance(schema, frozenset):
+        return isinstance(content, (str, int)) and content in schema
+    return content is None if schema is None else isinstance(content, schema)
+
+
+def _describe(schema: Schema) -> str:
+    if isinstance(schema, frozenset):
+        return " or ".join(sorted(map(str, schema)))
+    if isinstance(schema, (dict, list)):
+        return KINDS[type(schema)]
+    return str(schema) if isinstance(schema, Number) else KINDS[schema]
+
+
+def _mismatch(content: Any, expected: str, path: Path, field: str) -> RunError:
+    shown = ascii(content) if isinstance(content, str) else repr(content)
+    shown = shown if len(shown) <= 40 else shown[:40] + "…"
+    return RunError(f"{path}: {field or 'the content'} must be {expected} (got {shown})")
