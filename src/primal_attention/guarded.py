@@ -38,6 +38,7 @@ class Number:
     integer: bool = False
     above: float | None = None
     least: float | None = None
+    most: float | None = None
     finite: bool = True
 
     def accepts(self, value: Any) -> bool:
@@ -45,12 +46,13 @@ class Number:
             return False
         if not math.isfinite(value):
             return not self.finite
-        return (self.above is None or value > self.above) and (self.least is None or value >= self.least)
+        high_enough = (self.above is None or value > self.above) and (self.least is None or value >= self.least)
+        return high_enough and (self.most is None or value <= self.most)
 
     def __str__(self) -> str:
-        bound = "" if self.above is None else f" above {self.above:g}"
-        bound = bound if self.least is None else f" of at least {self.least:g}"
-        return ("a whole number" if self.integer else "a number") + bound
+        bounds = {"above": self.above, "at least": self.least, "at most": self.most}
+        said = " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if bound is not None)
+        return ("a whole number" if self.integer else "a number") + (f" {said}" if said else "")
 
 
 COUNT = Number(integer=True, least=1)
