@@ -26,7 +26,6 @@ from primal_attention.engine.errors import RunError
 Schema = Any
 MAX_BYTES = 256 * 1024**2
 MAX_DEPTH = 64
-MAX_VALUES = 5_000_000  # YAML aliases can make a small file expand without end
 MAX_INTEGER = 2**63
 KINDS = {str: "a text", bool: "true or false", dict: "a mapping", list: "a list", None: "null"}
 
@@ -85,7 +84,15 @@ def read_yaml(path: Path, schema: Schema = ...) -> Any:
     """Plain values from a YAML file that match the schema; tags that build objects are refused."""
     import yaml
 
-    return _parsed(path, "YAML", yaml.safe_load, schema)
+    class Loader(yaml.SafeLoader):
+        """Without aliases, which can make a small file grow without end."""
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                raise yaml.YAMLError("it has an alias")
+            return super().compose_node(parent, index)
+
+    return _parsed(path, "YAML", lambda text: yaml.load(text, Loader), schema)
 
 
 def read_csv(path: Path) -> tuple[list[str], list[list[str]]]:
@@ -156,12 +163,11 @@ def _parsed(path: Path, language: str, parse: Callable[[str], Any], schema: Sche
 
 def _check_plain(content: Any, path: Path) -> None:
     """Refuse what no file of this library holds: foreign types, huge integers, endless nesting, broken characters."""
-    waiting, seen = [(content, 0)], 0
+    waiting = [(content, 0)]
     while waiting:
         value, depth = waiting.pop()
-        seen += 1
-        if depth > MAX_DEPTH or seen > MAX_VALUES:
-            raise RunError(f"{path} is nested too deeply" if depth > MAX_DEPTH else f"{path} holds too many values")
+        if depth > MAX_DEPTH:
+            raise RunError(f"{path} is nested too deeply")
         if isinstance(value, dict):
             waiting += [(part, depth + 1) for pair in value.items() for part in pair]
             if not all(isinstance(key, str) for key in value):

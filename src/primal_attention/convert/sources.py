@@ -167,11 +167,16 @@ def _texts(file: Path, folder: Path, cases: int, batch: int, tokens: int) -> Ite
     try:
         with _quiet():
             tokenizer = AutoTokenizer.from_pretrained(folder, **SAFELY)
+            names = {"tokenizer.json", *tokenizer.vocab_files_names.values()}
+            if not any((folder / name).is_file() for name in names):  # transformers would start an empty vocabulary
+                raise RunError(f"{folder} holds no tokenizer: it has no {' or '.join(sorted(names))}")
             if tokenizer.pad_token is None:
                 tokenizer.pad_token = tokenizer.eos_token
             for start in range(0, len(texts), batch):
                 part = texts[start : start + batch]
                 yield dict(tokenizer(part, padding=True, truncation=True, max_length=tokens, return_tensors="pt"))
+    except RunError:
+        raise
     except Exception as error:  # as above
         raise RunError(f"the tokenizer of {folder} cannot be used ({_first_line(error)})") from error
 
