@@ -57,12 +57,12 @@ class Number:
 COUNT = Number(integer=True, least=1)
 
 
-def read_text(path: Path) -> str:
-    """The content of a regular UTF-8 file."""
+def read_text(path: Path, *, pipes: bool = False) -> str:
+    """The content of a UTF-8 file: a regular one, or also a pipe."""
     try:
         if path.is_dir():
             raise RunError(f"{path} is a folder where a file is needed")
-        if path.exists() and not path.is_file():
+        if path.exists() and not path.is_file() and not (pipes and path.is_fifo()):
             raise RunError(f"{path} is not a regular file")
         if path.stat().st_size > MAX_BYTES:
             raise RunError(f"{path} is too large to be read ({path.stat().st_size:,} bytes, at most {MAX_BYTES:,})")

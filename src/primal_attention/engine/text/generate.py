@@ -85,7 +85,7 @@ def read_prompts(found: Arguments) -> list[str]:
     """The texts to continue, none of them empty."""
     texts = list(found.prompt)
     if found.prompt_file is not None:
-        texts.append(read_text(found.prompt_file))
+        texts.append(read_text(found.prompt_file, pipes=True))
     if not texts:
         raise RunError('no prompt: give the beginning of a text with --prompt "…" or --prompt-file FILE')
     if any("\ud800" <= letter <= "\udfff" for text in texts for letter in text):  # how Python holds foreign bytes
