@@ -1,6 +1,6 @@
 """The command `primal`. This file only finds the function behind a command's name; the work is done elsewhere.
 
-Exit codes: 0; 2 for an error of the user, with one line on stderr; 130 after Ctrl-C.
+Exit code 0, or 2 with one line on stderr for what the user can mend.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import TextIO
 
+from primal_attention.__main__ import interrupt
 from primal_attention.extras import install_hint
 
 
@@ -117,7 +117,7 @@ def call(command: Command, name: str, args: Sequence[str], resume: str) -> int:
         sys.stderr.close()
         return 0
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) and error.filename is None:  # stdout is a file
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename is None:  # standard output is a file
             with contextlib.suppress(OSError, ValueError):  # drop its buffer, which Python would write again at exit
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return fail(f"the output cannot be written ({error.strerror})")
@@ -128,16 +128,7 @@ def call(command: Command, name: str, args: Sequence[str], resume: str) -> int:
 
 @contextlib.contextmanager
 def one_line_interrupts() -> Iterator[None]:
-    """Leave at once on Ctrl-C while modules load, where an exception may be turned into another one or be ignored."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        while frame is not None:
-            if frame.f_code.co_filename.startswith("<frozen importlib"):
-                os.write(2, b"interrupted\n")
-                os._exit(130)
-            frame = frame.f_back
-        raise KeyboardInterrupt
-
+    """Handle Ctrl-C by `interrupt`, also where the command is called from Python."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) in (None, signal.SIG_IGN):
         yield
