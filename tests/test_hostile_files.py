@@ -234,7 +234,7 @@ def flip_byte(file: Path) -> None:
 
 
 CHECKPOINT: dict[str, Damage] = {
-    **{name: damage for name, damage in GENERIC.items() if name not in ("pipe", "larger-than-memory")},
+    **{name: damage for name, damage in GENERIC.items() if name not in ("pipe", "larger-than-memory", "folder")},
     "pickled-object": lambda file: torch.save({"state_dict": Payload(), "callbacks": {}}, file),
     "a-list": lambda file: torch.save([1, 2], file),
     "no-content": lambda file: torch.save({}, file),
@@ -462,6 +462,12 @@ def test_a_damaged_file_is_one_line(
         kind.damages[way](file)
     err = check(kind.command.split(), home, capfd)
     assert kind.file.partition("/")[0] in err, "the message names the file or its folder"
+
+
+def test_a_prompt_of_other_bytes_is_one_line(templates: Any, home: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(templates("language"), home, dirs_exist_ok=True)
+    prompt = os.fsdecode(b"caf\xe9")  # as Python holds the argument
+    assert "--prompt is not UTF-8" in check(["generate", "run", "--prompt", prompt], home, capfd)
 
 
 def test_every_kind_is_damaged_in_ten_ways() -> None:

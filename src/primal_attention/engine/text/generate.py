@@ -86,6 +86,8 @@ def read_prompts(found: Arguments) -> list[str]:
     texts = list(found.prompt)
     if found.prompt_file is not None:
         texts.append(read_text(found.prompt_file, pipes=True))
+        if not texts[-1]:
+            raise RunError(f"{found.prompt_file} is empty: it needs the beginning of a text, a word at least")
     if not texts:
         raise RunError('no prompt: give the beginning of a text with --prompt "…" or --prompt-file FILE')
     if any("\ud800" <= letter <= "\udfff" for text in texts for letter in text):  # how Python holds foreign bytes
