@@ -27,7 +27,7 @@ Schema = Any
 MAX_BYTES = 256 * 1024**2
 MAX_DEPTH = 64
 MAX_INTEGER = 2**63
-KINDS = {str: "a text", bool: "true or false", dict: "a mapping", list: "a list", None: "null"}
+KINDS: dict[Any, str] = {str: "a text", bool: "true or false", dict: "a mapping", list: "a list", None: "null"}
 
 
 @dataclass(frozen=True)

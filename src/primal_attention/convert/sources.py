@@ -97,13 +97,13 @@ def _model(folder: Path, settings: dict[str, Any]) -> nn.Module:
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         raise RunError(f"{folder / 'config.json'} names the model {name!r}, which transformers does not have")
     check_weights(folder)
+    options: dict[str, Any] = {**SAFELY, "use_safetensors": True, "attn_implementation": "eager"}
     try:
         with _quiet():
             if settings.get(KEY):
-                return load_primalized(kind, folder, **SAFELY, use_safetensors=True, attn_implementation="eager")
-            model, info = kind.from_pretrained(
-                folder, **SAFELY, use_safetensors=True, attn_implementation="eager", output_loading_info=True
-            )
+                return load_primalized(kind, folder, **options)
+            loaded: Any = kind.from_pretrained(folder, **options, output_loading_info=True)
+            model, info = loaded
     except Exception as error:  # transformers raises a dozen kinds for a damaged folder
         raise RunError(f"{folder} cannot be loaded as {name} ({_first_line(error)})") from error
     lost = [str(key) for part in ("missing_keys", "mismatched_keys") for key in sorted(info.get(part, ()), key=str)]
