@@ -175,7 +175,8 @@ def _check_plain(content: Any, path: Path) -> None:
         elif isinstance(value, list):
             waiting += [(part, depth + 1) for part in value]
         elif isinstance(value, str):
-            if not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
+            # Bytes of an argument that are no text are held as U+DC80 to U+DCFF; other halves of characters are damage.
+            if not value.isascii() and any("\ud800" <= c < "\udc80" or "\udcff" < c <= "\udfff" for c in value):
                 raise RunError(f"{path} holds half a character ({value[:20]!a})")
         elif isinstance(value, int):
             if abs(value) >= MAX_INTEGER:
