@@ -14,6 +14,7 @@ compares plain content with a schema written in plain Python:
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 from collections.abc import Callable
@@ -49,7 +50,7 @@ class Number:
         return high_enough and (self.most is None or value <= self.most)
 
     def __str__(self) -> str:
-        bounds = {"above": self.above, "at least": self.least, "at most": self.most}
+        bounds = {"above": self.above, "of at least": self.least, "of at most": self.most}
         said = " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if bound is not None)
         return ("a whole number" if self.integer else "a number") + (f" {said}" if said else "")
 
@@ -99,7 +100,7 @@ def read_csv(path: Path) -> tuple[list[str], list[list[str]]]:
     """Header and rows of a CSV file, all of the same length."""
     header: list[str] = []
     rows: list[list[str]] = []
-    reader = csv.reader(read_text(path).splitlines())
+    reader = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)
     try:
         for row in reader:
             if header and len(row) != len(header):
@@ -163,26 +164,27 @@ def _parsed(path: Path, language: str, parse: Callable[[str], Any], schema: Sche
 
 def _check_plain(content: Any, path: Path) -> None:
     """Refuse what no file of this library holds: foreign types, huge integers, endless nesting, broken characters."""
-    waiting = [(content, 0)]
+    waiting: list[tuple[Any, str, int]] = [(content, "", 0)]
     while waiting:
-        value, depth = waiting.pop()
+        value, field, depth = waiting.pop()
         if depth > MAX_DEPTH:
             raise RunError(f"{path} is nested too deeply")
         if isinstance(value, dict):
-            waiting += [(part, depth + 1) for pair in value.items() for part in pair]
-            if not all(isinstance(key, str) for key in value):
-                raise RunError(f"{path}: every key must be a text (got {next(k for k in value if k != str(k))!r})")
+            for key, inner in value.items():
+                if not isinstance(key, str):
+                    raise RunError(f"{path}: every key must be a text (got {_shorten(key)})")
+                waiting += [(key, "a key", depth), (inner, f"{field}.{key}" if field else key, depth + 1)]
         elif isinstance(value, list):
-            waiting += [(part, depth + 1) for part in value]
+            waiting += [(inner, f"{field}[{i}]", depth + 1) for i, inner in enumerate(value)]
         elif isinstance(value, str):
             # Bytes of an argument that are no text are held as U+DC80 to U+DCFF; other halves of characters are damage.
             if not value.isascii() and any("\ud800" <= c < "\udc80" or "\udcff" < c <= "\udfff" for c in value):
-                raise RunError(f"{path} holds half a character ({value[:20]!a})")
+                raise _mismatch(value, "a text of whole characters", path, field)
         elif isinstance(value, int):
             if abs(value) >= MAX_INTEGER:
-                raise RunError(f"{path} holds an integer of more than 64 bits ({str(value)[:12]}…)")
+                raise _mismatch(value, "a number of at most 64 bits", path, field)
         elif value is not None and not isinstance(value, float):
-            raise RunError(f"{path} holds a value of type {type(value).__name__}")
+            raise _mismatch(value, "plain data", path, field)
 
 
 def _fits(content: Any, schema: Schema) -> bool:
@@ -202,6 +204,12 @@ def _describe(schema: Schema) -> str:
 
 
 def _mismatch(content: Any, expected: str, path: Path, field: str) -> RunError:
-    shown = ascii(content) if isinstance(content, str) else repr(content)
-    shown = shown if len(shown) <= 40 else shown[:40] + "…"
-    return RunError(f"{path}: {field or 'the content'} must be {expected} (got {shown})")
+    return RunError(
+        f"{path}: {_shorten(field or 'the content', quote=False)} must be {expected} (got {_shorten(content)})"
+    )
+
+
+def _shorten(value: Any, limit: int = 60, quote: bool = True) -> str:
+    text = ascii(value) if isinstance(value, str) else repr(value)
+    text = text if quote else text[1:-1]
+    return text if len(text) <= limit else text[:limit] + "…"
