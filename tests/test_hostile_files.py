@@ -155,6 +155,7 @@ def fields(text: str, number: str, table: str, *needed: str) -> dict[str, Damage
 
 
 YAML: dict[str, Damage] = {
+    "truncated": lambda file: file.write_text(file.read_text().partition("config:")[0]),
     "python-object": lambda file: file.write_text(f"!!python/object/apply:builtins.open [{MARK}, w]\n"),
     "python-field": lambda file: file.write_text(f"{file.read_text()}\nx: !!python/object/apply:os.mkdir [{MARK}]\n"),
     "aliases": lambda file: file.write_text(
