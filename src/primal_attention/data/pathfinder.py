@@ -23,6 +23,7 @@ from functools import partial
 from itertools import count, islice
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -311,10 +312,10 @@ def _splits(folder: Path, cases: int) -> dict[str, slice | np.ndarray]:
         return {name: np.sort(part) for name, part in zip(SIZES, parts, strict=True)}
     with reading(file, "a JSON object"):
         content = json.loads(file.read_bytes())
-        sizes = [content.get(name) for name in SIZES] if isinstance(content, dict) else []
-    if not sizes or not all(type(size) is int for size in sizes):
-        raise DataError(f"{file}: must hold the numbers of train, valid and test as integers")
-    if sum(sizes) != cases or min(sizes) < 1:
+    sizes: list[Any] = [content.get(name) for name in SIZES] if isinstance(content, dict) else []
+    if not sizes or not all(type(size) is int and 0 < size <= cases for size in sizes):
+        raise DataError(f"{file}: must hold the numbers of train, valid and test, from 1 to {cases} each")
+    if sum(sizes) != cases:
         raise DataError(f"{file}: {sum(sizes)} cases in splits of {sizes} where the metadata lists {cases} images")
     ends_of = np.cumsum(sizes)
     return {name: slice(end - size, end) for name, size, end in zip(SIZES, sizes, ends_of, strict=True)}

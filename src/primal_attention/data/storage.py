@@ -261,7 +261,7 @@ def _make_folder(folder: Path) -> None:
 
 def _read_mark(mark: Path) -> dict[str, Any]:
     with reading(mark, "the marker of an interrupted set: remove the folder and make the set again"):
-        content = json.loads(mark.read_bytes())
+        content = json.loads(mark.read_bytes().decode(errors="replace"))
         if not isinstance(content, dict) or not isinstance(content.get("settings"), dict):
             raise ValueError("it must hold an object with settings")
         return content

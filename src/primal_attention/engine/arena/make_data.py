@@ -132,7 +132,10 @@ def _check(wanted: ListOpsArguments | PathfinderArguments) -> int:
 
 @contextlib.contextmanager
 def _bar(title: str, total: int) -> Iterator[Progress | None]:
-    """A progress bar on stderr, where rich is installed."""
+    """A progress bar on stderr, where that is a terminal and rich is installed."""
+    if not sys.stderr.isatty():  # rich would print an empty line
+        yield None
+        return
     try:
         from rich.console import Console
         from rich.progress import Progress as RichProgress
