@@ -430,9 +430,7 @@ def _train(recipe: str) -> tuple[str, ...]:
 
 
 KINDS: dict[str, Kind] = {
-    "uea-npz": Kind(
-        partial(write_npz, series, "Toy.npz"), partial(uea.load, "Toy"), _train("uea/Toy"), SERIES_DAMAGES, ("folder",)
-    ),
+    "uea-npz": Kind(partial(write_npz, series, "Toy.npz"), partial(uea.load, "Toy"), _train("uea/Toy"), SERIES_DAMAGES),
     "uea-ts": Kind(
         write_ts,
         partial(uea.load, "Toy"),
@@ -541,7 +539,6 @@ KINDS: dict[str, Kind] = {
             "pickled": _npy_objects,
             "huge-claim": _npy_claim,
         },
-        harmless=("folder",),  # a folder is no such file: the binary layout is looked for, and named
     ),
     "gray-labels": Kind(
         partial(write_gray, "train_labels.npy"),
@@ -581,7 +578,6 @@ KINDS: dict[str, Kind] = {
             "negative": _json(lambda c: c.update(train=12, valid=-3)),
             "huge": _json(lambda c: c.update(train=10**400)),
         },
-        harmless=("folder",),  # released sets have no such file
         needs=("PIL",),
     ),
     "image-folder": Kind(

@@ -7,6 +7,7 @@ import errno
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import sys
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 
 from hostile_data import GENERIC, KINDS, damages, run_and_kill, write_listops
+from primal_attention import cli
 from primal_attention.data import bytes as reviews
 from primal_attention.data import d4rl, images, listops, pathfinder, pixels, retrieval, storage, text, uea
 from primal_attention.data.errors import PACKAGES, DataError, WriteError, import_package
@@ -49,6 +51,29 @@ def test_a_damaged_file_is_one_line(name: str, damage: str, tmp_path: Path) -> N
     assert len(message) < 600
     assert "unsafe" not in message, "no advice to unpickle"
     assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("damage", ["empty", "random-bytes", "nothing-there"])
+@pytest.mark.parametrize("name", [name for name in KINDS if KINDS[name].command])
+def test_the_command_fails_with_one_line(name: str, damage: str, tmp_path: Path, monkeypatch, capsys) -> None:
+    kind = KINDS[name]
+    for package in ("lightning", "tyro", *kind.needs):
+        pytest.importorskip(package)
+    folder, work = tmp_path / "set", tmp_path / "work"
+    folder.mkdir()
+    work.mkdir()
+    file = kind.write(folder)
+    if damage in GENERIC:
+        GENERIC[damage](file)
+    else:
+        shutil.rmtree(folder)
+    monkeypatch.chdir(work)
+    assert cli.main([*kind.command, str(folder)]) == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith("primal: ")
+    assert errors.count("\n") == 1
+    assert str(folder) in errors
+    assert not list(work.iterdir()), "no run folder is left"
 
 
 @pytest.mark.parametrize("name", KINDS)

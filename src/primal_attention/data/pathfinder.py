@@ -303,7 +303,7 @@ def _sources(folder: Path) -> list[Path]:
 
 def _splits(folder: Path, cases: int) -> dict[str, slice | np.ndarray]:
     file = folder / "splits.json"
-    if not file.is_file():
+    if not file.exists():
         if cases < 10:
             raise DataError(f"{folder}: {cases} images are too few to split off validation and test")
         order = np.random.default_rng(0).permutation(cases)
