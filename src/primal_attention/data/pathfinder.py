@@ -295,10 +295,10 @@ def _metadata(folder: Path) -> list[Path]:
     return sorted(files, key=lambda file: int(file.stem))
 
 
-def _sources(folder: Path) -> list[Path]:
+def _sources(folder: Path) -> list[Path | str]:
     """Everything that the arrays depend on: metadata and images."""
     images = [os.path.join(place, name) for place, _, names in os.walk(folder / "imgs") for name in names]
-    return [*_metadata(folder), *map(Path, sorted(images))]
+    return [*_metadata(folder), *sorted(images)]
 
 
 def _splits(folder: Path, cases: int) -> dict[str, slice | np.ndarray]:

@@ -113,7 +113,9 @@ def remove(path: Path) -> None:
 # Caches
 
 
-def cached(home: Path, name: str, sources: Sequence[Path], settings: object, make: Callable[[], Arrays]) -> Arrays:
+def cached(
+    home: Path, name: str, sources: Sequence[Path | str], settings: object, make: Callable[[], Arrays]
+) -> Arrays:
     """Memory-mapped arrays from `<home>/.cache`, made again if a source's content or the settings changed.
 
     Damaged caches are made again too. The arrays stay in memory where the folder is not writable.
@@ -130,19 +132,20 @@ def cached(home: Path, name: str, sources: Sequence[Path], settings: object, mak
     return load_cache(home, name, key) or arrays
 
 
-def fingerprint(home: Path, files: Iterable[Path]) -> str:
+def fingerprint(home: Path, files: Iterable[Path | str]) -> str:
     """Hash of the names (relative to `home`) and contents of some files, in their order."""
-    digest = hashlib.sha256()
+    digest, start = hashlib.sha256(), f"{home}{os.sep}"
     for file in files:
-        digest.update(f"{os.path.relpath(file, home)}\0{_hash_file(file)}\0".encode(errors="surrogateescape"))
+        name = str(file).removeprefix(start)
+        digest.update(f"{name}\0{_hash_file(file)}\0".encode(errors="surrogateescape"))
     return digest.hexdigest()
 
 
-def _hash_file(file: Path) -> str:
+def _hash_file(file: Path | str) -> str:
     """SHA-256 of a file, or an empty string if it cannot be read: reading the data names the reason."""
     digest = hashlib.sha256()
     try:
-        with file.open("rb", buffering=0) as content:
+        with open(file, "rb", buffering=0) as content:
             while block := content.read(2**20):
                 digest.update(block)
     except OSError:
