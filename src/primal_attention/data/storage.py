@@ -3,7 +3,7 @@
 with reading(file, "an HDF5 file"): …                 # any failure of the parser becomes one DataError line
 write_file(path, lambda out: out.write(data))          # temporary name, fsync, rename
 arrays = cached(folder, "train", [file], settings, make)
-with generated_set(folder, "listops", settings) as state: …   # incomplete.json exists until the block has finished
+with generated_set(folder, "listops", settings, product) as state: …  # incomplete.json exists until the end
 """
 
 from __future__ import annotations
