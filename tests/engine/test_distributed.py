@@ -21,7 +21,7 @@ from primal_attention.engine import runner
 from primal_attention.engine.checkpoint import latest
 from primal_attention.engine.config import TrainerConfig
 from primal_attention.engine.errors import RunError
-from primal_attention.engine.files import read_weights
+from primal_attention.engine.readers import read_weights
 from primal_attention.engine.scale import distributed
 from primal_attention.engine.scale.sharded import export, read_whole
 from primal_attention.engine.timeseries.classify import ClassificationModule
