@@ -16,7 +16,7 @@ from primal_attention.extras import EXTRAS, install_hint
 
 pytest.importorskip("lightning")
 
-COMMAND = [sys.executable, "-m", "primal_attention.cli"]
+COMMAND = [sys.executable, "-m", "primal_attention"]
 # A compiled module turns the exception of a signal handler into an ImportError.
 INTERRUPTING = """
 import os, signal
@@ -34,7 +34,7 @@ def environment(*paths: Path) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(places)}
 
 
-@pytest.mark.parametrize("module", ["torch", "lightning", "tyro", "yaml"])
+@pytest.mark.parametrize("module", ["difflib", "torch", "lightning", "yaml"])
 def test_ctrl_c_while_modules_load(module: str, tmp_path: Path):
     (tmp_path / f"{module}.py").write_text(INTERRUPTING)
     words = ["train", "uea/JapaneseVowels", "--out", str(tmp_path / "run")]
@@ -93,11 +93,9 @@ def test_ctrl_c_in_a_table_ends_its_workers(series: Path, tmp_path: Path):
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     err = process.communicate(timeout=30)[1]
     assert (process.returncode, err) == (130, "interrupted\n")
-    deadline = time.monotonic() + 10
+    time.sleep(2)  # multiprocessing's resource tracker ends after the others
     with pytest.raises(ProcessLookupError):
-        while time.monotonic() < deadline:
-            os.killpg(process.pid, 0)
-            time.sleep(0.1)
+        os.killpg(process.pid, 0)
 
 
 def start(words: list[str], folder: Path) -> subprocess.Popen[str]:

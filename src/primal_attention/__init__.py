@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # `typing` takes longer to import than this file
 if TYPE_CHECKING:
+    from typing import Any
+
     from .convert import load_primalized, primalize
     from .convert.distill import distill
     from .convert.spectrum import spectrum

@@ -18,9 +18,9 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import TextIO
 
+from primal_attention.__main__ import interrupt
 from primal_attention.extras import install_hint
 
 
@@ -122,16 +122,7 @@ def call(command: Command, name: str, args: Sequence[str], resume: str) -> int:
 
 @contextlib.contextmanager
 def one_line_interrupts() -> Iterator[None]:
-    """Leave at once on Ctrl-C while modules load, where an exception may be turned into another one or be ignored."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        while frame is not None:
-            if frame.f_code.co_filename.startswith("<frozen importlib"):
-                os.write(2, b"interrupted\n")
-                os._exit(130)
-            frame = frame.f_back
-        raise KeyboardInterrupt
-
+    """Handle Ctrl-C by `interrupt`, also where the command is called from Python."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) in (None, signal.SIG_IGN):
         yield

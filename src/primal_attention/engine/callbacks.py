@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from pathlib import Path
 from typing import Any, Protocol
@@ -203,7 +204,14 @@ def open_board(folder: Path, purge_after: int) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         return None
+    threading.excepthook = _thread_error
     return SummaryWriter(str(folder), purge_step=purge_after + 1 if purge_after else None)
+
+
+def _thread_error(error: threading.ExceptHookArgs) -> None:
+    """Print the traceback of a thread, except for TensorBoard's, whose error the next `add_scalar` raises again."""
+    if not type(error.thread).__module__.startswith("tensorboard"):
+        threading.__excepthook__(error)
 
 
 class Bar(Callback):
