@@ -386,11 +386,11 @@ KINDS = {
     "prompt": Kind("language", "prompt.txt", GENERATE, PROMPT),
     "vocabulary": Kind("language", "run/vocabulary.json", GENERATE, finite(VOCABULARY)),
     "language-weights": Kind("language", "run/model.safetensors", GENERATE, WEIGHTS),
-    "summary-generate": Kind("language", "run/summary.json", GENERATE, finite(SUMMARY)),
-    "summary-evaluate": Kind("run", "run/summary.json", "evaluate run", finite(SUMMARY)),
-    "config-evaluate": Kind("run", "run/config.yaml", "evaluate run", finite(CONFIG)),
+    "summary-generate": Kind("language", "run/summary.json", GENERATE, SUMMARY),
+    "summary-evaluate": Kind("run", "run/summary.json", "evaluate run", SUMMARY),
+    "config-evaluate": Kind("run", "run/config.yaml", "evaluate run", CONFIG),
     "weights-evaluate": Kind("run", "run/model.safetensors", "evaluate run", WEIGHTS),
-    "config-resume": Kind("run", "stopped/config.yaml", RESUME, finite(CONFIG)),
+    "config-resume": Kind("run", "stopped/config.yaml", RESUME, CONFIG),
     "checkpoint-resume": Kind("run", "stopped/checkpoints/*.ckpt", RESUME, CHECKPOINT),
 }  # fmt: skip
 CASES = [pytest.param(name, way, id=f"{name}-{way}") for name, kind in KINDS.items() for way in kind.damages]

@@ -118,6 +118,17 @@ def read_csv(path: Path) -> tuple[list[str], list[list[str]]]:
     return header, rows
 
 
+def read_cell(cell: str, where: str) -> float | None:
+    """A number, NaN and infinity by name included, or None for an empty cell."""
+    try:
+        value = float(cell) if cell else None
+    except ValueError:
+        raise RunError(f"{where} must be a number (got {cell[:40]!a})") from None
+    if value is not None and math.isinf(value) and "inf" not in cell.lower():
+        raise RunError(f"{where} is too large ({cell[:12]}…)")
+    return value
+
+
 def check(content: Any, schema: Schema, path: Path, field: str = "") -> None:
     """Raise a `RunError` that names the path and the field where the content does not match the schema."""
     if schema is ...:

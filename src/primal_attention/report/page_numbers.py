@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from primal_attention.engine.errors import RunError
-from primal_attention.guarded import Number, check, read_csv, read_json
+from primal_attention.guarded import Number, check, read_cell, read_csv, read_json
 
-Table = dict[str, list[float | None]]
 Spectrum = dict[str, list[float]]
 
 
@@ -40,31 +39,6 @@ def demo(content: dict[str, Any], file: Path) -> Numbers:
         "seconds": {name: {int(n): float(s) for n, s in points.items()} for name, points in seconds.items()},
     }
     return Numbers(str(file), numbers)
-
-
-def read_table(file: Path) -> Table:
-    """Columns of metrics.csv; a run that has not ended its first epoch has none."""
-    if not file.exists():
-        return {}
-    header, rows = read_csv(file)
-    if "epoch" not in header:
-        raise RunError(f"{file}: the column epoch is missing")
-    table: Table = {name: [] for name in header}
-    for line, row in enumerate(rows, start=2):
-        for name, cell in zip(header, row, strict=True):
-            table[name].append(read_cell(cell, f"{file} line {line}: {name}"))
-    return table
-
-
-def read_cell(cell: str, where: str) -> float | None:
-    """A number, NaN and infinity by name included, or None for an empty cell."""
-    try:
-        value = float(cell) if cell else None
-    except ValueError:
-        raise RunError(f"{where} must be a number (got {cell[:40]!a})") from None
-    if value is not None and math.isinf(value) and "inf" not in cell.lower():
-        raise RunError(f"{where} is too large ({cell[:12]}…)")
-    return value
 
 
 def read_spectrum(folder: Path) -> Spectrum:

@@ -20,15 +20,14 @@ from typing import Any
 
 from primal_attention.bench import saved
 from primal_attention.engine.errors import RunError
+from primal_attention.engine.readers import Table, read_metrics
 from primal_attention.guarded import Number, check, read_json, read_yaml
 from primal_attention.report.page_numbers import (
     Numbers,
     Spectrum,
-    Table,
     demo,
     number_at,
     read_spectrum,
-    read_table,
 )
 from primal_attention.report.results import SUMMARY, complete
 
@@ -180,8 +179,8 @@ def read_run(folder: Path) -> Run:
         settings=complete(about["benchmark"], config),
         command=about.get("command") or command_of(str(about.get("recipe")), config),
         commit=about.get("commit") or summary.get("commit") or "",
-        metrics=read_table(folder / "metrics.csv"),
-        validation=read_table(folder / "validation" / "metrics.csv"),
+        metrics=read_metrics(folder / "metrics.csv"),
+        validation=read_metrics(folder / "validation" / "metrics.csv"),
         spectrum=read_spectrum(folder),
         in_folder=True,
     )
