@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,14 @@ try:
 except BaseException as error:
     raise ImportError("initialization failed") from error
 """
+
+
+@pytest.fixture(autouse=True)
+def _children_receive_sigint() -> Iterator[None]:
+    """A test run in the background ignores SIGINT, and its children would inherit that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def environment(*paths: Path) -> dict[str, str]:

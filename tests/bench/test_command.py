@@ -23,7 +23,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 def test_attention_from_end_to_end(tmp_path, capsys):
-    words = ["attention", *TINY, "--only", "sdpa", "primal-lean", "--landmarks", "5", "--out", str(tmp_path)]
+    words = ["attention", *TINY, "--only", "sdpa", "primal-cpu", "--landmarks", "5", "--out", str(tmp_path)]
     assert cli.main(["bench", *words]) == 0
     out = capsys.readouterr().out
     assert "SDPA's time ÷ this one's" in out
@@ -54,7 +54,7 @@ def test_it_runs_with_torch_alone(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "required: attention | decode | generate | plot"),
+        ([], "required: attention | decode | generate | model | plot"),
         (["atention"], "invalid choice: 'atention'"),
         (["attention", "--lengths", "-1"], "4096, 4K or 1M (got '-1')"),
         (["attention", "--lengths", "4Q"], "4096, 4K or 1M (got '4Q')"),
@@ -71,6 +71,7 @@ def test_it_runs_with_torch_alone(tmp_path):
         (["attention", "--decay", "2", "--causal"], "in (0, 1] (got '2')"),
         (["attention", "--decay", "learned"], "--decay needs --causal"),
         (["attention", "--only", "sdpaa"], "did you mean 'sdpa'?"),
+        (["attention", "--rivals"], "--rivals is now called --baselines"),
         (["attention", "--out", "/proc/nowhere"], "--out /proc/nowhere cannot be written to"),
         (["decode", "--batch", "0"], "--batch must be above 0"),
         (["plot", "no-such-file.json"], "no-such-file.json does not exist"),
@@ -89,7 +90,7 @@ def test_bad_input_is_one_line_and_code_two(words, said, capsys, tmp_path, monke
 
 
 def test_help_has_an_example(capsys):
-    for words in ([], ["attention"], ["decode"], ["plot"]):
+    for words in ([], ["attention"], ["decode"], ["model"], ["plot"]):
         with pytest.raises(SystemExit) as leaving:
             main([*words, "--help"])
         assert leaving.value.code == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,8 +11,8 @@ from torch import Tensor, nn
 
 from closeness import assert_close
 from primal_attention import PrimalAttention, ksvd_loss
+from primal_attention.ops.landmarks import landmark_indices
 from primal_attention.ops.reference import split_heads
-from primal_attention.ops.sampling import landmark_indices
 from primal_cases import MODES, MODES_AND_DECAYS, gradients, inputs, make
 
 SAME = 1e-12  # float64, the same sums in another order
@@ -168,3 +169,27 @@ def test_unknown_reductions_are_refused(keywords: dict[str, Any], message: str) 
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
         ksvd_loss(layer, **keywords)
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize("scale", [1e9, 1e12, 1e20])
+@pytest.mark.parametrize("mode", ["data_dependent", "plain", "causal"])
+def test_the_loss_of_large_inputs_is_the_same_in_all_backends(mode: str, scale: float) -> None:
+    """Where J² exceeds float32 the loss is infinite in all of them, never silently zero."""
+    pytest.importorskip("triton")
+    layer = make(mode, dtype=torch.float32)
+    x = scale * inputs(2, 20, dtype=torch.float32)
+    found = {}
+    for backend in ("reference", "cpu", "fused"):
+        one = copy.deepcopy(layer)
+        one.backend = backend
+        rows = x.clone().requires_grad_()
+        one(rows)
+        loss = ksvd_loss(one)
+        grads = torch.autograd.grad(loss, [rows, one.qk_proj.weight, one.w_e, one.sqrt_lambda])
+        found[backend] = [loss, *grads]
+    assert found["reference"][0].isfinite() == (mode != "data_dependent" or scale < 1e10)
+    for backend in ("cpu", "fused"):
+        for actual, expected in zip(found[backend], found["reference"], strict=True):
+            assert actual.isfinite().all() == expected.isfinite().all()
+            if expected.isfinite().all():
+                assert_close(actual, expected, 1e-4)  # J is a difference of large sums in float32

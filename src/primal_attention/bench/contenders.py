@@ -1,4 +1,4 @@
-"""Who runs: Primal with every backend, SDPA, the published way, the rivals, and flash-linear-attention's layers."""
+"""The layers to time: Primal and SDPA with every backend, the authors' Primal, the baselines, optional packages."""
 
 from __future__ import annotations
 
@@ -11,16 +11,28 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from primal_attention.bench import memory
+from primal_attention.bench.provenance import installed
 from primal_attention.bench.published import PublishedPrimal
 from primal_attention.bench.settings import BenchError, Case, primal_keywords
+from primal_attention.nn.baselines import attention_names, attention_traits, make_attention
+from primal_attention.nn.baselines.softmax import SoftmaxAttention
+from primal_attention.nn.padding import Tokens
 from primal_attention.nn.primal import PrimalAttention
-from primal_attention.nn.rivals import attention_names, attention_traits, make_attention
-from primal_attention.ops import backends
+from primal_attention.ops.primal import is_interpreting
 
-Kind = Literal["softmax", "primal", "published", "rival", "fla"]
-PRIMAL_BACKENDS = ("fused", "lean", "compiled", "reference")
+Kind = Literal["softmax", "primal", "published", "baseline", "fla"]
+PRIMAL_BACKENDS = ("fused", "cpu", "compiled", "reference")
+SDPA_BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
 # Layers of flash-linear-attention by the names it gives them; all are causal.
 FLA_LAYERS = {
     "fla-linear": "LinearAttention",
@@ -45,25 +57,77 @@ class Contender:
     gated: bool = False
 
 
-def contenders(*, rivals: bool = False, only: Sequence[str] = ()) -> list[Contender]:
-    """Everybody, or those that `only` names, by their own name or their kind's (primal, rival, fla)."""
-    everybody = [sdpa(), *(primal(backend) for backend in PRIMAL_BACKENDS), published(), *_rivals(), *_fla()]
+def contenders(*, baselines: bool = False, only: Sequence[str] = ()) -> list[Contender]:
+    """All contenders, or the subset named in `only` (a name or a kind: primal, baseline, fla)."""
+    softmax = [sdpa(), *(sdpa(backend) for backend in SDPA_BACKENDS), *_flash_attention_4()]
+    everybody = [*softmax, *(primal(backend) for backend in PRIMAL_BACKENDS), published(), *_baselines(), *_fla()]
     if not only:
-        return [c for c in everybody if rivals or c.kind != "rival"]
+        return [c for c in everybody if baselines or c.kind != "baseline"]
     names = {c.name for c in everybody} | {c.kind for c in everybody} | {"fla"}
     for name in only:
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise BenchError(f"--only {name}: nobody has this name; {hint}known are {', '.join(sorted(names))}")
-    chosen = [c for c in everybody if c.name in only or c.kind in only or (rivals and c.kind == "rival")]
+    chosen = [c for c in everybody if c.name in only or c.kind in only or (baselines and c.kind == "baseline")]
     if not chosen:
         raise BenchError("flash-linear-attention is not installed (package fla): nothing is left to time")
     return chosen
 
 
-def sdpa() -> Contender:
-    return Contender("sdpa", "softmax (SDPA)", "softmax", lambda case: _named("softmax", case))
+def sdpa(backend: str | None = None) -> Contender:
+    """Softmax attention by torch, with the backend that torch chooses or with the one of this name."""
+    if backend is None:
+        return Contender("sdpa", "softmax (SDPA)", "softmax", lambda case: _named("softmax", case))
+    return Contender(f"sdpa-{backend}", f"softmax (SDPA, {backend})", "softmax", lambda c: _build_sdpa(c, backend))
+
+
+class ForcedBackend(nn.Module):
+    """A layer whose SDPA calls use one backend."""
+
+    def __init__(self, layer: nn.Module, backend: SDPBackend) -> None:
+        super().__init__()
+        self.layer, self.backend = layer, backend
+
+    def forward(self, x: Tensor) -> Tensor:
+        with sdpa_kernel(self.backend):
+            return self.layer(x)  # type: ignore[no-any-return]
+
+
+def _build_sdpa(case: Case, backend: str) -> nn.Module:
+    layer = ForcedBackend(_named("softmax", case), SDPA_BACKENDS[backend])
+    x = torch.zeros(1, 16, case.embed_dim, device=case.device, dtype=case.dtype)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's reasons against each backend
+            layer(x)
+    except RuntimeError as error:
+        if memory.is_out_of_memory(error):
+            raise
+        raise CannotRunError(f"torch has no {backend} kernel for this device, precision and head width") from None
+    return layer
+
+
+class FlashAttention4(SoftmaxAttention):
+    """Softmax attention by the package flash-attn-4."""
+
+    def mix(self, x: Tensor, tokens: Tokens) -> Tensor:
+        function = importlib.import_module("flash_attn.cute").flash_attn_func
+        q, k, v = (t.transpose(1, 2) for t in self.project_in(x))  # (B, N, H, p)
+        y = function(q, k, v, causal=self.causal)
+        # Some versions return the log-sum-exp too.
+        return (y[0] if isinstance(y, tuple) else y).transpose(1, 2)  # type: ignore[no-any-return]
+
+
+def _flash_attention_4() -> list[Contender]:
+    if installed("flash-attn-4") is None:
+        return []
+
+    def build(case: Case) -> nn.Module:
+        keywords: dict[str, Any] = {"causal": case.causal, "device": case.device, "dtype": case.dtype}
+        return without_checks(FlashAttention4(case.embed_dim, case.num_heads, **keywords))
+
+    return [Contender("flash-attn-4", "softmax (flash-attn-4)", "softmax", build)]
 
 
 def primal(backend: str) -> Contender:
@@ -75,7 +139,7 @@ def published() -> Contender:
 
 
 def build_primal(case: Case, backend: str) -> PrimalAttention:
-    if backend == "fused" and case.device.type == "cpu" and backends.interpreting():
+    if backend == "fused" and case.device.type == "cpu" and is_interpreting():
         raise CannotRunError("Triton's interpreter is for testing kernels: its times mean nothing")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a large rank is odd, not wrong
@@ -96,7 +160,7 @@ def _build_published(case: Case) -> nn.Module:
 
 
 def _named(name: str, case: Case) -> nn.Module:
-    """A rival with its paper's settings. Random features stay as they are drawn: a draw is not part of the layer."""
+    """A baseline with its paper's settings. Random features are drawn once: a draw is not part of the layer."""
     traits = attention_traits(name)
     if case.causal and not traits.supports_causal:
         raise CannotRunError(f"{name} has no causal form")
@@ -105,12 +169,18 @@ def _named(name: str, case: Case) -> nn.Module:
         keywords["max_length"] = case.length
     if traits.stochastic:
         keywords |= {"seed": 0, "redraw_every": None}
-    return make_attention(name, case.embed_dim, case.num_heads, **keywords)
+    return without_checks(make_attention(name, case.embed_dim, case.num_heads, **keywords))
 
 
-def _rivals() -> list[Contender]:
+def without_checks(layer: nn.Module) -> nn.Module:
+    """Time the mechanism alone."""
+    layer.isolates_non_finite = False  # type: ignore[assignment]
+    return layer
+
+
+def _baselines() -> list[Contender]:
     names = [name for name in attention_names() if name not in ("softmax", "primal")]
-    return [Contender(name, name, "rival", lambda case, name=name: _named(name, case)) for name in names]  # type: ignore[misc]
+    return [Contender(name, name, "baseline", lambda case, name=name: _named(name, case)) for name in names]  # type: ignore[misc]
 
 
 class FirstOutput(nn.Module):

@@ -1,0 +1,297 @@
+"""A layer on the fused kernels: lay out the tokens, compute the scores of the mode, apply the output projection."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..types import Boundary, Mode, Output, RunningState, Scores, State, Weights
+from .bidirectional import BidirectionalScores
+from .causal_landmarks import CausalLandmarkScores, landmark_grid
+from .causal_sum import CausalSumScores, TwoSidedSum
+from .common import (
+    PermuteRows,
+    compact,
+    forbid_double_backward,
+    landmark_table,
+    matmul_to,
+    packed_sequences,
+    stored_rank,
+    uniform_landmark_table,
+    uniform_sequences,
+)
+from .decode import decode
+
+MAX_FOLDED_WIDTH = 128  # of a head and of its scores, up to which both output maps are folded into one
+
+
+def fused_attention(
+    x: Tensor,
+    weights: Weights,
+    mode: Mode,
+    *,
+    qk: Tensor | None = None,
+    valid: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    decay: Tensor | None = None,
+    state: State | None = None,
+    shift: Tensor | None = None,
+    boundary: Boundary | None = None,
+    dropout: float = 0.0,
+    trace: Literal["weights", "projections"] = "weights",
+    need_scores: bool = False,
+    need_state: bool = False,
+) -> Output:
+    """Compute a layer by the kernels; the arguments of `ops.primal.attend`."""
+    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+    qk = None if qk is None else qk.to(dtype)
+    log_decay = None if decay is None else decay.float().log()
+    if isinstance(state, RunningState) and x.shape[1] == 1 and valid is None and weights.out_weight is not None:
+        return _decode_one_token(x, weights, qk, log_decay, state)
+    boundary, rank = boundary or Boundary(), weights.w_e.shape[2]
+    order: tuple[Tensor, Tensor] | None = None
+    tokens: Tensor | int = x.shape[1]
+    if cu_seqlens is not None:
+        sequences = packed_sequences(cu_seqlens, x.shape[0])
+        tokens = sequences.lengths
+    elif valid is None:
+        sequences = uniform_sequences(x.shape[0], x.shape[1], x.device)
+    else:
+        source, place, sequences = compact(valid)
+        order, tokens = (source, place), sequences.lengths
+        x = PermuteRows.apply(x, source, place)
+        qk = None if qk is None else PermuteRows.apply(qk, source, place)
+    flat = x.reshape(-1, x.shape[-1])
+    z = None if qk is None else qk.reshape(-1, qk.shape[-1])
+    is_uniform = cu_seqlens is None and valid is None
+    layout = (is_uniform, sequences.is_single_chunk, *sequences[:-1])
+    after, total_trace = None, None
+    if mode.causal and mode.data_dependent:
+        assert mode.max_length is not None
+        grid, marks_before = landmark_grid(mode.max_length, mode.landmarks, x.device)
+        first = sequences.starts[:, None] + grid
+        initial, offset = None, None
+        if boundary.offset is None:
+            rows = torch.where(grid < sequences.lengths[:, None], first, -1)
+        else:
+            initial = _landmarks_before(boundary, grid, weights, log_decay, dtype)
+            offset = boundary.offset.expand(x.shape[0]).contiguous()
+            local = grid - offset[:, None]
+            rows = torch.where((local >= 0) & (local < sequences.lengths[:, None]), first - offset[:, None], -1)
+        scores, energy, total_trace = CausalLandmarkScores.apply(
+            flat, weights.qk_weight, weights.qk_bias, z, weights.w_e, weights.w_r, log_decay, initial, rows, grid,
+            marks_before, offset, dtype, *layout,
+        )  # fmt: skip
+    elif mode.data_dependent or (not mode.causal and decay is None):
+        rows, origin, is_distinct = None, None, False
+        if mode.data_dependent and boundary.landmark_rows is not None:
+            origin = boundary.landmark_rows.reshape(-1, x.shape[-1])
+            rows = torch.arange(len(origin), device=x.device).view(-1, mode.landmarks)
+            is_distinct = True
+        elif mode.data_dependent and is_uniform and shift is None:
+            rows = uniform_landmark_table(x.shape[0], x.shape[1], mode.landmarks, x.device)
+            is_distinct = x.shape[1] >= mode.landmarks
+        elif mode.data_dependent:
+            rows = landmark_table(sequences, mode.landmarks, shift)
+        needs_weights = trace == "projections" and rows is not None
+        scores, energy, total_trace, wx = BidirectionalScores.apply(
+            flat, weights.qk_weight, weights.qk_bias, z, origin, weights.w_e, weights.w_r, rows,
+            dtype, needs_weights, is_distinct, *layout,
+        )  # fmt: skip
+        if needs_weights:
+            total_trace = (wx[:, :, 0] * wx[:, :, 1]).sum((2, 3))  # (B, H)
+    else:
+        if mode.causal:
+            past = state if isinstance(state, RunningState) else boundary.past
+            initial = None if past is None else torch.stack([past.query_sum, past.key_sum], dim=2).float()
+            scores, energy, total_trace, final = CausalSumScores.apply(
+                flat,
+                weights.qk_weight,
+                weights.qk_bias,
+                z,
+                weights.w_e,
+                weights.w_r,
+                log_decay,
+                initial,
+                dtype,
+                *layout,
+            )
+            after = _running_state(final, tokens, decay, past) if need_state else None
+        else:
+            if z is None:
+                assert weights.qk_weight is not None
+                z = F.linear(flat, weights.qk_weight, weights.qk_bias).to(dtype)
+            edges = [
+                None if s is None else torch.stack([s.query_sum, s.key_sum], dim=2).float()
+                for s in (boundary.past, boundary.future)
+            ]
+            sums = TwoSidedSum.apply(z, log_decay, *edges, weights.w_e.shape[0], *layout)
+            scores, energy, total_trace, _ = BidirectionalScores.apply(
+                None, None, None, sums, None, weights.w_e, weights.w_r, None, dtype, False, False, *layout
+            )
+    y = None
+    if weights.out_weight is not None:
+        y = output_projection(scores, weights, rank, dropout).view(x.shape)
+        y = y if order is None else PermuteRows.apply(y, *reversed(order))
+    by_head = _split_scores(scores, x, order, rank) if need_scores or y is None else None
+    return Output(y, energy, total_trace, by_head, after, is_fused=True)
+
+
+def _landmarks_before(
+    boundary: Boundary, grid: Tensor, weights: Weights, log_decay: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """W before the first token from the landmarks of earlier shards, (B, H, 2, p, S) float32."""
+    assert boundary.landmark_rows is not None
+    assert boundary.has_landmark is not None
+    assert boundary.offset is not None
+    heads, _, rank = weights.w_e.shape
+    rows = boundary.landmark_rows.to(dtype).float().unflatten(-1, (heads, -1)).transpose(1, 2)  # (B, H, n, p)
+    age = boundary.offset[:, None] - 1 - grid  # (B or 1, n)
+    weight = ((age >= 0) & boundary.has_landmark).float()[:, None]
+    if log_decay is not None:
+        weight = weight * (log_decay[:, None] * age.clamp(min=0)[:, None]).exp()  # (B or 1, H, n)
+    both = torch.stack([weights.w_e, weights.w_r], dim=1).to(dtype).float()  # (H, 2, n, s)
+    with torch.autocast(rows.device.type, enabled=False):
+        state = (rows * weight[..., None]).mT[:, :, None] @ both
+    return F.pad(state, (0, stored_rank(rank) - rank)).contiguous()
+
+
+class OutputProjection(torch.autograd.Function):
+    """y = W_out concat_h(W_o [e; r] + b_o) + b_out, (rows, H, 2, S) → (rows, d).
+
+    Where it is cheaper, both maps are folded into one matrix M_h = W_out,h W_o. The column of ones in the stored scores
+    then multiplies W_out,h b_o, and the gradient of M contains that of b_out.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        scores: Tensor,
+        w_o: Tensor,
+        b_o: Tensor | None,
+        w_out: Tensor,
+        b_out: Tensor | None,
+        rank: int,
+        has_ones: bool,
+    ) -> Tensor:
+        rows, heads, _, stored = scores.shape
+        p, dtype = w_o.shape[0], scores.dtype
+        ctx.dtypes = [None if t is None else t.dtype for t in (w_o, b_o, w_out, b_out)]
+        spare, ones = w_o.new_zeros(p, stored - rank), []
+        if has_ones and b_o is not None:
+            ones, spare = [b_o[:, None]], spare[:, 1:]
+        padded = torch.cat([w_o[:, :rank], *ones, spare, w_o[:, rank:], w_o.new_zeros(p, stored - rank)], 1).to(dtype)
+        w_out, each, matrix = w_out.to(dtype), None, None
+        b_out = None if b_out is None else b_out.to(dtype)
+        if has_ones and is_folded(heads, p, stored, dtype):
+            matrix = (w_out.view(-1, p) @ padded).view(-1, heads * 2 * stored)  # (d, H·2S)
+            y = F.linear(scores.view(rows, -1), matrix, b_out)
+        else:
+            b_o = None if has_ones or b_o is None else b_o.to(dtype)
+            each = F.linear(scores.view(rows * heads, 2 * stored), padded, b_o).view(rows, -1)
+            y = F.linear(each, w_out, b_out)
+        ctx.save_for_backward(scores, padded, w_out, matrix, each)
+        ctx.rank = rank
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        forbid_double_backward()
+        scores, padded, w_out, matrix, each = ctx.saved_tensors
+        rank, (of_w_o, of_b_o, of_w_out, of_b_out) = ctx.rank, ctx.dtypes
+        rows, heads, _, stored = scores.shape
+        p = padded.shape[0]
+        if matrix is not None:
+            grad_scores = (grad @ matrix).view_as(scores)
+            grad_matrix = matmul_to(grad.mT, scores.view(rows, -1), torch.float32)  # (d, H·2S)
+            by_head = grad_matrix.to(grad.dtype).view(heads, -1, 2 * stored)  # (d·H, 2S) in H parts
+            grad_w_out = matmul_to(by_head.view(-1, 2 * stored), padded.mT, of_w_out).view_as(w_out)
+            # One product per part, then their sum: a single product would run on one multiprocessor.
+            grad_padded = (w_out.view(heads, -1, p).mT @ by_head).sum(0, dtype=torch.float32)
+            grad_b_out = grad_matrix[:, rank]  # the column of ones: Σ dy
+            grad_b_o = (grad_b_out @ w_out.float()).view(heads, p).sum(0)
+        else:
+            grad_each = grad @ w_out
+            grad_w_out = matmul_to(grad.mT, each, of_w_out)
+            grad_scores = (grad_each.view(-1, p) @ padded).view_as(scores)
+            grad_padded = matmul_to(grad_each.view(-1, p).mT, scores.view(-1, 2 * stored), torch.float32)
+            ones = grad.new_ones(1, rows)  # a product adds the rows faster than a reduction, and in float32
+            grad_b_out = matmul_to(ones, grad, torch.float32)[0]
+            grad_b_o = matmul_to(ones, grad_each, torch.float32).view(heads, p).sum(0)
+        grad_w_o = grad_padded.view(p, 2, stored)[:, :, :rank].to(of_w_o).reshape(p, 2 * rank)
+        return (
+            grad_scores,
+            grad_w_o,
+            None if of_b_o is None else grad_b_o.to(of_b_o),
+            grad_w_out,
+            None if of_b_out is None else grad_b_out.to(of_b_out),
+            None,
+            None,
+        )
+
+
+def is_folded(heads: int, head_dim: int, stored: int, dtype: torch.dtype) -> bool:
+    """Return True if one folded map is cheaper than two. float32 is not folded: TF32 would round the product too."""
+    return (
+        dtype != torch.float32
+        and 2 * stored * heads <= head_dim * heads + 2 * stored
+        and 2 * stored <= MAX_FOLDED_WIDTH
+    )
+
+
+def output_projection(scores: Tensor, weights: Weights, rank: int, dropout: float) -> Tensor:
+    """Apply dropout and both output maps to the stored scores."""
+    has_ones = scores.shape[3] > rank
+    if dropout:
+        scores = F.dropout(scores, dropout)
+        if has_ones:
+            scores[:, :, 0, rank] = 1.0
+    return OutputProjection.apply(  # type: ignore[no-any-return]
+        scores, weights.score_weight, weights.score_bias, weights.out_weight, weights.out_bias, rank, has_ones
+    )
+
+
+def _split_scores(scores: Tensor, x: Tensor, order: tuple[Tensor, Tensor] | None, rank: int) -> Scores:
+    """(rows, H, 2, S) → e, r of (B, H, N, s), or (H, total, s) if packed."""
+    each = scores[..., :rank].reshape(*x.shape[:-1], -1)
+    if order is not None:
+        each = PermuteRows.apply(each, *reversed(order))
+    each = each.view(*x.shape[:-1], scores.shape[1], 2, rank).movedim(-3, -4)  # (…, H, N, 2, s)
+    return Scores(each[..., 0, :], each[..., 1, :])
+
+
+def _decode_one_token(
+    x: Tensor, weights: Weights, qk: Tensor | None, log_decay: Tensor | None, state: RunningState
+) -> Output:
+    """One token of each stream."""
+    assert weights.out_weight is not None
+    assert weights.score_weight is not None
+    if qk is None:
+        assert weights.qk_weight is not None
+        qk = F.linear(x, weights.qk_weight, weights.qk_bias)
+    scores, query_sum, key_sum, weight = decode(qk[:, 0], *state[:3], weights.w_e, weights.w_r, log_decay)
+    heads = F.linear(scores.flatten(2), weights.score_weight, weights.score_bias)  # (B, H, p)
+    y = F.linear(heads.flatten(1), weights.out_weight, weights.out_bias)
+    return Output(
+        y[:, None], scores=Scores(*scores[:, :, :, None].unbind(2)), state=RunningState(query_sum, key_sum, weight)
+    )
+
+
+def _running_state(
+    final: Tensor, tokens: Tensor | int, decay: Tensor | None, past: RunningState | None
+) -> RunningState:
+    """The sums after the last token, and their weight Σ_j γ^j over the tokens."""
+    if isinstance(tokens, int):  # on the device: a copy from the host would break CUDA-graph capture
+        tokens = torch.full((final.shape[0],), tokens, device=final.device)
+    count = tokens.float()[:, None]  # (B, 1)
+    before = torch.zeros_like(final[:, :, 0, 0]) if past is None else past.weight
+    if decay is None:
+        weight = before + count
+    else:
+        gamma = decay.float()[None]
+        power = gamma**count
+        weight = before * power + torch.where(gamma < 1, (1 - power) / (1 - gamma).clamp(min=1e-30), count)
+    return RunningState(final[:, :, 0].contiguous(), final[:, :, 1].contiguous(), weight)
