@@ -10,6 +10,7 @@ from torch import Tensor
 
 from closeness import assert_close, rms_ratio
 from kernel_cases import CANCELLED, SAME, Layer, Results, make, results, tokens, twin
+from primal_attention.ops.triton import common
 
 # What the kernels may lose against the equations in the same dtype. The ratio of two errors of a handful of numbers is
 # a matter of luck: a GPU compares them over many inputs, and the interpreter, which is slow, gives them more room.
@@ -97,6 +98,9 @@ def test_where_tf32_is_allowed_the_kernels_lose_nothing_by_it(
 
 def test_autocast_runs_the_kernels_in_its_dtype(device: torch.device) -> None:
     layer = make("data_dependent").to(device)
+    with torch.no_grad():  # the kernels convert W_e and W_r, which the interpreter does by truncation: make it exact
+        for w in (layer.w_e, layer.w_r):
+            w.copy_(w.half())
     x = tokens(layer, 2, 7)
     half = make("data_dependent").to(device)
     half.load_state_dict(layer.state_dict())
@@ -104,9 +108,21 @@ def test_autocast_runs_the_kernels_in_its_dtype(device: torch.device) -> None:
     with torch.autocast(device.type, torch.float16):
         y = layer(x)
     assert y.dtype == torch.float16
-    # W_e and W_r are converted inside the kernels, which the interpreter does by truncation.
-    assert_close(y, half(x.half()), 1e-3)
+    assert torch.equal(y, half(x.half()))
     y.float().sum().backward()
     assert layer.w_e.grad.dtype == torch.float32
     # √Λ is a parameter of J alone and stays in its own dtype.
     assert layer.objective.dtype == torch.float32
+
+
+@pytest.mark.parametrize(("allowed", "expected"), [(False, "ieee"), (True, "tf32x3")])
+def test_float32_products_are_exact_unless_tf32_is_allowed(
+    monkeypatch: pytest.MonkeyPatch, allowed: bool, expected: str
+) -> None:
+    monkeypatch.setattr(common, "INTERPRETED", False)
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+    try:
+        assert common.precision(torch.float32) == expected
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before

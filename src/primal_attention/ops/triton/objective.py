@@ -3,9 +3,8 @@
     J_b = c_b Σ_{h,s} Λ (E_e + E_r) − (1/H) Σ_h Tr_h,   c_b = 1 / (2 H tokens_b), or 1 / (2 H) for the sum form
                                                                               (reference: `reference.objective`)
 
-E: (B, H, 2, S) float32 as the score kernels write it; columns beyond the rank are ignored. In plain operators J takes
-20 small launches per layer and step: 40 µs of a layer of 0.8 ms (H200, 65,536 tokens, width 512), and three times that
-in host time.
+E: (B, H, 2, S) float32 as the score kernels write it; columns beyond the rank are ignored. Plain operators would take
+many small launches per layer and step.
 """
 
 from __future__ import annotations
