@@ -1,4 +1,4 @@
-"""Bad input, said in one line: the argument, what came, and what would work."""
+"""Argument checks. Each raises one line that names the argument, its value and what is accepted."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..ops.modes import State
+from ..ops.types import State
 
 
 def positive(name: str, value: int) -> None:
@@ -16,6 +16,11 @@ def positive(name: str, value: int) -> None:
         raise TypeError(f"{name} must be an integer (got {value!r})")
     if value < 1:
         raise ValueError(f"{name} must be at least 1 (got {value})")
+
+
+def boolean(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False (got {value!r})")
 
 
 def widths(embed_dim: int, num_heads: int) -> None:
@@ -36,7 +41,7 @@ def one_of(name: str, value: object, choices: Sequence[str]) -> None:
 
 
 def rank(rank: int, head_dim: int, landmarks: int | None) -> None:
-    """More directions than can be independent are allowed, as the published settings use them, but not silently."""
+    """Warn about more directions than can be independent; the paper's settings use them."""
     positive("rank", rank)
     independent = head_dim if landmarks is None else min(head_dim, landmarks)
     if rank > independent:
@@ -55,16 +60,26 @@ def tokens(x: Tensor, embed_dim: int, packed: bool) -> None:
         raise ValueError("x must hold at least one token (got 0)")
 
 
-def padding_mask(mask: Tensor, x: Tensor) -> None:
-    if mask.dtype != torch.bool:
-        raise TypeError(f"key_padding_mask must be a bool tensor, True at padding (got {mask.dtype})")
+def dtype(x: Tensor, expected: torch.dtype) -> None:
+    if x.dtype != expected and not torch.is_autocast_enabled(x.device.type):
+        raise TypeError(f"x must have the dtype of the layer's parameters, {expected} (got {x.dtype})")
+
+
+def padding_mask(mask: Tensor, x: Tensor) -> Tensor:
+    """Return the mask as bool; a float mask has −inf at padding and 0 elsewhere, as torch's encoder layers pass it."""
     if mask.shape != x.shape[:2]:
         raise ValueError(f"key_padding_mask must have shape {tuple(x.shape[:2])}, as x (got {tuple(mask.shape)})")
+    if mask.is_floating_point():
+        return mask == -torch.inf
+    if mask.dtype != torch.bool:
+        raise TypeError(f"key_padding_mask must be a bool tensor, True at padding (got {mask.dtype})")
+    return mask
 
 
-def state(state: State, kind: type[State], batch: int) -> None:
+def state(state: State, kind: type[State], batch: int, label: str) -> None:
     if not isinstance(state, kind):
-        raise TypeError(f"state must be a {kind.__name__}, as initial_state gives it (got {type(state).__name__})")
-    held = state[0].shape[0]
-    if held != batch:
-        raise ValueError(f"state must hold as many sequences as x, {batch} (got {held})")
+        raise TypeError(f"state must be a {kind.__name__}, as initial_state returns it (got {type(state).__name__})")
+    if state.layer and state.layer != label:
+        raise ValueError(f"state belongs to another kind of layer ({state.layer}); this layer is {label}")
+    if state[0].shape[0] != batch:
+        raise ValueError(f"state must hold as many sequences as x, {batch} (got {state[0].shape[0]})")

@@ -1,7 +1,9 @@
-"""The KSVD objective as a loss: what training adds so that the layers stay close to a kernel SVD (Lemma 4.2: J = 0)."""
+"""The KSVD objective as a loss: it keeps the layers close to a kernel SVD (Lemma 4.2: J = 0 at the solution)."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -15,10 +17,35 @@ if TYPE_CHECKING:
 
 
 def primal_layers(model: nn.Module) -> dict[str, PrimalAttention]:
-    """The Primal-Attention layers of a model by name."""
-    if isinstance(model, PrimalAttention):  # which has no other inside
+    """Return the Primal-Attention layers of a model by name. Frozen copies that PEFT keeps are left out."""
+    if isinstance(model, PrimalAttention):
         return {"": model}
-    return {name: module for name, module in model.named_modules() if isinstance(module, PrimalAttention)}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, PrimalAttention) and "original_module" not in name.split(".")
+    }
+
+
+@contextmanager
+def record_objective(model: nn.Module) -> Iterator[None]:
+    """Record J of every call of the model's Primal layers, in training and evaluation mode.
+
+    Inside the context `ksvd_loss` counts every call of a layer, for models that share layers (siamese encoders,
+    parameter sharing over depth); recomputation by activation checkpointing is not counted. Leaving the context clears
+    the record. Outside it `ksvd_loss` counts the last call of each layer in training mode.
+
+    Args:
+        model: the model whose layers are recorded.
+    """
+    layers = list(primal_layers(model).values())
+    for layer in layers:
+        layer._recorded = []
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._recorded = None
 
 
 def ksvd_loss(
@@ -29,15 +56,15 @@ def ksvd_loss(
     group: ProcessGroup | None = None,
     part: float = 1.0,
 ) -> Tensor:
-    """The loss Σ_l J_l² of the last forward in training mode, to be weighted by η and added to the task's loss.
+    """Return the KSVD loss of the last forward pass, to be weighted by η and added to the task loss.
 
-    reduction "sample" is mean_b J_b², "batch" is (mean_b J_b)². `layers` averages over the layers, as the published
-    runs do, or sums over them, as the paper writes it.
-
-    group: in data-parallel training, the ranks whose batches together are the batch. The mean over the ranks, which DDP
-    and FSDP take of the gradients, is then that of one process with all cases. "sample" needs no group, since a mean of
-    means is a mean; "batch" does, since a mean of squares is no square of a mean.
-    part: this rank's number of cases over the mean of all ranks', where they differ.
+    Args:
+        model: a model with Primal layers.
+        reduction: "sample" for mean_b J_b², "batch" for (mean_b J_b)².
+        layers: average over the layers, as in the authors' runs, or sum over them, as in the paper.
+        group: process group of data-parallel training. `reduction="batch"` needs it for the gradients of a single
+            process with all samples, because a mean of squares is not the square of a mean.
+        part: the number of samples of this rank divided by the mean over the ranks, if they differ.
     """
     if reduction not in ("sample", "batch"):
         raise ValueError(f"reduction must be 'sample' or 'batch' (got {reduction!r})")
@@ -48,42 +75,44 @@ def ksvd_loss(
         raise ValueError(
             f"model has no PrimalAttention layer ({type(model).__name__}): there is no KSVD objective to add"
         )
-    means = [_layer_mean(name, layer, reduction) for name, layer in found.items()]
+    means = [_reduce(j, reduction) for name, layer in found.items() for j in _objectives(name, layer)]
     if part != 1.0:
         means = [mean * part for mean in means]
-    losses = [mean.square() for mean in _over_ranks(means, group)] if reduction == "batch" else means
+    losses = [mean.square() for mean in _mean_over_ranks(means, group)] if reduction == "batch" else means
     if len(losses) == 1:
         return losses[0]
     total = torch.stack([loss.to(losses[0].device) for loss in losses])
     return total.mean() if layers == "mean" else total.sum()
 
 
-def mean_square(j: Tensor) -> Tensor:
-    """mean_b J_b², in as few and as small operators as there are: small layers feel every one."""
-    if not j.is_cpu:
-        return F.mse_loss(j, torch.zeros_like(j))  # as a distance from zero it is one node of autograd's
-    total = torch.dot(j, j)
-    return total if j.shape[0] == 1 else total / j.shape[0]
-
-
-def _layer_mean(name: str, layer: PrimalAttention, reduction: str) -> Tensor:
-    j = layer.objective
-    if j is None:
+def _objectives(name: str, layer: PrimalAttention) -> list[Tensor]:
+    """J of the recorded calls of a layer, or of its last one."""
+    found = layer._recorded or ([] if layer.objective is None else [layer.objective])
+    if not found:
         raise RuntimeError(f"layer {name!r} has no objective yet: call the model in training mode before ksvd_loss")
-    if torch.is_grad_enabled() and not j.requires_grad and layer.sqrt_lambda.requires_grad:
-        raise RuntimeError(
-            f"the objective of layer {name!r} carries no gradient: its forward ran without one "
-            "(with activation checkpointing, pass use_reentrant=False)"
-        )
+    for j in found:
+        if torch.is_grad_enabled() and layer.training and not j.requires_grad and layer.sqrt_lambda.requires_grad:
+            raise RuntimeError(
+                f"the objective of layer {name!r} carries no gradient: its forward ran without one "
+                "(with activation checkpointing, pass use_reentrant=False)"
+            )
+    return found
+
+
+def _reduce(j: Tensor, reduction: str) -> Tensor:
     if j.numel() == 0:
         return j.sum()
-    return mean_square(j) if reduction == "sample" else j.mean()
+    if reduction == "batch":
+        return j.mean()
+    # One operator each: small layers are bound by the number of calls.
+    return F.mse_loss(j, torch.zeros_like(j)) if not j.is_cpu else torch.dot(j, j) / j.shape[0]
 
 
-def _over_ranks(means: list[Tensor], group: ProcessGroup | None) -> list[Tensor]:
-    """The mean over the ranks of each number, in one reduction that gradients pass."""
+def _mean_over_ranks(means: list[Tensor], group: ProcessGroup | None) -> list[Tensor]:
+    """The mean over the ranks of each number, in one differentiable reduction."""
     if group is None or group.size() == 1:
         return means
-    from ..parallel.collectives import sum_over
+    from torch.distributed.nn.functional import all_reduce
 
-    return list(sum_over(torch.stack(means), group).div(group.size()).unbind())
+    total: Tensor = all_reduce(torch.stack(means), group=group)  # type: ignore[no-untyped-call]
+    return list((total / group.size()).unbind())

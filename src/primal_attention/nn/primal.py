@@ -1,58 +1,66 @@
-"""PrimalAttention: attention from the primal side of an asymmetric kernel SVD (Chen et al., NeurIPS 2023).
+"""PrimalAttention: self-attention as an asymmetric kernel SVD in its primal form (Chen et al., NeurIPS 2023).
 
     e(x) = W_{e|X}ᵀ φ(q(x)),   r(x) = W_{r|X}ᵀ φ(k(x)),   o = W_o [e; r]
 
-Linear in the number of tokens: the N×N kernel matrix that the scores belong to is never formed. `objective` holds the
-KSVD objective J of the last forward in training mode; `ksvd_loss` turns it into a loss.
+The cost is linear in the number of tokens: the N×N kernel matrix is never formed. `ops/reference.py` has the equations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from ..ops import feature_maps, layout
-from ..ops import reference as eq
-from ..ops.layer import Objective, Weights
-from ..ops.modes import COSINE, FeatureMap, Mode, State, kernel_factors
-from ..ops.primal import attend
-from ..ops.recompute import recomputed
-from ..ops.reference import LandmarkState, RunningState
-from ..ops.sampling import random_shift
+from ..ops import feature_maps, padding, reference
+from ..ops.feature_maps import COSINE, FeatureMap, accumulation_dtype
+from ..ops.landmarks import random_shift
+from ..ops.primal import BACKENDS, attend
+from ..ops.types import LandmarkState, Mode, Output, RunningState, State, Weights
 from . import checks
-from .tie import tie
-
-if TYPE_CHECKING:
-    from ..parallel.context import Context
-
-BACKENDS = ("auto", "reference", "compiled", "lean", "fused")
 
 
 class PrimalAttention(nn.Module):
-    """Drop-in self-attention, linear in the sequence length.
+    """Self-attention with a cost that is linear in the sequence length.
+
+    The maps `qk_proj`, `score_proj` and `out_proj` may be replaced, wrapped, parametrised or hooked: a map that is not
+    a plain `nn.Linear` is called as a module. With `causal=False`, `data_dependent=False` and no decay the layer does
+    not mix tokens: each output depends on its own token only.
 
     Args:
-        rank: s, the number of directions of each head's projection scores.
-        landmarks: how many rows of the input make the data-dependent projection weights.
-        sampling: "even" takes evenly spaced rows; "random" moves each of them in training, by up to half of the way to
-            its neighbours, so that a sequence cannot be learned by heart from its landmarks.
-        data_dependent: build W_{e|X}, W_{r|X} from the input's landmarks, or use W_e, W_r themselves.
-        causal: position i sees positions ≤ i only, and the layer streams (`initial_state`, `step`).
-        decay: causal modes. None is the paper's running mean; "learned" gives each head a factor γ in (0, 1) by which
-            the past fades per token; a number or one per head fixes it.
-        feature_map: "cosine", "softmax" (positive random features with D̂) or a callable on (..., head_dim).
-        dropout: on the projection scores, after the objective has seen them.
-        recompute: keep x alone for the way back and make the pass again there: less memory, more time.
-        max_length: causal and data-dependent: the length over which the landmarks' grid is laid.
-        objective_form: "mean" over tokens (training) or the paper's "sum".
+        embed_dim: width of the tokens, d.
+        num_heads: number of heads, H; the head width is p = d / H.
+        rank: number of directions of each head's projection scores, s.
+        landmarks: number of input rows that build the data-dependent projection weights, n.
+        sampling: "even" spaces the landmarks evenly; "random" jitters each by up to half the landmark spacing during
+            training, so that the layer cannot memorise sequences by their landmarks.
+        data_dependent: build W_{e|X}, W_{r|X} from the landmarks of the input, or use W_e, W_r as they are.
+        causal: position i depends on positions ≤ i only, and the layer streams (`initial_state`, `step`).
+        decay: factor γ of each head per token. None: the paper's running mean. "learned": a parameter in (0, 1),
+            initialised over time scales from one to some hundreds of tokens. A number or one per head fixes it. Causal
+            modes weigh past tokens by γ^(i−j); with `causal=False, data_dependent=False` all tokens by γ^|i−j|.
+        feature_map: "cosine", "softmax" (positive random features with D̂), or a callable on (..., head_dim).
+        bias: add a bias in the three linear maps.
+        dropout: rate of the dropout on the projection scores, after the objective.
+        backend: "auto", "fused" (Triton kernels), "cpu", "compiled" (torch.compile of the equations) or "reference".
+        recompute: save x only and recompute the layer in the backward pass: less memory, more time.
+        max_length: length of the landmark grid; required if both `causal` and `data_dependent`.
+        objective_form: "mean" averages the energies in J over the tokens, "sum" is the paper's J.
         objective_trace: "weights" for Tr(W_eᵀ W_r), "projections" for Tr(W_{e|X}ᵀ W_{r|X}).
+        device: of the parameters.
+        dtype: of the parameters.
     """
 
-    context: Context | None = None
-    """The ranks that hold the rest of the sequences; `primal_attention.context_parallel` sets it."""
+    context: Any = None
+    """Exchange with the ranks that hold the rest of the sequences; set by `primal_attention.context_parallel`."""
+
+    # Read by nn.TransformerEncoderLayer. Without `in_proj_bias` it does not take its softmax fast path.
+    batch_first = True
+    in_proj_bias = None
+    _qkv_same_embed_dim = True
 
     def __init__(
         self,
@@ -68,7 +76,7 @@ class PrimalAttention(nn.Module):
         feature_map: Literal["cosine", "softmax"] | Callable[[Tensor], Tensor] = "cosine",
         bias: bool = True,
         dropout: float = 0.0,
-        backend: Literal["auto", "reference", "compiled", "lean", "fused"] = "auto",
+        backend: Literal["auto", "reference", "compiled", "cpu", "fused"] = "auto",
         recompute: bool = False,
         max_length: int | None = None,
         objective_form: Literal["mean", "sum"] = "mean",
@@ -77,20 +85,20 @@ class PrimalAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        flags = {"data_dependent": data_dependent, "causal": causal, "bias": bias, "recompute": recompute}
+        for name, value in flags.items():
+            checks.boolean(name, value)
         checks.widths(embed_dim, num_heads)
         checks.positive("landmarks", landmarks)
         checks.rank(rank, embed_dim // num_heads, landmarks if data_dependent else None)
         checks.probability("dropout", dropout)
+        if backend == "lean":
+            raise ValueError("backend='lean' is now called 'cpu'")
         checks.one_of("backend", backend, BACKENDS)
         checks.one_of("objective_form", objective_form, ("mean", "sum"))
         checks.one_of("objective_trace", objective_trace, ("weights", "projections"))
         checks.one_of("sampling", sampling, ("even", "random"))
-        if sampling == "random" and (causal or not data_dependent):
-            raise ValueError(
-                "sampling='random' needs data_dependent=True and causal=False "
-                f"(got data_dependent={data_dependent}, causal={causal})"
-            )
-        _check_causal_arguments(causal, data_dependent, decay, max_length, objective_trace)
+        _check_mode(causal, data_dependent, decay, max_length, sampling, objective_trace)
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
         self.rank, self.landmarks, self.max_length, self.sampling = rank, landmarks, max_length, sampling
         self.data_dependent, self.causal = data_dependent, causal
@@ -98,60 +106,38 @@ class PrimalAttention(nn.Module):
         self.objective_form: Literal["mean", "sum"] = objective_form
         self.objective_trace: Literal["weights", "projections"] = objective_trace
         self._objective: Tensor | None = None
+        self._recorded: list[Tensor] | None = None  # set by `record_objective`
 
-        where: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         rows = landmarks if data_dependent else self.head_dim
-        self.qk_proj = nn.Linear(embed_dim, 2 * embed_dim, bias=bias, **where)
-        self.w_e = nn.Parameter(torch.empty(num_heads, rows, rank, **where))
-        self.w_r = nn.Parameter(torch.empty(num_heads, rows, rank, **where))
-        self.sqrt_lambda = nn.Parameter(torch.empty(num_heads, rank, **where))
-        self.score_proj = nn.Linear(2 * rank, self.head_dim, bias=bias, **where)
-        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **where)
-        self._set_decay(decay, where)
-        self._set_feature_map(feature_map, where)
+        self.qk_proj = nn.Linear(embed_dim, 2 * embed_dim, bias=bias, **factory)
+        self.w_e = nn.Parameter(torch.empty(num_heads, rows, rank, **factory))
+        self.w_r = nn.Parameter(torch.empty(num_heads, rows, rank, **factory))
+        self.sqrt_lambda = nn.Parameter(torch.empty(num_heads, rank, **factory))
+        self.score_proj = nn.Linear(2 * rank, self.head_dim, bias=bias, **factory)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **factory)
+        self._init_decay(decay, factory)
+        self._init_feature_map(feature_map, factory)
         self.reset_parameters()
 
-    @property
-    def mode(self) -> Mode:
-        return Mode(self.num_heads, self.landmarks, self.data_dependent, self.causal, self.max_length)
-
-    def reset_parameters(self) -> None:
-        """W_e, W_r with orthonormal heads (as one row each), √Λ uniform in [0, 1), linear maps as torch starts them."""
-        for linear in (self.qk_proj, self.score_proj, self.out_proj):
-            linear.reset_parameters()
-        for w in (self.w_e, self.w_r):
-            if w is None:  # a layer whose tokens write them
-                continue
-            # The QR decomposition behind it does not exist in half precision.
-            start = nn.init.orthogonal_(torch.empty_like(w, dtype=eq.wide(w.dtype)))
-            with torch.no_grad():
-                w.copy_(start)
-        nn.init.uniform_(self.sqrt_lambda)
-        if isinstance(self.decay_logit, nn.Parameter):
-            # Time scales 1 / (1 − γ) from about one token to some four hundred.
-            start = torch.linspace(-1.0, 6.0, self.num_heads) if self.num_heads > 1 else torch.tensor([2.5])
-            with torch.no_grad():
-                self.decay_logit.copy_(start)
-
-    def _set_decay(self, decay: Literal["learned"] | float | Sequence[float] | None, where: dict[str, Any]) -> None:
-        # γ is kept as its logit: half precision has next to no numbers between 0.99 and 1.
-        self.decay_logit: Tensor | None
+    def _init_decay(self, decay: Literal["learned"] | float | Sequence[float] | None, factory: dict[str, Any]) -> None:
+        # Stored as a logit: 16-bit floats have few numbers between 0.99 and 1.
+        self.decay_logit: Tensor | None = None
+        self._fixed_decay: tuple[float, ...] | None = None
         if isinstance(decay, str):
-            self.decay_logit = nn.Parameter(torch.empty(self.num_heads, **where))
-        elif decay is None:
-            self.decay_logit = None
-        else:
-            rates = torch.as_tensor(decay, dtype=torch.float64)
+            self.decay_logit = nn.Parameter(torch.empty(self.num_heads, **factory))
+        elif decay is not None:
+            rates = torch.as_tensor(decay, dtype=torch.float64, device="cpu")
             if rates.ndim > 1 or rates.numel() not in (1, self.num_heads):
                 raise ValueError(f"decay must be one number or num_heads={self.num_heads} numbers (got {decay!r})")
             if not ((rates > 0) & (rates <= 1)).all():
                 raise ValueError(f"decay must lie in (0, 1] (got {decay!r})")
-            logit = (
-                rates.expand(self.num_heads).logit().to(where["device"], where["dtype"] or torch.get_default_dtype())
-            )
-            self.register_buffer("decay_logit", logit, persistent=False)
+            if (rates < torch.finfo(torch.float32).tiny).any():
+                raise ValueError(f"decay underflows in float32 (got {decay!r}): use at least 1.2e-38")
+            self._fixed_decay = tuple(rates.expand(self.num_heads).tolist())
+            self.register_buffer("decay_logit", torch.empty(self.num_heads, **factory), persistent=False)
 
-    def _set_feature_map(self, feature_map: str | Callable[[Tensor], Tensor], where: dict[str, Any]) -> None:
+    def _init_feature_map(self, feature_map: str | Callable[[Tensor], Tensor], factory: dict[str, Any]) -> None:
         self.register_buffer("frequencies", None)
         self._custom_map: Callable[[Tensor], Tensor] | None = None
         if callable(feature_map):
@@ -161,24 +147,173 @@ class PrimalAttention(nn.Module):
         checks.one_of("feature_map", feature_map, ("cosine", "softmax"))
         self.feature_map = feature_map
         if feature_map == "softmax":
-            self.frequencies = torch.randn(self.num_heads, self.head_dim, self.head_dim, **where)
+            self.frequencies = torch.empty(self.num_heads, self.head_dim, self.head_dim, **factory)
+
+    def reset_parameters(self) -> None:
+        """Initialise all parameters and buffers, also after `to_empty`.
+
+        W_e and W_r have orthonormal heads (each flattened to one row), √Λ is uniform in [0, 1), the linear maps start
+        as in torch, a fixed decay and the random features of the softmax map are restored.
+        """
+        for linear in (self.qk_proj, self.score_proj, self.out_proj):
+            linear.reset_parameters()
+        for w in (self.w_e, self.w_r):
+            if w is not None:
+                # The QR decomposition does not exist in half precision.
+                start = nn.init.orthogonal_(torch.empty_like(w, dtype=accumulation_dtype(w.dtype)))
+                with torch.no_grad():
+                    w.copy_(start)
+        nn.init.uniform_(self.sqrt_lambda)
+        with torch.no_grad():
+            if self._fixed_decay is not None:
+                assert self.decay_logit is not None
+                self.decay_logit.copy_(torch.tensor(self._fixed_decay, dtype=torch.float64, device="cpu").logit())
+            elif self.decay_logit is not None:
+                # Time scales 1 / (1 − γ) from about one to four hundred tokens.
+                heads = self.num_heads
+                self.decay_logit.copy_(torch.linspace(-1.0, 6.0, heads) if heads > 1 else torch.tensor([2.5]))
+            if self.frequencies is not None:
+                self.frequencies.normal_()
+
+    @property
+    def mode(self) -> Mode:
+        return Mode(self.num_heads, self.landmarks, self.data_dependent, self.causal, self.max_length)
 
     @property
     def decay(self) -> Tensor | None:
-        """γ of each head, (H,), or None where nothing fades."""
-        return None if self.decay_logit is None else self.decay_logit.to(eq.wide(self.decay_logit.dtype)).sigmoid()
+        """γ of each head, (H,), or None without decay."""
+        if self.decay_logit is None:
+            return None
+        dtype = accumulation_dtype(self.decay_logit.dtype)
+        return self.decay_logit.to(dtype).sigmoid().clamp(min=torch.finfo(dtype).tiny)  # log γ stays finite
 
     @property
     def objective(self) -> Tensor | None:
-        """J per sample, (B,), of the last forward in training mode; None before it."""
+        """J of each sample, (B,), of the last forward in training mode or inside `record_objective`; None before it."""
         return self._objective
+
+    def forward(
+        self,
+        x: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+        *,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        state: State | None = None,
+        return_scores: bool = False,
+        return_state: bool = False,
+    ) -> Any:
+        """Attend within each sequence.
+
+        Args:
+            x: (B, N, embed_dim), or (total, embed_dim) with `cu_seqlens`.
+            key: the same tensor as x, as in `nn.MultiheadAttention`. A bool tensor here is the padding mask.
+            value: the same tensor as x.
+            key_padding_mask: (B, N), True (or −inf) at padding, which may stand anywhere. Outputs there are zero.
+            need_weights: not supported; `kernel_matrix` returns the kernel of short sequences.
+            attn_mask: accepted if it is the causal mask and the layer is causal.
+            average_attn_weights: ignored.
+            is_causal: accepted if the layer is causal.
+            cu_seqlens: int32 boundaries of packed sequences, as in FlashAttention's varlen functions.
+            max_seqlen: the longest packed sequence; saves a device synchronisation.
+            state: the state after earlier tokens of the sequences (causal modes).
+            return_scores: also return the projection scores.
+            return_state: also return the state after the last token (causal modes).
+
+        Returns:
+            y of the shape of x; (y, None) if `key` and `value` are given; (y, scores, state) of what was requested.
+        """
+        if key is not None and value is None and key.dtype == torch.bool and key_padding_mask is None:
+            key, key_padding_mask = None, key
+        self._check_like_multihead(x, key, value, need_weights, attn_mask, is_causal)
+        mask = self._check_input(x, key_padding_mask, cu_seqlens, max_seqlen, state, return_state)
+        valid = None if mask is None else ~mask
+        needs_objective = self.training or self._recorded is not None
+        if needs_objective:
+            # Drop the previous objective first. Its graph would pin gradient accumulation to the old stream and break
+            # CUDA-graph capture.
+            self._set_objective(None)
+        shift = None
+        if self.training and self.sampling == "random":
+            shift = random_shift(self.landmarks, x.device)
+            shift = shift if self.context is None else self.context.first(shift)
+        weights, applies_output = self._weights()
+        qk, boundary, tokens = None, None, x.shape[-2]
+        if weights.qk_weight is None or self.context is not None:
+            x = x if valid is None else x.masked_fill(~valid[..., None], 0.0)  # zero the padding, including NaNs
+            qk = self.qk_proj(x)
+            weights = weights._replace(qk_weight=None, qk_bias=None)
+        decay, feature_map = self.decay, self._feature_map()
+        if self.context is not None:
+            boundary, tokens = self.context.boundary(x, qk, self.mode, feature_map, valid, decay, shift)
+        elif cu_seqlens is not None:
+            tokens = cu_seqlens.diff()
+        elif valid is not None:
+            tokens = valid.sum(dim=1)
+        dropout = self.dropout if self.training else 0.0
+        result = self._attend(
+            x, weights, self.mode, feature_map, qk=qk, valid=valid, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
+            decay=decay, state=state, shift=shift, boundary=boundary, dropout=dropout, trace=self.objective_trace,
+            backend=self.backend, need_scores=return_scores, need_state=return_state,
+        )  # fmt: skip
+        y = result.y
+        if applies_output:
+            y = self._apply_output(result, dropout, cu_seqlens is not None)
+            y = y if valid is None else y.masked_fill(~valid[..., None], 0.0)
+        assert y is not None
+        if needs_objective:
+            assert result.energy is not None and result.trace is not None
+            energy = result.energy if self.context is None else self.context.sum(result.energy)
+            objective = reference.objective(energy, result.trace, self.sqrt_lambda, tokens, self.objective_form)
+            y, objective = couple_gradients(y, objective)
+            self._set_objective(objective)
+        extras: list[Any] = [result.scores] if return_scores else []
+        if return_state:
+            assert result.state is not None
+            extras.append(result.state._replace(layer=self._state_label()))
+        if key is not None:
+            extras.insert(0, None)
+        return (y, *extras) if extras else y
+
+    def _attend(self, x: Tensor, *args: Any, dropout: float, **keywords: Any) -> Output:
+        if not (self.recompute and torch.is_grad_enabled()):
+            return attend(x, *args, dropout=dropout, **keywords)
+        # The recomputation must draw the same dropout mask. Without dropout the generator is left alone, because
+        # CUDA-graph capture forbids reading it.
+        return checkpoint(  # type: ignore[no-any-return]
+            lambda x: attend(x, *args, dropout=dropout, **keywords),
+            x,
+            use_reentrant=False,
+            preserve_rng_state=dropout > 0,
+        )
+
+    def _weights(self) -> tuple[Weights, bool]:
+        """The parameters, without the maps that must be called, and whether the output maps are among those."""
+        qk, score, out = self.qk_proj, self.score_proj, self.out_proj
+        is_called = not (is_plain_linear(score) and is_plain_linear(out))
+        maps: list[Tensor | None] = [None] * 4 if is_called else [score.weight, score.bias, out.weight, out.bias]
+        of_qk = (qk.weight, qk.bias) if is_plain_linear(qk) else (None, None)
+        return Weights(*of_qk, self.w_e, self.w_r, *maps), is_called
+
+    def _apply_output(self, result: Output, dropout: float, is_packed: bool) -> Tensor:
+        """Call `score_proj` and `out_proj` as modules."""
+        assert result.scores is not None
+        both = F.dropout(torch.cat(result.scores, dim=-1), dropout)  # (B, H, N, 2s), packed (H, total, 2s)
+        heads = self.score_proj(both)
+        return self.out_proj(heads.transpose(0, 1).flatten(1) if is_packed else heads.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     def _feature_map(self) -> FeatureMap:
         if self._custom_map is not None:
             return FeatureMap(self._apply_custom_map)
         if self.feature_map == "softmax":
             frequencies = self.frequencies
-            return FeatureMap(lambda z: feature_maps.positive_random(z, frequencies), normalised=True)
+            return FeatureMap(lambda z: feature_maps.positive_random(z, frequencies), is_normalised=True)
         return COSINE
 
     def _apply_custom_map(self, z: Tensor) -> Tensor:
@@ -190,99 +325,76 @@ class PrimalAttention(nn.Module):
             )
         return phi
 
-    def _objective_spec(self) -> Objective:
-        return Objective(self.sqrt_lambda, self.objective_form, self.objective_trace)
+    def _set_objective(self, objective: Tensor | None) -> None:
+        # nn.Module.__setattr__ would first test for a parameter.
+        object.__setattr__(self, "_objective", objective)
+        if objective is not None and self._recorded is not None and not _is_recomputing():
+            self._recorded.append(objective)
 
-    def _weights(self) -> Weights:
-        return Weights(
-            self.qk_proj.weight,
-            self.qk_proj.bias,
-            self.w_e,
-            self.w_r,
-            self.score_proj.weight,
-            self.score_proj.bias,
-            self.out_proj.weight,
-            self.out_proj.bias,
-        )
+    # Checks
 
-    def forward(
+    def _check_like_multihead(
         self,
         x: Tensor,
-        key_padding_mask: Tensor | None = None,
-        *,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
-        state: State | None = None,
-        return_scores: bool = False,
-        return_state: bool = False,
-    ) -> Any:
-        """y of the shape of x; with `return_scores` or `return_state` a tuple (y, scores, state) of what was asked.
+        key: Tensor | None,
+        value: Tensor | None,
+        need_weights: bool,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+    ) -> None:
+        if any(t is not None and t is not x for t in (key, value)):
+            raise ValueError("key and value must be the same tensor as x: cross-attention is not defined for this layer")
+        if need_weights:
+            raise ValueError("need_weights=True is not supported: the layer forms no N×N matrix (see kernel_matrix)")
+        if is_causal and not self.causal:
+            raise ValueError("is_causal=True needs a layer with causal=True")
+        if attn_mask is None:
+            return
+        if not self.causal:
+            raise ValueError("attn_mask must be None for a layer with causal=False")
+        n = x.shape[1]
+        if attn_mask.shape[-2:] != (n, n):
+            raise ValueError(f"attn_mask must have shape ({n}, {n}) (got {tuple(attn_mask.shape)})")
+        if not torch.compiler.is_compiling():
+            hidden = attn_mask if attn_mask.dtype == torch.bool else attn_mask == -torch.inf
+            if not torch.equal(hidden, hidden.new_ones(n, n).triu(1).expand_as(hidden)):
+                raise ValueError("attn_mask must be the causal mask: the layer supports no other")
 
-        Args:
-            x: (B, N, embed_dim), or (total, embed_dim) with `cu_seqlens`.
-            key_padding_mask: (B, N) bool, True at padding, which may stand anywhere. Outputs there are zero.
-            cu_seqlens: int32 boundaries of the packed sequences, as FlashAttention's varlen functions take them.
-            max_seqlen: the longest packed sequence, if known; saves a look at the device.
-            state: where an earlier stretch of the sequences ended (causal modes).
-        """
+    def _check_input(
+        self,
+        x: Tensor,
+        mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        max_seqlen: int | None,
+        state: State | None,
+        return_state: bool,
+    ) -> Tensor | None:
+        """Raise for input that the layer cannot take; return the padding mask as bool."""
         checks.tokens(x, self.embed_dim, packed=cu_seqlens is not None)
-        if key_padding_mask is not None:
+        checks.dtype(x, self.w_e.dtype)
+        if mask is not None:
             if cu_seqlens is not None:
                 raise ValueError("key_padding_mask and cu_seqlens exclude each other: packed input has no padding")
-            checks.padding_mask(key_padding_mask, x)
-        if (state is not None or return_state) and not self.causal:
+            mask = checks.padding_mask(mask, x)
+        streams = state is not None or return_state
+        if streams and not self.causal:
             raise ValueError("state needs a causal layer (causal=False): only the causal modes stream")
         if state is not None:
-            checks.state(state, LandmarkState if self.data_dependent else RunningState, x.shape[0])
+            kind = LandmarkState if self.data_dependent else RunningState
+            checks.state(state, kind, x.shape[0], self._state_label())
         if cu_seqlens is not None:
-            layout.check_boundaries(cu_seqlens, x.shape[0], max_seqlen)
-            if state is not None or return_state:
+            padding.check_boundaries(cu_seqlens, x.shape[0], max_seqlen)
+            if streams:
                 raise ValueError("state and cu_seqlens exclude each other: stream padded batches instead")
         elif max_seqlen is not None:
             raise ValueError(f"max_seqlen={max_seqlen} has a meaning only with cu_seqlens")
+        if streams or cu_seqlens is not None:
+            self._check_not_sharded("state" if streams else "cu_seqlens")
+        self._check_length(x, mask, state, cu_seqlens, max_seqlen)
+        return mask
+
+    def _check_not_sharded(self, what: str) -> None:
         if self.context is not None:
-            self._check_whole("state", state is not None or return_state)
-            self._check_whole("cu_seqlens", cu_seqlens is not None)
-        self._check_length(x, key_padding_mask, state, cu_seqlens, max_seqlen)
-        if self.training:
-            # The last pass' graph goes before this one's is built: kept, it would bind the parameters' gradients to the
-            # stream of that pass, which a CUDA graph's capture does not survive.
-            self._keep_objective(None)
-        shift = None
-        if self.training and self.sampling == "random":
-            shift = random_shift(self.landmarks, x.device)
-            shift = shift if self.context is None else self.context.first(shift)
-        pass_over = recomputed if self.recompute and torch.is_grad_enabled() else attend
-        result = pass_over(
-            x,
-            self._weights(),
-            self.mode,
-            self._feature_map(),
-            valid=None if key_padding_mask is None else ~key_padding_mask,
-            cu_seqlens=cu_seqlens,
-            max_seqlen=max_seqlen,
-            decay=self.decay,
-            state=state,
-            shift=shift,
-            dropout=self.dropout if self.training else 0.0,
-            objective=self._objective_spec() if self.training else None,
-            backend=self.backend,
-            need_scores=return_scores,
-            need_state=return_state,
-            context=self.context,
-        )
-        y = result.y
-        if result.objective is not None:
-            y, objective = tie(y, result.objective)
-            self._keep_objective(objective)
-        extras = ([result.scores] if return_scores else []) + ([result.state] if return_state else [])
-        return (y, *extras) if extras else y
-
-    def _keep_objective(self, objective: Tensor | None) -> None:
-        object.__setattr__(self, "_objective", objective)  # nn.Module would first look whether it is a parameter
-
-    def _check_whole(self, what: str, asked: bool = True) -> None:
-        if self.context is not None and asked:
             raise ValueError(f"{what} needs whole sequences, and this layer has shards of them (context parallelism)")
 
     def _check_length(
@@ -297,8 +409,7 @@ class PrimalAttention(nn.Module):
             return
         past = state.steps if isinstance(state, LandmarkState) else 0
         longest = past + (x.shape[-2] if max_seqlen is None else max_seqlen)
-        # This bound counts padding and, when packed, the other sequences too: only a sequence that really is longer is
-        # an error. Inside torch.compile the look at the device is left out.
+        # An upper bound: it counts padding and, if packed, all sequences. Read the lengths only where it is too large.
         if longest > self.max_length and (mask is not None or state is not None or cu_seqlens is not None):
             if torch.compiler.is_compiling():
                 return
@@ -306,51 +417,65 @@ class PrimalAttention(nn.Module):
         if longest > self.max_length:
             raise ValueError(f"max_length={self.max_length} is exceeded by a sequence of {longest} tokens")
 
+    # Kernel
+
     def kernel_factors(self, x: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """φ′_q, φ′_k, (B, H, N, n or p), with K = φ′_q φ′_kᵀ: the kernel without forming it."""
+        """Return φ′_q, φ′_k, (B, H, N, n or p), with K = φ′_q φ′_kᵀ, without forming K."""
         checks.tokens(x, self.embed_dim, packed=False)
-        self._check_whole("the kernel")
+        self._check_not_sharded("the kernel")
         valid = None
         if key_padding_mask is not None:
-            checks.padding_mask(key_padding_mask, x)
+            key_padding_mask = checks.padding_mask(key_padding_mask, x)
             valid = ~key_padding_mask
             x = x.masked_fill(key_padding_mask[..., None], 0.0)
         self._check_length(x, key_padding_mask)
-        q, k = self.qk_proj(x).chunk(2, dim=-1)
-        return kernel_factors(x, q, k, self.mode, self._feature_map(), valid=valid, decay=self.decay)
+        feature_map = self._feature_map()
+        return reference.kernel_factors(x, self.qk_proj(x), self.mode, feature_map, valid=valid, decay=self.decay)
 
     def kernel_matrix(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """K_ij = ⟨φ′_q(x_i), φ′_k(x_j)⟩ of Theorem 3.2, (B, H, N, N): for looking at short sequences."""
+        """Return K_ij = ⟨φ′_q(x_i), φ′_k(x_j)⟩ of Theorem 3.2, (B, H, N, N), for inspecting short sequences."""
         phi_q, phi_k = self.kernel_factors(x, key_padding_mask)
         return phi_q @ phi_k.mT
 
+    # Streaming
+
+    def _state_label(self) -> str:
+        mode = "causal data-dependent" if self.data_dependent else "causal data-independent"
+        length = "" if self.max_length is None else f", max_length={self.max_length}"
+        sizes = f"num_heads={self.num_heads}, head_dim={self.head_dim}, rank={self.rank}"
+        return f"{mode}, {sizes}, feature_map={self.feature_map}{length}"
+
     def initial_state(self, batch_size: int) -> State:
-        """The state before the first token (causal modes)."""
+        """Return the state before the first token (causal modes)."""
         if not self.causal:
             raise ValueError("initial_state needs a causal layer (causal=False): only the causal modes stream")
-        dtype, device = eq.wide(self.w_e.dtype), self.w_e.device
         heads, p, s = self.num_heads, self.head_dim, self.rank
-        feature_sum = (
-            torch.zeros(batch_size, heads, p, dtype=dtype, device=device) if self.feature_map == "softmax" else None
-        )
+        new: dict[str, Any] = {"dtype": accumulation_dtype(self.w_e.dtype), "device": self.w_e.device}
+        feature_sum = torch.zeros(batch_size, heads, p, **new) if self.feature_map == "softmax" else None
         if self.data_dependent:
-            weights = torch.zeros(2, batch_size, heads, p, s, dtype=dtype, device=device)
-            position = torch.zeros(batch_size, dtype=torch.int64, device=device)
-            return LandmarkState(weights[0], weights[1], position, 0, feature_sum)
-        sums = torch.zeros(2, batch_size, heads, p, dtype=dtype, device=device)
-        return RunningState(sums[0], sums[1], torch.zeros_like(sums[0, ..., 0]), feature_sum)
+            weights = torch.zeros(2, batch_size, heads, p, s, **new)
+            position = torch.zeros(batch_size, dtype=torch.int64, device=self.w_e.device)
+            return LandmarkState(weights[0], weights[1], position, 0, feature_sum, self._state_label())
+        sums = torch.zeros(2, batch_size, heads, p, **new)
+        return RunningState(sums[0], sums[1], torch.zeros_like(sums[0, ..., 0]), feature_sum, self._state_label())
 
     def step(self, x_t: Tensor, state: State, key_padding_mask: Tensor | None = None) -> tuple[Tensor, State]:
-        """One token of each sequence: x_t (B, embed_dim) → y_t, row t of the full pass, and the state after it.
+        """Process one token of each sequence.
 
-        key_padding_mask: (B,) bool, True where a sequence has no token at this step.
+        Args:
+            x_t: (B, embed_dim).
+            state: the state after the previous token.
+            key_padding_mask: (B,) bool, True where a sequence has no token at this step.
+
+        Returns:
+            y_t, equal to row t of the full forward pass, and the state after it.
         """
         if not self.causal:
             raise ValueError("step needs a causal layer (causal=False): only the causal modes stream")
         if x_t.ndim != 2 or x_t.shape[-1] != self.embed_dim:
             raise ValueError(f"x_t must have shape (batch, {self.embed_dim}) (got {tuple(x_t.shape)})")
         mask = None if key_padding_mask is None else key_padding_mask[:, None]
-        y, state = self(x_t[:, None], mask, state=state, return_state=True)
+        y, state = self(x_t[:, None], key_padding_mask=mask, state=state, return_state=True)
         return y[:, 0], state
 
     def extra_repr(self) -> str:
@@ -359,12 +484,49 @@ class PrimalAttention(nn.Module):
         return f"{self.embed_dim}, heads={self.num_heads}, rank={self.rank}{landmarks}, {kind}, backend={self.backend}"
 
     def __getstate__(self) -> dict[str, Any]:
-        # The objective belongs to one forward and its graph; a copy of the layer starts without it.
-        return {**self.__dict__, "_objective": None}
+        # The objective belongs to one forward pass and its graph; a copy of the layer starts without it.
+        return {**self.__dict__, "_objective": None, "_recorded": None}
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Return True if the weights of a map may be read instead of calling it: an nn.Linear without hooks."""
+    if type(module) is not nn.Linear or type(module.weight) not in (nn.Parameter, Tensor):
+        return False
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return not any(hooks) and module.__dict__.get("forward") is None
+
+
+def _is_recomputing() -> bool:
+    """Return True while activation checkpointing recomputes a forward pass inside a backward pass."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+class _CoupleGradients(torch.autograd.Function):
+    """Let the gradient of the objective enter the layer together with that of the output.
+
+    FSDP gathers a layer's parameters when the gradient of its output arrives. The gradient of the objective could
+    arrive earlier and find the parameters sharded.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, objective: Tensor) -> tuple[Tensor, Tensor]:
+        # Not views: autograd forbids writing into views of a node with two outputs, and `y += x` is common.
+        return y.data, objective.data
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor, grad_objective: Tensor) -> tuple[Tensor, Tensor]:
+        return grad_y, grad_objective
+
+
+def couple_gradients(y: Tensor, objective: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both unchanged; in distributed training their gradients arrive together."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.is_grad_enabled():
+        return _CoupleGradients.apply(y, objective)  # type: ignore[no-any-return]
+    return y, objective
 
 
 def _longest(x: Tensor, mask: Tensor | None, state: State | None, cu_seqlens: Tensor | None) -> int:
-    """How many tokens the longest sequence has, those before `state` included."""
+    """The number of tokens of the longest sequence, including those before `state`."""
     if cu_seqlens is not None:
         lengths = cu_seqlens.diff()
     else:
@@ -374,16 +536,21 @@ def _longest(x: Tensor, mask: Tensor | None, state: State | None, cu_seqlens: Te
     return int(lengths.max()) if lengths.numel() else 0
 
 
-def _check_causal_arguments(
-    causal: bool, data_dependent: bool, decay: object, max_length: int | None, objective_trace: str
+def _check_mode(
+    causal: bool, data_dependent: bool, decay: object, max_length: int | None, sampling: str, objective_trace: str
 ) -> None:
-    if decay is not None and not causal:
-        raise ValueError(f"decay needs causal=True (got decay={decay!r} with causal=False)")
+    if sampling == "random" and (causal or not data_dependent):
+        raise ValueError(
+            "sampling='random' needs data_dependent=True and causal=False "
+            f"(got data_dependent={data_dependent}, causal={causal})"
+        )
+    if decay is not None and not causal and data_dependent:
+        raise ValueError(f"decay needs causal=True or data_dependent=False (got decay={decay!r})")
     if isinstance(decay, str):
         checks.one_of("decay", decay, ("learned",))
     if causal and data_dependent:
         if max_length is None:
-            raise ValueError("max_length is required when causal and data_dependent: the landmarks' grid spans it")
+            raise ValueError("max_length is required when causal and data_dependent: the landmark grid spans it")
         checks.positive("max_length", max_length)
         if objective_trace == "projections":
             raise ValueError(

@@ -1,23 +1,36 @@
-"""The one entry point: a whole Primal-Attention layer as a function of its input and its weights."""
+"""Entry point: choose a backend and compute a layer.
+
+    reference   the equations of `reference.py`, any dtype and device
+    compiled    torch.compile of the equations
+    cpu         few passes over memory with a hand-written backward pass (`cpu/`)
+    fused       Triton kernels on a GPU (`triton/`)
+
+"auto" takes "fused" on a GPU and "cpu" on a CPU where they serve the call, otherwise "reference". The fast backends
+cannot be differentiated twice.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from importlib.util import find_spec
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.autograd import forward_ad
 
-from . import backends, layout
-from . import reference as eq
-from .layer import Attended, Energies, Objective, Weights
-from .modes import COSINE, FeatureMap, Mode, State, primal_scores
-from .reference import Scores
+from . import padding, reference
+from .feature_maps import COSINE, FeatureMap
+from .types import Boundary, Mode, Output, Scores, State, Weights
 
-if TYPE_CHECKING:
-    from ..parallel.context import Context, Stretch
+BACKENDS = ("auto", "reference", "compiled", "cpu", "fused")
+SMALL_INPUT = 2**17  # numbers in x below which a CPU spends more time on calls than on computing
+MAX_HEAD_DIM = 256  # largest head width and rank of the fused kernels
+FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+HAS_TRITON = find_spec("triton") is not None
 
 
 def attend(
@@ -26,106 +39,207 @@ def attend(
     mode: Mode,
     feature_map: FeatureMap = COSINE,
     *,
+    qk: Tensor | None = None,
     valid: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
     decay: Tensor | None = None,
     state: State | None = None,
     shift: Tensor | None = None,
+    boundary: Boundary | None = None,
     dropout: float = 0.0,
-    objective: Objective | None = None,
+    trace: Literal["weights", "projections"] = "weights",
     backend: str = "auto",
     need_scores: bool = False,
     need_state: bool = False,
-    context: Context | None = None,
-) -> Attended:
-    """The layer on padded (B, N, d) input, `valid` (B, N) marking the tokens, or on packed (total, d) input.
+) -> Output:
+    """Compute a layer on padded (B, N, d) or packed (total, d) input.
 
-    shift: how far the landmarks stand from their even places (`sampling.random_shift`); not causal.
-    context: the ranks that hold the rest of the sequences. Of the paths only the fused one and the equations know it.
+    Args:
+        x: the input.
+        weights: parameters of the layer. Maps that are None are applied by the caller.
+        mode: the mode of the layer.
+        feature_map: φ.
+        qk: projected queries and keys, like x with 2d columns, if the caller has computed them.
+        valid: (B, N) bool, True at tokens.
+        cu_seqlens: boundaries of packed sequences.
+        max_seqlen: the longest packed sequence.
+        decay: γ of each head, (H,).
+        state: the state before the first token (causal modes).
+        shift: jitter of the landmarks.
+        boundary: contributions of tokens on other ranks.
+        dropout: rate of the dropout on the scores.
+        trace: the weights under the trace of J.
+        backend: one of `BACKENDS`.
+        need_scores: return the scores.
+        need_state: return the state after the last token.
     """
-    chosen = backends.choose(backend, x, weights.w_e.shape[-1], mode, feature_map, state, need_state)
-    stretch = None if context is None else context.at(x, valid, shift)
-    if stretch is not None and mode.max_length is not None:
-        stretch.check_length(mode.max_length, x.shape[1])
+    check_shapes(x, weights, mode)
+    chosen = choose_backend(backend, x, weights, mode, feature_map, qk, decay, state, need_state, boundary)
+    common: dict[str, Any] = {"qk": qk, "decay": decay, "shift": shift, "dropout": dropout, "trace": trace}
     if chosen == "fused":
-        from .fused import fused_attention
+        from .triton.layer import fused_attention
 
-        with backends.current(x.device):
+        with current_device(x):
             return fused_attention(
-                x, weights, mode, valid=valid, cu_seqlens=cu_seqlens, decay=decay, state=state, shift=shift,
-                dropout=dropout, objective=objective, need_scores=need_scores, need_state=need_state, stretch=stretch,
+                x, weights, mode, valid=valid, cu_seqlens=cu_seqlens, state=state, boundary=boundary,
+                need_scores=need_scores, need_state=need_state, **common,
             )  # fmt: skip
-    if stretch is not None:
-        return reference_attention(
-            x, weights, mode, feature_map, valid=valid, decay=decay, dropout=dropout, objective=objective,
-            stretch=stretch,
-        )  # fmt: skip
-    given: dict[str, Any] = {"decay": decay, "shift": shift, "dropout": dropout, "objective": objective}
-    layer: Callable[..., Attended]
-    if chosen == "lean":
-        from .lean import lean_attention
+    compute: Callable[..., Output]
+    if chosen == "cpu":
+        from .cpu import cpu_attention
 
-        layer, given["need_scores"], given["need_state"] = lean_attention, need_scores, need_state
+        compute = cpu_attention
+        common |= {"need_scores": need_scores, "need_state": need_state}
     else:
-        layer, given["feature_map"] = (_compiled() if chosen == "compiled" else reference_attention), feature_map
+        compute = _compiled_attention() if chosen == "compiled" else reference.attention
+        common |= {"feature_map": feature_map, "boundary": boundary}
     if cu_seqlens is None:
-        return layer(x, weights, mode, valid=valid, state=state, **given)
+        return compute(x, weights, mode, valid=valid, state=state, **common)
     width = max(int(cu_seqlens.diff().max()), 1) if max_seqlen is None else max_seqlen
-    rows, valid = layout.padded_positions(cu_seqlens, width)
-    padded = x.new_zeros(*rows.shape, x.shape[-1]) if x.shape[0] == 0 else x[rows]
-    result = layer(padded, weights, mode, valid=valid, **given)
-    sequence, place = layout.packed_positions(cu_seqlens, x.shape[0])
+    rows, valid = padding.padded_positions(cu_seqlens, width)
+    total = x.shape[0]
+    padded, common["qk"] = (
+        None if t is None else t[rows] if total else t.new_zeros(*rows.shape, t.shape[-1]) for t in (x, qk)
+    )
+    result = compute(padded, weights, mode, valid=valid, **common)
+    sequence, place = padding.packed_positions(cu_seqlens, total)
     scores = result.scores
     packed = None if scores is None else Scores(*(s.transpose(1, 2)[sequence, place].transpose(0, 1) for s in scores))
-    return result._replace(y=result.y[sequence, place], scores=packed)  # scores: (H, total, s)
+    y = None if result.y is None else result.y[sequence, place]
+    return result._replace(y=y, scores=packed)  # scores: (H, total, s)
 
 
-def reference_attention(
-    x: Tensor,
-    weights: Weights,
-    mode: Mode,
-    feature_map: FeatureMap = COSINE,
-    *,
-    valid: Tensor | None = None,
-    decay: Tensor | None = None,
-    state: State | None = None,
-    shift: Tensor | None = None,
-    dropout: float = 0.0,
-    objective: Objective | None = None,
-    stretch: Stretch | None = None,
-) -> Attended:
-    """The layer from the equations. x: (B, N, d); `valid` (B, N) marks the tokens, None when all are."""
-    if valid is not None:
-        x = x.masked_fill(~valid[..., None], 0.0)  # whatever stands in the padding, NaN included, ends here
-    q, k = F.linear(x, weights.qk_weight, weights.qk_bias).chunk(2, dim=-1)
-    scores, w_e_x, w_r_x, state = primal_scores(
-        x, q, k, weights.w_e, weights.w_r, mode, feature_map,
-        valid=valid, decay=decay, state=state, shift=shift, stretch=stretch,
-    )  # fmt: skip
-    j = None
-    if objective is not None:
-        energies = Energies(eq.energy(scores.e), eq.energy(scores.r), x.shape[1] if valid is None else valid.sum(dim=1))
-        if stretch is not None:
-            e, r = stretch.sum(torch.stack([energies.e, energies.r]))
-            energies = Energies(e, r, stretch.total)
-        traced = (weights.w_e, weights.w_r)
-        if objective.trace == "projections" and w_e_x is not None and w_r_x is not None:
-            traced = (w_e_x, w_r_x)
-        j = objective.of(energies, traced)
-    both = F.dropout(torch.cat(scores, dim=-1), dropout)  # (B, H, N, 2s)
-    heads = F.linear(both, weights.score_weight.to(both.dtype), _cast(weights.score_bias, both.dtype))
-    y = F.linear(heads.transpose(1, 2).flatten(2), weights.out_weight, weights.out_bias)
-    if valid is not None:
-        y = y.masked_fill(~valid[..., None], 0.0)
-    return Attended(y, j, scores, state)
-
-
-def _cast(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if bias is None else bias.to(dtype)
+def check_shapes(x: Tensor, weights: Weights, mode: Mode) -> None:
+    """Raise if a parameter does not fit x and the mode. The kernels read memory by these shapes."""
+    d, heads, rank = x.shape[-1], mode.heads, weights.w_e.shape[-1]
+    p = d // heads
+    side = (heads, mode.landmarks if mode.data_dependent else p, rank)
+    shapes = ((2 * d, d), (2 * d,), side, side, (p, 2 * rank), (p,), (d, d), (d,))
+    for name, weight, shape in zip(Weights._fields, weights, shapes, strict=True):
+        if weight is not None and weight.shape != shape:
+            raise ValueError(f"{name} must have shape {shape} (got {tuple(weight.shape)})")
 
 
 @lru_cache(maxsize=1)
-def _compiled() -> Callable[..., Attended]:
-    """torch.compile of the equations, made on first use: importing the library must not wake the compiler."""
-    return torch.compile(reference_attention, dynamic=True)
+def _compiled_attention() -> Callable[..., Output]:
+    return torch.compile(reference.attention, dynamic=True)
+
+
+def choose_backend(
+    backend: str,
+    x: Tensor,
+    weights: Weights,
+    mode: Mode,
+    feature_map: FeatureMap,
+    qk: Tensor | None = None,
+    decay: Tensor | None = None,
+    state: State | None = None,
+    need_state: bool = False,
+    boundary: Boundary | None = None,
+) -> str:
+    """Return the backend of a call; raise where the requested one cannot serve it."""
+    rank = weights.w_e.shape[2]
+    if backend == "fused" or (backend == "auto" and x.is_cuda):
+        why = why_not_fused(x, rank, mode, feature_map, state, need_state)
+    elif backend == "cpu":
+        why = why_not_cpu(weights, mode, feature_map, qk, decay, boundary)
+    elif backend != "auto":
+        return backend
+    # torch.compile fuses the equations itself, and other tracers record them better than one opaque node.
+    elif x.device.type != "cpu" or torch.compiler.is_compiling() or torch.jit.is_tracing() or x.numel() < SMALL_INPUT:
+        return "reference"
+    else:
+        return "reference" if why_not_cpu(weights, mode, feature_map, qk, decay, boundary) else "cpu"
+    if why is None:
+        return "cpu" if backend == "cpu" else "fused"
+    if backend == "auto":
+        return "reference"
+    raise ValueError(f"backend={backend!r} cannot serve this call: {why} (backend='auto' falls back by itself)")
+
+
+def is_interpreting() -> bool:
+    """Return True if Triton's interpreter runs the kernels on the CPU, as in the tests."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@torch.compiler.assume_constant_result
+def device_problem(device: torch.device) -> str | None:
+    """Return why the fused kernels cannot run on a device, or None."""
+    if not HAS_TRITON:
+        return "Triton is not installed"
+    if device.type != "cuda":
+        return None if is_interpreting() else f"x is on {device.type!r}, the kernels run on 'cuda'"
+    return _capability_problem(device.index or 0)
+
+
+@lru_cache(maxsize=16)
+def _capability_problem(index: int) -> str | None:
+    major, minor = torch.cuda.get_device_capability(index)
+    return None if major >= 8 else f"the GPU's compute capability {major}.{minor} is below 8.0"
+
+
+def fused_problem(x: Tensor) -> str | None:
+    """Return why no fused kernel can read x, or None."""
+    if (problem := device_problem(x.device)) is not None:
+        return problem
+    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+    if dtype not in FUSED_DTYPES:
+        return f"{dtype} is not one of bfloat16, float16, float32"
+    return "x is empty" if x.numel() == 0 else None
+
+
+def why_not_fused(
+    x: Tensor, rank: int, mode: Mode, feature_map: FeatureMap, state: State | None = None, need_state: bool = False
+) -> str | None:
+    """Return why the fused kernels cannot serve a call, or None."""
+    if (problem := fused_problem(x)) is not None:
+        return problem
+    streams, head_dim = state is not None or need_state, x.shape[-1] // mode.heads
+    if streams and torch.is_grad_enabled():
+        return "gradients through a streaming state need the equations (torch.no_grad() has none)"
+    if mode.causal and mode.data_dependent:
+        if streams:
+            return "the causal data-dependent mode streams through the equations"
+        from .triton.causal_landmarks import fits_registers
+
+        if not fits_registers(head_dim, rank):
+            return f"head width {head_dim} and rank {rank} do not fit the registers of a causal data-dependent kernel"
+    if max(head_dim, rank) > MAX_HEAD_DIM:
+        return f"head width {head_dim} and rank {rank} must not exceed {MAX_HEAD_DIM}"
+    return _transform_problem(feature_map)
+
+
+def why_not_cpu(
+    weights: Weights,
+    mode: Mode,
+    feature_map: FeatureMap,
+    qk: Tensor | None = None,
+    decay: Tensor | None = None,
+    boundary: Boundary | None = None,
+) -> str | None:
+    """Return why the CPU backend cannot serve a call, or None."""
+    if mode.causal and mode.data_dependent:
+        return "it has no causal data-dependent mode"
+    if decay is not None and not mode.causal:
+        return "it has no decay in both directions"
+    if qk is not None or weights.qk_weight is None or weights.out_weight is None:
+        return "it reads the weights of plain nn.Linear maps only"
+    if boundary is not None:
+        return "it computes whole sequences"
+    return _transform_problem(feature_map)
+
+
+def _transform_problem(feature_map: FeatureMap) -> str | None:
+    if not feature_map.is_scale_free:
+        return "only the cosine feature map has a fast path"
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return "torch.func transforms and forward derivatives need the equations"
+    return None
+
+
+def current_device(x: Tensor) -> Any:
+    """Make the device of x the current one, on which Triton launches. Compiled code and autograd do so themselves."""
+    if not x.is_cuda or torch.compiler.is_compiling() or x.device.index in (None, torch.cuda.current_device()):
+        return nullcontext()
+    return torch.cuda.device(x.device)

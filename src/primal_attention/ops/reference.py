@@ -1,57 +1,110 @@
-"""Primal-Attention, the equations line by line: any dtype, any device. The ground truth of every fast path.
+"""Primal-Attention, equation by equation: any dtype, any device. Every fast path is tested against this file.
 
-In the letters of the paper, per head, with X_h the head's columns of the block's raw input:
+Per head, with X_h the head's columns of the layer's input, f(X) its landmarks and φ the feature map:
 
-    W_{e|X} = f(X_h)ᵀ W_e,   e_i = W_{e|X}ᵀ φ(q_i),      W_{r|X} = f(X_h)ᵀ W_r,   r_i = W_{r|X}ᵀ φ(k_i)
-    o_i = W_o [e_i; r_i] + b_o,   heads side by side, then the usual output projection.
+    q_i = W_q x_i,   k_i = W_k x_i                                                     `attention`
+    W_{e|X} = f(X_h)ᵀ W_e,   W_{r|X} = f(X_h)ᵀ W_r                                     `projection_weights`
+    e_i = W_{e|X}ᵀ φ(q_i),   r_i = W_{r|X}ᵀ φ(k_i)                                     `project`
+    y_i = W_out concat_h(W_o [e_i; r_i] + b_o) + b_out                                 `output_projection`
+    J = ½ mean_i ‖√Λ e_i‖² + ½ mean_i ‖√Λ r_i‖² − Tr(W_eᵀ W_r)                         `objective`
 
-Shapes: B sequences, N tokens, H heads of width p, n landmarks, s = rank. `valid` is a (B, N) bool mask or None; the
-valid tokens in their order are the sequence, wherever they stand.
+                 not causal                               causal
+data-dependent   one W_{e|X} per sequence                 W_{e|X≤i} from the landmarks at positions ≤ i
+data-independent W_e; with decay, q and k are replaced    W_e; q and k are replaced by running means,
+                 by sums with weights γ^|i−j|             with decay by sums with weights γ^(i−j)
+
+Shapes: B sequences, N tokens, H heads of width p, n landmarks, s = rank. `valid` is a (B, N) bool mask, None if all
+tokens are valid; the valid tokens in their order are the sequence. Sums, states and J are at least float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .sampling import landmark_indices, ragged_landmark_indices, token_of_rank
-
-Phi = Callable[[Tensor], Tensor]
-
-
-class Scores(NamedTuple):
-    """The projection scores of the tokens on the two sets of directions; (B, H, N, s) each."""
-
-    e: Tensor
-    r: Tensor
+from .feature_maps import COSINE, FeatureMap, accumulation_dtype, normalise_features
+from .landmarks import landmark_indices, position_of_rank, ragged_landmark_indices
+from .types import Boundary, LandmarkState, Mode, Output, RunningState, Scores, State, Weights
 
 
-class RunningState(NamedTuple):
-    """Causal, not data-dependent: what is left of the past. Nothing here grows with the context."""
+def attention(
+    x: Tensor,
+    weights: Weights,
+    mode: Mode,
+    feature_map: FeatureMap = COSINE,
+    *,
+    qk: Tensor | None = None,
+    valid: Tensor | None = None,
+    decay: Tensor | None = None,
+    state: State | None = None,
+    shift: Tensor | None = None,
+    boundary: Boundary | None = None,
+    dropout: float = 0.0,
+    trace: Literal["weights", "projections"] = "weights",
+) -> Output:
+    """Compute a whole layer.
 
-    query_sum: Tensor  # (B, H, p)
-    key_sum: Tensor  # (B, H, p)
-    weight: Tensor  # (B, H): how many tokens the sums hold, decayed as they are
-    feature_sum: Tensor | None = None  # (B, H, p): Σ φ_k, only for the softmax map's D̂
+    Args:
+        x: (B, N, d).
+        weights: parameters of the layer. Without `out_weight` the result has scores and no y.
+        mode: the mode of the layer.
+        feature_map: φ.
+        qk: the projected queries and keys, (B, N, 2d), if the caller has computed them.
+        valid: (B, N) bool, True at tokens.
+        decay: γ of each head, (H,).
+        state: the state before the first token (causal modes).
+        shift: jitter of the landmarks (`landmarks.random_shift`).
+        boundary: contributions of tokens outside x.
+        dropout: rate of the dropout on the scores.
+        trace: the weights under the trace of J.
+    """
+    if valid is not None:
+        x = x.masked_fill(~valid[..., None], 0.0)  # zero the padding, including NaNs
+    if qk is None:
+        assert weights.qk_weight is not None
+        qk = F.linear(x, weights.qk_weight, weights.qk_bias)
+    q, k = (split_heads(z, mode.heads) for z in qk.chunk(2, dim=-1))
+    w_e, w_r = weights.w_e.to(q.dtype), weights.w_r.to(q.dtype)
+    boundary = boundary or Boundary()
+    w_x: tuple[Tensor, Tensor] | None = None
+    if mode.causal and mode.data_dependent:
+        past = state if isinstance(state, LandmarkState) else None
+        scores, state = causal_landmark_scores(
+            split_heads(x, mode.heads), q, k, w_e, w_r, mode, feature_map, valid, decay, past, boundary
+        )
+    elif mode.data_dependent:
+        phi_q, phi_k = token_features(q, k, feature_map, valid, boundary.feature_sum)
+        if boundary.landmark_rows is None:
+            rows = landmark_rows(split_heads(x, mode.heads), mode.landmarks, valid, shift)
+        else:
+            rows = split_heads(boundary.landmark_rows, mode.heads)
+        w_x = projection_weights(rows.to(q.dtype), w_e), projection_weights(rows.to(q.dtype), w_r)
+        scores = Scores(project(phi_q, w_x[0]), project(phi_k, w_x[1]))
+    else:
+        past_sums = state if isinstance(state, RunningState) else boundary.past
+        phi_q, phi_k, state = sum_features(q, k, mode, feature_map, valid, decay, past_sums, boundary)
+        scores = Scores(project(phi_q, w_e), project(phi_k, w_r))
+    if valid is not None:
+        scores = Scores(*(s.masked_fill(~valid[:, None, :, None], 0.0) for s in scores))
+    energy = torch.stack([score_energy(s) for s in scores], dim=2)
+    traced = (weights.w_e, weights.w_r) if trace == "weights" or w_x is None else w_x
+    y = None
+    if weights.out_weight is not None:
+        y = output_projection(scores, weights, dropout)
+        y = y if valid is None else y.masked_fill(~valid[..., None], 0.0)
+    return Output(y, energy, weight_trace(*traced), scores, state if mode.causal else None)
 
 
-class LandmarkState(NamedTuple):
-    """Causal and data-dependent: the projection weights so far, and how many tokens came."""
-
-    w_e_x: Tensor  # (B, H, p, s)
-    w_r_x: Tensor  # (B, H, p, s)
-    position: Tensor  # (B,)
-    steps: int  # an upper bound of `position` that costs no look at the device
-    feature_sum: Tensor | None = None
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """Sums, states and the objective are kept in at least float32."""
-    return torch.promote_types(dtype, torch.float32)
+def output_projection(scores: Scores, weights: Weights, dropout: float = 0.0) -> Tensor:
+    """y = W_out concat_h(W_o [e; r] + b_o) + b_out, (B, N, d)."""
+    assert weights.score_weight is not None and weights.out_weight is not None
+    both = F.dropout(torch.cat(scores, dim=-1), dropout)  # (B, H, N, 2s)
+    bias = None if weights.score_bias is None else weights.score_bias.to(both.dtype)
+    heads = F.linear(both, weights.score_weight.to(both.dtype), bias)
+    return F.linear(heads.transpose(1, 2).flatten(2), weights.out_weight, weights.out_bias)
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
@@ -59,20 +112,15 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
-def merge_heads(x_h: Tensor) -> Tensor:
-    """(B, H, N, p) → (B, N, H·p): the way back of `split_heads`."""
-    return x_h.transpose(1, 2).flatten(2)
+# Landmarks and projection weights
 
 
 def landmark_rows(x_h: Tensor, landmarks: int, valid: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
-    """f(X_h): evenly spaced rows of each sequence's own valid tokens; zero rows for an empty sequence.
-
-    shift: how far each stands from its even place, in steps from one to the next, (n,).
-    """
+    """f(X_h), evenly spaced rows among the valid tokens, (B, H, N, p) → (B, H, n, p). Zero for an empty sequence."""
     if valid is None:
-        return x_h[:, :, landmark_indices(x_h.shape[2], landmarks, x_h.device, shift)]  # (B, H, n, p)
+        return x_h[:, :, landmark_indices(x_h.shape[2], landmarks, x_h.device, shift)]
     lengths = valid.sum(dim=1)
-    rows = token_of_rank(valid, ragged_landmark_indices(lengths, landmarks, shift))  # (B, n)
+    rows = position_of_rank(valid, ragged_landmark_indices(lengths, landmarks, shift))  # (B, n)
     picked = x_h.gather(2, rows[:, None, :, None].expand(-1, x_h.shape[1], -1, x_h.shape[3]))
     return picked * (lengths > 0)[:, None, None, None]
 
@@ -82,16 +130,85 @@ def projection_weights(rows: Tensor, w: Tensor) -> Tensor:
     return rows.mT @ w
 
 
+def project(phi: Tensor, w_x: Tensor) -> Tensor:
+    """e_i = W_{e|X}ᵀ φ(x_i). phi: (B, H, N, p), w_x: (B, H, p, s) or (H, p, s) → (B, H, N, s)."""
+    return phi @ w_x.to(phi.dtype)
+
+
+# Features of the tokens
+
+
+def token_features(
+    q: Tensor, k: Tensor, feature_map: FeatureMap, valid: Tensor | None, feature_sum: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """φ(q) and φ(k) of each token; the softmax map is normalised by D̂ over the sequence."""
+    phi_q, phi_k = feature_map.apply(q), feature_map.apply(k)
+    if not feature_map.is_normalised:
+        return phi_q, phi_k
+    if feature_sum is None:
+        kept = phi_k if valid is None else phi_k * valid[:, None, :, None]
+        feature_sum = kept.to(accumulation_dtype(phi_k.dtype)).sum(dim=2, keepdim=True)
+    return normalise_features(phi_q, phi_k, feature_sum)
+
+
+def sum_features(
+    q: Tensor,
+    k: Tensor,
+    mode: Mode,
+    feature_map: FeatureMap,
+    valid: Tensor | None,
+    decay: Tensor | None,
+    past: RunningState | None,
+    boundary: Boundary,
+) -> tuple[Tensor, Tensor, RunningState | None]:
+    """φ of the weighted means of q and k in the data-independent modes, and the state after the last token.
+
+    Causal: running means, or sums with weights γ^(i−j). Not causal: γ^|i−j|, and the tokens themselves without decay.
+    """
+    if not mode.causal and decay is None:
+        return *token_features(q, k, feature_map, valid, boundary.feature_sum), None
+    ones = torch.ones_like(q[..., :1], dtype=accumulation_dtype(q.dtype))
+    past_sums = (None,) * 3 if past is None else (past.query_sum, past.key_sum, past.weight[..., None])
+    after = (None,) * 3
+    if boundary.future is not None:
+        after = (boundary.future.query_sum, boundary.future.key_sum, boundary.future.weight[..., None])
+    sum_over = running_sum if mode.causal else two_sided_sum
+    q_sum, k_sum, weight = (
+        sum_over(z, decay, valid, start, *(() if mode.causal else (end,)))
+        for z, start, end in zip((q, k, ones), past_sums, after, strict=True)
+    )
+    # The cosine map does not depend on the divisor of the mean.
+    divisor = 1.0 if feature_map.is_scale_free else weight.clamp(min=1.0)
+    phi_q, phi_k = (feature_map.apply(z / divisor).to(q.dtype) for z in (q_sum, k_sum))
+    feature_sum = None
+    if feature_map.is_normalised:
+        start = boundary.feature_sum if past is None or past.feature_sum is None else past.feature_sum
+        if mode.causal:
+            sums = running_sum(phi_k, decay, valid, start)
+            phi_q, phi_k = normalise_features(phi_q, phi_k, sums)
+            feature_sum = sums[:, :, -1].clone()
+        else:
+            phi_q, phi_k = token_features(phi_q, phi_k, FeatureMap(lambda z: z, True), valid, start)
+    if not mode.causal:
+        return phi_q, phi_k, None
+    # Clone: a view of the last row would keep the sums of all tokens alive.
+    state = RunningState(q_sum[:, :, -1].clone(), k_sum[:, :, -1].clone(), weight[:, :, -1, 0].clone(), feature_sum)
+    return phi_q, phi_k, state
+
+
+# Running sums
+
+
 def running_sum(
     z: Tensor, decay: Tensor | None = None, valid: Tensor | None = None, start: Tensor | None = None
 ) -> Tensor:
-    """s_i = γ·s_{i−1} + z_i over the valid tokens, in at least float32; a padded token repeats what stood before it.
+    """s_i = γ s_{i−1} + z_i over the valid tokens, in at least float32. Padding repeats the sum before it.
 
     z: (B, H, N, p), decay γ: (H,), start: (B, H, p).
     """
-    s = z.to(wide(z.dtype))
+    s = z.to(accumulation_dtype(z.dtype))
     if valid is not None:
-        s = s * valid[:, None, :, None]
+        s = s.masked_fill(~valid[:, None, :, None], 0.0)
     if decay is None:
         s = s.cumsum(dim=2)
         return s if start is None else s + start[:, :, None]
@@ -99,19 +216,32 @@ def running_sum(
     if valid is not None:
         a = torch.where(valid[:, None, :, None], a, 1.0)
     s, a = linear_recurrence(s, a)
-    return s if start is None else s + a * start[:, :, None]
+    # The product with zero keeps γ in the graph of a sequence of one token; DDP expects a gradient.
+    return s + a * (0.0 if start is None else start[:, :, None])
+
+
+def two_sided_sum(
+    z: Tensor, decay: Tensor | None, valid: Tensor | None, start: Tensor | None, end: Tensor | None
+) -> Tensor:
+    """s_i = Σ_j γ^|i−j| z_j over the valid tokens. start, end: (B, H, p), the sums before and after the tokens."""
+    own = z.to(accumulation_dtype(z.dtype))
+    if valid is not None:
+        own = own.masked_fill(~valid[:, None, :, None], 0.0)
+    forward = running_sum(z, decay, valid, start)
+    backward = running_sum(z.flip(2), decay, None if valid is None else valid.flip(1), end).flip(2)
+    return forward + backward - own
 
 
 CHUNK = 64  # 2⁶: six rounds of doubling solve a chunk
-LEVELS = 4  # of chunks of chunks, when the length is not known yet: 64⁴ is 16 million tokens
+MAX_LEVELS = 4  # of chunks of chunks while tracing, where the length is unknown: 64⁴ is 16 million tokens
 
 
 def linear_recurrence(s: Tensor, a: Tensor, level: int = 1) -> tuple[Tensor, Tensor]:
-    """y_i = a_i·y_{i−1} + s_i along dim 2, and the products a_1⋯a_i. s: (B, H, N, p), a: (B, H, N, 1).
+    """y_i = a_i y_{i−1} + s_i along dim 2, and the products a_1⋯a_i. s: (B, H, N, p), a: (B, H, N, 1).
 
-    Each chunk is solved by doubling: after k rounds y_i holds the last 2^k terms of its chunk. The ends of the chunks
-    are a shorter recurrence of the same kind. Only earlier terms are ever touched, so that not even a NaN gets from the
-    future into the past, and no branch depends on N under torch.compile, so that one graph serves all lengths.
+    Doubling solves each chunk: after k rounds y_i holds the last 2^k terms of its chunk. The ends of the chunks form a
+    shorter recurrence. Only earlier terms are read, so a NaN cannot propagate to earlier tokens. Under torch.compile
+    no branch depends on N, so that one graph serves all lengths.
     """
     n = s.shape[2]
     if n == 1:
@@ -125,98 +255,147 @@ def linear_recurrence(s: Tensor, a: Tensor, level: int = 1) -> tuple[Tensor, Ten
         s = torch.cat([s[..., :reach, :], s[..., reach:, :] + a[..., reach:, :] * s[..., :-reach, :]], dim=3)
         a = torch.cat([a[..., :reach, :], a[..., reach:, :] * a[..., :-reach, :]], dim=3)
         reach *= 2
-    if level < LEVELS if torch.compiler.is_compiling() else chunks > 1:
+    if level < MAX_LEVELS if torch.compiler.is_compiling() else chunks > 1:
         ends, factors = linear_recurrence(s[..., -1, :], a[..., -1, :], level + 1)
         s = s + a * F.pad(ends, (0, 0, 1, 0))[:, :, :-1, None]
         a = a * F.pad(factors, (0, 0, 1, 0), value=1.0)[:, :, :-1, None]
     return s.flatten(2, 3)[:, :, :n], a.flatten(2, 3)[:, :, :n]
 
 
-def running_weight(z: Tensor, decay: Tensor | None, valid: Tensor | None, start: Tensor | None) -> Tensor:
-    """The sum of the weights in `running_sum` of z, (B, H, N, 1): the divisor that makes a mean of it."""
-    ones = torch.ones_like(z[..., :1], dtype=wide(z.dtype))
-    return running_sum(ones, decay, valid, None if start is None else start[..., None])
-
-
-def project(phi: Tensor, w_x: Tensor) -> Tensor:
-    """e_i = W_{e|X}ᵀ φ(x_i). phi: (B, H, N, p), w_x: (B, H, p, s) or (H, p, s) → (B, H, N, s)."""
-    return phi @ w_x.to(phi.dtype)
-
-
-def energy(scores: Tensor) -> Tensor:
-    """Σ_i e_i² per direction, in at least float32: (B, H, N, s) → (B, H, s)."""
-    return scores.to(wide(scores.dtype)).square().sum(dim=2)
+# Causal and data-dependent
 
 
 def causal_landmark_scores(
-    phi: Tensor, x_h: Tensor, w: Tensor, grid: Tensor, position: Tensor, decay: Tensor | None, valid: Tensor | None
-) -> Tensor:
-    """e_i = W_{e|X≤i}ᵀ φ(x_i), W_{e|X≤i} = Σ_{j: g_j ≤ i} γ^(i − g_j) x_{g_j} W_e[j]ᵀ, without ever forming W_{e|X≤i}.
+    x_h: Tensor,
+    q: Tensor,
+    k: Tensor,
+    w_e: Tensor,
+    w_r: Tensor,
+    mode: Mode,
+    feature_map: FeatureMap,
+    valid: Tensor | None,
+    decay: Tensor | None,
+    past: LandmarkState | None,
+    boundary: Boundary,
+) -> tuple[Scores, LandmarkState]:
+    """e_i = W_{e|X≤i}ᵀ φ(q_i), W_{e|X≤i} = Σ_{j: g_j ≤ i} γ^(i−g_j) x_{g_j} W_e[j]ᵀ, without forming W_{e|X≤i}.
 
-    grid g: (n,) positions of the landmarks; position: (B, N) of each token in its sequence. Equals
-    ((φ(q) f(X)ᵀ) ⊙ [g_j ≤ i]) W_e: the landmarks are n keys whose values are the rows of W_e.
+    g is the landmark grid over `max_length`. Equals ((φ(q) f(X)ᵀ) ⊙ [g_j ≤ i] γ^(i−g_j)) W_e: the landmarks are n keys
+    whose values are the rows of W_e.
     """
-    rows, present = causal_landmark_rows(x_h, grid, position, valid)  # (B, H, n, p), (B, n)
-    return scores_of_landmarks(phi, rows, present, w, grid, position, decay)
+    assert mode.max_length is not None
+    grid = landmark_indices(mode.max_length, mode.landmarks, q.device)  # (n,)
+    count = torch.ones(q.shape[0], q.shape[2], dtype=torch.int64, device=q.device) if valid is None else valid.long()
+    position = count.cumsum(dim=1) - 1  # (B, N); a padded token has the position of its predecessor
+    offset = past.position if past is not None else boundary.offset
+    if offset is not None:
+        position = position + offset[:, None]
+    phi_q, phi_k = feature_map.apply(q), feature_map.apply(k)
+    feature_sum = past.feature_sum if past is not None else boundary.feature_sum
+    if feature_map.is_normalised:
+        sums = running_sum(phi_k, decay, valid, feature_sum)
+        phi_q, phi_k = normalise_features(phi_q, phi_k, sums)
+        feature_sum = sums[:, :, -1].clone()
+    if boundary.landmark_rows is None:
+        rows, has_landmark = _grid_rows(x_h.to(q.dtype), grid, position, valid)  # (B, H, n, p), (B, n)
+    else:
+        assert boundary.has_landmark is not None
+        rows, has_landmark = split_heads(boundary.landmark_rows, mode.heads).to(q.dtype), boundary.has_landmark
+    seen = (grid[None, None] <= position[..., None]) & has_landmark[:, None]  # (B, N, n)
+    dtype = accumulation_dtype(q.dtype)
+
+    def decay_power(age: Tensor, like: torch.dtype) -> Tensor | float:  # γ^age, age: (B, 1, …)
+        return 1.0 if decay is None else (decay.to(dtype)[None, :, None, None].log() * age.clamp(min=0)).exp().to(like)
+
+    weight = decay_power((position[..., None] - grid)[:, None], q.dtype)  # (B, H, N, n)
+    e, r = (
+        ((phi @ rows.mT) * weight).masked_fill(~seen[:, None], 0.0) @ w.to(phi.dtype)
+        for phi, w in ((phi_q, w_e), (phi_k, w_r))
+    )
+    # The projection weights after the last token.
+    last = position[:, -1:]
+    late = rows.to(dtype) * decay_power((last[..., None] - grid)[:, None], dtype).mT if decay is not None else rows
+    with torch.autocast(rows.device.type, enabled=False):
+        w_e_x, w_r_x = (projection_weights(late.to(dtype), w.to(dtype)) for w in (w_e, w_r))
+    steps = x_h.shape[2]
+    if past is not None:
+        fade = decay_power((position - past.position[:, None] + 1)[:, None, :, None], q.dtype)
+        e, r = e + fade * project(phi_q, past.w_e_x), r + fade * project(phi_k, past.w_r_x)
+        fade = decay_power((last - past.position[:, None] + 1)[:, None, :, None], dtype)
+        w_e_x, w_r_x, steps = w_e_x + fade * past.w_e_x, w_r_x + fade * past.w_r_x, steps + past.steps
+    return Scores(e, r), LandmarkState(w_e_x, w_r_x, last[:, 0] + 1, steps, feature_sum)
 
 
-def scores_of_landmarks(
-    phi: Tensor, rows: Tensor, present: Tensor, w: Tensor, grid: Tensor, position: Tensor, decay: Tensor | None
-) -> Tensor:
-    """`causal_landmark_scores` of landmarks that are already picked. rows: (B, H, n, p), present: (B or 1, n)."""
-    seen = (grid[None, None] <= position[..., None]) & present[:, None]  # (B, N, n)
-    similarity = phi @ rows.mT  # (B, H, N, n)
-    if decay is not None:
-        similarity = similarity * landmark_decay(decay, grid, position, similarity.dtype)
-    return similarity.masked_fill(~seen[:, None], 0.0) @ w.to(phi.dtype)
-
-
-def causal_landmark_rows(x_h: Tensor, grid: Tensor, position: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The rows of this stretch of the sequence that stand on the grid, and which grid points it holds."""
+def _grid_rows(x_h: Tensor, grid: Tensor, position: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The rows of x_h on the landmark grid, zero elsewhere, and the grid points that x_h contains."""
     first = position[:, :1] if valid is None else position[:, :1] - valid[:, :1].long() + 1
-    rank = grid[None] - first  # (B, n): the grid point's place in this stretch
+    rank = grid[None] - first  # (B, n), index among the valid tokens of x_h
     count = torch.full_like(rank[:, :1], x_h.shape[2]) if valid is None else valid.sum(dim=1, keepdim=True)
-    present = (rank >= 0) & (rank < count)
+    has_landmark = (rank >= 0) & (rank < count)
     rank = rank.clamp(min=0).minimum((count - 1).clamp(min=0))
-    rows = rank if valid is None else token_of_rank(valid, rank)
+    rows = rank if valid is None else position_of_rank(valid, rank)
     picked = x_h.gather(2, rows[:, None, :, None].expand(-1, x_h.shape[1], -1, x_h.shape[3]))
-    return picked * present[:, None, :, None], present
+    return picked.masked_fill(~has_landmark[:, None, :, None], 0.0), has_landmark
 
 
-def landmark_decay(decay: Tensor, grid: Tensor, position: Tensor, dtype: torch.dtype) -> Tensor:
-    """γ_h^(i − g_j), (B, H, N, n); 1 where the landmark lies ahead (its caller masks those)."""
-    age = (position[..., None] - grid).clamp(min=0)[:, None]  # (B, 1, N, n)
-    gamma = decay.to(wide(dtype))[None, :, None, None]
-    return (gamma.log() * age).exp().to(dtype)
+# Objective
+
+
+def score_energy(scores: Tensor) -> Tensor:
+    """Σ_i e_i² per direction in at least float32, (B, H, N, s) → (B, H, s)."""
+    return scores.to(accumulation_dtype(scores.dtype)).square().sum(dim=2)
+
+
+def weight_trace(w_e: Tensor, w_r: Tensor) -> Tensor:
+    """Tr(W_eᵀ W_r) per head in at least float32: (H, n, s) → (1, H), (B, H, p, s) → (B, H)."""
+    dtype = accumulation_dtype(w_e.dtype)
+    trace = (w_e.to(dtype) * w_r.to(dtype)).sum(dim=(-2, -1))
+    return trace[None] if trace.ndim == 1 else trace
 
 
 def objective(
-    energy_e: Tensor,
-    energy_r: Tensor,
-    sqrt_lambda: Tensor,
-    trace: Tensor,
-    tokens: Tensor | int,
-    form: Literal["mean", "sum"] = "mean",
+    energy: Tensor, trace: Tensor, sqrt_lambda: Tensor, tokens: Tensor | int, form: Literal["mean", "sum"] = "mean"
 ) -> Tensor:
     """J_b = ½ Σ_i ‖√Λ e_i‖² + ½ Σ_i ‖√Λ r_i‖² − Tr(W_eᵀ W_r), averaged over the heads: (B,), in at least float32.
 
-    form "mean" averages the energies over the tokens, as training does (Λ is learned and absorbs the scale);
-    form "sum" is the paper's J. energies: (B, H, s), trace: (B or 1, H), tokens: (B,) or one number.
+    form "mean" averages the energies over the tokens, as in training (Λ is learned and absorbs the scale); form "sum"
+    is the paper's J. energy: (B, H, 2, s), trace: (B or 1, H), tokens: (B,) or one number.
     """
-    lam = sqrt_lambda.to(wide(sqrt_lambda.dtype)).square()
-    half = 0.5 * ((energy_e + energy_r) * lam).sum(dim=(1, 2)) / sqrt_lambda.shape[0]
+    scale = sqrt_lambda.to(accumulation_dtype(sqrt_lambda.dtype)).square() * (0.5 / sqrt_lambda.shape[0])
+    half = (energy * scale[:, None]).sum(dim=(1, 2, 3))
     if form == "mean":
         half = half / (max(tokens, 1) if isinstance(tokens, int) else tokens.clamp(min=1))
     return half - trace.mean(dim=1)
 
 
-def weight_trace(w_e: Tensor, w_r: Tensor) -> Tensor:
-    """Tr(W_eᵀ W_r) per head in at least float32: (…, H, n, s) → (…, H)."""
-    dtype = wide(w_e.dtype)
-    return (w_e.to(dtype) * w_r.to(dtype)).sum(dim=(-2, -1))
+# Kernel
 
 
-def feature_sum(phi_k: Tensor, valid: Tensor | None) -> Tensor:
-    """Σ φ_k over each sequence's valid tokens, (B, H, 1, p): Remark 4.1's D̂ is made of it where nothing is causal."""
-    kept = phi_k if valid is None else phi_k * valid[:, None, :, None]
-    return kept.to(wide(phi_k.dtype)).sum(dim=2, keepdim=True)
+def kernel_factors(
+    x: Tensor,
+    qk: Tensor,
+    mode: Mode,
+    feature_map: FeatureMap = COSINE,
+    *,
+    valid: Tensor | None = None,
+    decay: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """φ′_q, φ′_k with K = φ′_q φ′_kᵀ (Theorem 3.2): φ′ = f(X) φ if data-dependent, else φ."""
+    q, k = (split_heads(z, mode.heads) for z in qk.chunk(2, dim=-1))
+    if not mode.data_dependent:
+        phi_q, phi_k, _ = sum_features(q, k, mode, feature_map, valid, decay, None, Boundary())
+    else:
+        x_h = split_heads(x, mode.heads).to(q.dtype)
+        if mode.causal:
+            # With the identity as W, the scores are the similarities to the landmarks.
+            eye = torch.eye(mode.landmarks, dtype=q.dtype, device=q.device).expand(mode.heads, -1, -1)
+            (phi_q, phi_k), _ = causal_landmark_scores(
+                x_h, q, k, eye, eye, mode, feature_map, valid, decay, None, Boundary()
+            )
+        else:
+            rows = landmark_rows(x_h, mode.landmarks, valid)
+            phi_q, phi_k = (phi @ rows.mT for phi in token_features(q, k, feature_map, valid))
+    if valid is None:
+        return phi_q, phi_k
+    padding = ~valid[:, None, :, None]
+    return phi_q.masked_fill(padding, 0.0), phi_k.masked_fill(padding, 0.0)

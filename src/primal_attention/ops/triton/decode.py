@@ -1,8 +1,8 @@
-"""One token of the causal running mode: new sums, normalised and projected, in one launch.
+"""One token of the causal data-independent mode: update the sums, normalise and project, in one launch.
 
-    s ← γ s + z,   e = Wᵀ s / ‖s‖
+    s ← γ s + z,   e = Wᵀ s / ‖s‖                                            (reference: `reference.sum_features`)
 
-A program owns one sequence, one head and one side. The cost does not depend on how much was read before.
+One program per sequence, head and side. The cost does not depend on the number of tokens read before.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .config import ceil_div, power_of_two
-from .scores import EPS
+from .common import ceil_div, inverse_norms, power_of_two
 
 
 @triton.jit
-def _decode(
+def _decode_kernel(
     qk, query_sum, key_sum, weight, w_e, w_r, log_decay, scores, new_query_sum, new_key_sum, new_weight,
     HEADS: tl.constexpr, P: tl.constexpr, RANK: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, NS: tl.constexpr,
     DECAY: tl.constexpr,
@@ -35,7 +34,8 @@ def _decode(
     tl.store(new + place, total, mask=p < P)
     if side == 0:
         tl.store(new_weight + sequence * HEADS + head, gamma * tl.load(weight + sequence * HEADS + head) + 1.0)
-    phi = total / tl.maximum(tl.sqrt(tl.sum(total * total, 0)), EPS)
+    inverse, _ = inverse_norms(total[None])
+    phi = tl.sum(total[None] * inverse[:, None], 0)
     for block in range(NS):
         s = block * BS + tl.arange(0, BS)
         inside = (p[:, None] < P) & (s[None] < RANK)
@@ -54,17 +54,19 @@ def decode(
     w_r: Tensor,
     log_decay: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Scores (B, H, 2, s) of one token each, and the state after it. qk: (B, 2·H·p), sums: (B, H, p) float32."""
+    """Return the scores (B, H, 2, s) of one token each and the state after it.
+
+    qk: (B, 2·H·p); query_sum, key_sum: (B, H, p) float32; weight: (B, H).
+    """
     query_sum, key_sum, weight = (t.contiguous() for t in (query_sum, key_sum, weight))
     batch, heads, p = query_sum.shape
     rank = w_e.shape[2]
     scores = torch.empty((batch, heads, 2, rank), dtype=qk.dtype, device=qk.device)
     after = torch.empty_like(query_sum), torch.empty_like(key_sum), torch.empty_like(weight)
     block = min(power_of_two(rank), 64)
-    if batch:
-        _decode[(batch, 2 * heads)](
-            qk, query_sum, key_sum, weight, w_e, w_r, qk if log_decay is None else log_decay, scores, *after,
-            HEADS=heads, P=p, RANK=rank, BP=power_of_two(p), BS=block, NS=ceil_div(rank, block),
-            DECAY=log_decay is not None,
-        )  # fmt: skip
+    _decode_kernel[(batch, 2 * heads)](
+        qk.contiguous(), query_sum, key_sum, weight, w_e, w_r, qk if log_decay is None else log_decay, scores, *after,
+        HEADS=heads, P=p, RANK=rank, BP=power_of_two(p), BS=block, NS=ceil_div(rank, block),
+        DECAY=log_decay is not None,
+    )  # fmt: skip
     return scores, *after

@@ -1,0 +1,54 @@
+"""Layouts of sequences in a tensor: padded (B, N, …) with a mask, or packed (total, …) with boundaries."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+
+def check_boundaries(cu_seqlens: Tensor, total: int, max_seqlen: int | None = None) -> None:
+    """Raise unless the boundaries start at 0, never decrease, end at `total` and lie at most `max_seqlen` apart.
+
+    Reading the values synchronises with the device. A tensor that passed is marked and not read again until it
+    changes; torch.compile skips the check.
+    """
+    if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"cu_seqlens must be a 1-D int32 tensor of at least two boundaries (got {cu_seqlens.dtype}, "
+            f"shape {tuple(cu_seqlens.shape)})"
+        )
+    if torch.compiler.is_compiling():
+        return
+    # Inference tensors have no version counter, so a change could not be noticed: read them every time.
+    mark = None if cu_seqlens.is_inference() else (cu_seqlens._version, total, max_seqlen)
+    if mark is not None and getattr(cu_seqlens, "_primal_checked", None) == mark:
+        return
+    bounds = cu_seqlens.tolist()
+    if bounds[0] != 0:
+        raise ValueError(f"cu_seqlens must start at 0 (got {bounds[0]})")
+    for left, right in pairwise(bounds):
+        if right < left:
+            raise ValueError(f"cu_seqlens must not decrease (got {right} after {left})")
+    if bounds[-1] != total:
+        raise ValueError(f"cu_seqlens must end at the number of tokens, {total} (got {bounds[-1]})")
+    longest = max(right - left for left, right in pairwise(bounds))
+    if max_seqlen is not None and not max(longest, 1) <= max_seqlen:
+        raise ValueError(f"max_seqlen must be at least {max(longest, 1)}, the longest of cu_seqlens (got {max_seqlen})")
+    cu_seqlens._primal_checked = mark  # type: ignore[attr-defined]
+
+
+def padded_positions(cu_seqlens: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Return, for each slot of a padded (sequences, width) layout, its packed row and whether it holds a token."""
+    start, length = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
+    slot = torch.arange(width, device=cu_seqlens.device)
+    valid = slot < length[:, None]  # (sequences, width)
+    return torch.where(valid, start[:, None] + slot, 0), valid
+
+
+def packed_positions(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """Return, for each packed row, its sequence and its position in that sequence."""
+    row = torch.arange(total, device=cu_seqlens.device)
+    sequence = torch.searchsorted(cu_seqlens.long(), row, right=True) - 1
+    return sequence, row - cu_seqlens.long()[sequence]

@@ -1,0 +1,566 @@
+"""Bidirectional modes: forward and backward kernels.
+
+    W_{e|X} = f(X)ᵀ W_e,   e_i = W_{e|X}ᵀ q_i / ‖q_i‖,   E = Σ_i e_i²      (reference: `reference.attention`; r alike)
+
+Forward: q and k by one matrix product, `_landmark_weights_kernel`, then `_scores_kernel` writes scores and energies in
+one pass over q and k; the normalised rows are never stored. Backward, with g_E the gradient of the energies:
+
+    de ← de + 2 g_E ⊙ e,   dz = (W_{e|X} de − φ (e·de)) / ‖z‖,   dW_{e|X} = Σ_i z_i (de_i / ‖z_i‖)ᵀ
+    dx = dz W_qk, plus dW_{e|X} W_e[j] at the row of landmark j;   dW_e[j] = Σ_b x_{row_j}ᵀ dW_{e|X}
+
+Saved for backward: x, q and k. W_{e|X} is rebuilt from x: for short sequences it is as large as a quarter of x.
+
+Layouts: qk (rows, 2·H·p); wx (B or 1, H, 2, p, S); scores (rows, H, 2, S) with S the stored rank. Column `rank` of the
+e-scores, where S > rank, holds ones: the output projection uses it for the bias (`layer.output_projection`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+
+from .common import (
+    Tiles,
+    can_overwrite_saved,
+    ceil_div,
+    dot,
+    forbid_double_backward,
+    inverse_norms,
+    multiprocessors,
+    power_of_two,
+    precision,
+    scale_weights,
+    segment_sum,
+    stored_rank,
+)
+
+
+@triton.jit
+def _landmark_weights_kernel(
+    x, rows, w_e, w_r, wx, trace, n,
+    HEADS: tl.constexpr, P: tl.constexpr, RANK: tl.constexpr, S: tl.constexpr,
+    BN: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, NS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """W_{e|X}, W_{r|X} of one sequence, head and block of directions; Tr(W_eᵀ W_r) from the first sequence."""
+    # Neighbouring programs share the rows of a sequence, then the weights of a head: both are cached.
+    program = tl.program_id(0)
+    block, head, sequence = program % NS, program // NS % HEADS, (program // (NS * HEADS)).to(tl.int64)
+    s = block * BS + tl.arange(0, BS)
+    p, j = tl.arange(0, BP), tl.arange(0, BN)
+    x += head * P
+    w_e += head * n * RANK
+    w_r += head * n * RANK
+    sum_e = tl.zeros((BP, BS), tl.float32)
+    sum_r = tl.zeros((BP, BS), tl.float32)
+    for first in range(0, n, BN):
+        mark = first + j
+        row = tl.load(rows + sequence * n + mark, mask=mark < n, other=-1)
+        xl = tl.load(x + row[None] * (HEADS * P) + p[:, None], mask=(row >= 0)[None] & (p[:, None] < P), other=0.0)
+        place, inside = mark[:, None] * RANK + s[None], (mark < n)[:, None] & (s[None] < RANK)
+        sum_e += dot(xl, tl.load(w_e + place, mask=inside, other=0.0).to(xl.dtype), PRECISION)
+        sum_r += dot(xl, tl.load(w_r + place, mask=inside, other=0.0).to(xl.dtype), PRECISION)
+    out = (sequence * HEADS + head) * (2 * P * S) + p[:, None] * S + s[None]
+    fits = (p[:, None] < P) & (s[None] < S)
+    tl.store(wx + out, sum_e.to(wx.dtype.element_ty), mask=fits)
+    tl.store(wx + out + P * S, sum_r.to(wx.dtype.element_ty), mask=fits)
+    if sequence == 0:
+        total = tl.zeros((BN, BS), tl.float32)
+        for first in range(0, n, BN):
+            mark = first + j
+            place, inside = mark[:, None] * RANK + s[None], (mark < n)[:, None] & (s[None] < RANK)
+            e, r = tl.load(w_e + place, mask=inside, other=0.0), tl.load(w_r + place, mask=inside, other=0.0)
+            total += e.to(tl.float32) * r.to(tl.float32)
+        tl.store(trace + head * NS + block, tl.sum(tl.sum(total, 1), 0))
+
+
+@triton.jit
+def load_weights(wx, block, like, P: tl.constexpr, S: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr):
+    """A block of columns of W_{·|X}, (BP, BS), in the dtype of `like`."""
+    p, s = tl.arange(0, BP), block * BS + tl.arange(0, BS)
+    inside = (p[:, None] < P) & (s[None] < S)
+    return tl.load(wx + p[:, None] * S + s[None], mask=inside, other=0.0).to(like.dtype.element_ty)
+
+
+@triton.jit
+def _scores_kernel(
+    qk, wx, scores, energy, chunk_sequence, chunk_start, chunk_end, wx_stride,
+    HEADS: tl.constexpr, P: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr,
+    BT: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, NS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Scores and energies of one chunk, head and side (0: q → e, 1: k → r)."""
+    chunk, lane = tl.program_id(0), tl.program_id(1)
+    head, side = lane // 2, lane % 2
+    start, end = tl.load(chunk_start + chunk), tl.load(chunk_end + chunk)
+    p, t = tl.arange(0, BP), tl.arange(0, BT)
+    kind: tl.constexpr = scores.dtype.element_ty
+    qk += (side * HEADS + head) * P
+    wx += tl.load(chunk_sequence + chunk) * wx_stride + lane * (P * S)
+    for block in tl.static_range(NS):
+        s = block * BS + tl.arange(0, BS)
+        w, factor = scale_weights(load_weights(wx, block, scores, P, S, BP, BS))
+        total = tl.zeros((BS,), tl.float32)
+        for first in range(start, end, BT):
+            row = first + t
+            live = row < end
+            z = tl.load(qk + row[:, None] * (2 * HEADS * P) + p[None], mask=live[:, None] & (p[None] < P), other=0.0)
+            inverse, _ = inverse_norms(z.to(tl.float32))
+            if z.dtype == kind:
+                e = dot(z, w, PRECISION) * (inverse * factor)[:, None]
+            else:  # float32 sums: normalise before rounding
+                e = dot((z * inverse[:, None]).to(kind), w, PRECISION) * factor
+            total += tl.sum(e * e, 0)
+            e = tl.where((s[None] == RANK) & (side == 0), 1.0, e)
+            place = scores + row[:, None] * (2 * HEADS * S) + lane * S + s[None]
+            tl.store(place, e.to(kind), mask=live[:, None] & (s[None] < S))
+        tl.store(energy + (chunk.to(tl.int64) * (2 * HEADS) + lane) * S + s, total, mask=s < S)
+
+
+@triton.jit
+def load_score_gradient(
+    grad_scores, grad_energy, e, row, live, s, HEADS: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr
+):  # fmt: skip
+    """de = gradient of the scores + 2 g_E ⊙ e. Columns beyond the rank have no direction and no gradient."""
+    twice = 2.0 * tl.load(grad_energy + s, mask=s < RANK, other=0.0)
+    de = tl.load(
+        grad_scores + row[:, None] * (2 * HEADS * S) + s[None], mask=live[:, None] & (s[None] < RANK), other=0.0
+    ).to(tl.float32)  # fmt: skip
+    return de + twice[None] * e
+
+
+@triton.jit
+def _scores_backward_kernel(
+    qk, wx, grad_scores, grad_energy, grad_qk, grad_wx, grad_bias,
+    chunk_sequence, chunk_start, chunk_end, wx_stride,
+    HEADS: tl.constexpr, P: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr,
+    BT: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, NS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dz and the chunk's partial sums of db and, if NS is 1, of dW; for larger ranks see the next kernel."""
+    chunk, lane = tl.program_id(0), tl.program_id(1)
+    start, end = tl.load(chunk_start + chunk), tl.load(chunk_end + chunk)
+    sequence = tl.load(chunk_sequence + chunk)
+    p, t = tl.arange(0, BP), tl.arange(0, BT)
+    kind: tl.constexpr = grad_scores.dtype.element_ty
+    column = ((lane % 2) * HEADS + lane // 2) * P + p
+    wx += sequence * wx_stride + lane * (P * S)
+    grad_scores += lane * S
+    grad_energy += (sequence * (2 * HEADS) + lane) * S
+    if NS == 1:
+        w_first, factor = scale_weights(load_weights(wx, 0, grad_scores, P, S, BP, BS))
+    sum_w = tl.zeros((BP, BS), tl.float32)
+    sum_b = tl.zeros((BP,), tl.float32)
+    for first in range(start, end, BT):
+        row = first + t
+        live = row < end
+        inside = live[:, None] & (p[None] < P)
+        z = tl.load(qk + row[:, None] * (2 * HEADS * P) + column[None], mask=inside, other=0.0)
+        z32 = z.to(tl.float32)
+        inverse, above = inverse_norms(z32)
+        phi = (z32 * inverse[:, None]).to(kind)
+        dz = tl.zeros((BT, BP), tl.float32)
+        along = tl.zeros((BT,), tl.float32)
+        for block in tl.static_range(NS):
+            if NS == 1:
+                w = w_first
+            else:
+                w, factor = scale_weights(load_weights(wx, block, grad_scores, P, S, BP, BS))
+            if z.dtype == kind:
+                e = dot(z, w, PRECISION) * (inverse * factor)[:, None]
+            else:
+                e = dot(phi, w, PRECISION) * factor
+            de = load_score_gradient(
+                grad_scores, grad_energy, e, row, live, block * BS + tl.arange(0, BS), HEADS, S, RANK
+            )
+            along += tl.sum(e * de, 1)
+            if z.dtype == kind:
+                du = (de * inverse[:, None]).to(kind)
+                dz += dot(du, tl.trans(w), PRECISION) * factor
+                if NS == 1:
+                    sum_w += dot(tl.trans(z), du, PRECISION)
+            else:
+                dz += dot(de.to(kind), tl.trans(w), PRECISION) * (inverse * factor)[:, None]
+                if NS == 1:
+                    sum_w += dot(tl.trans(phi), de.to(kind), PRECISION)
+        if z.dtype == kind:
+            dz -= z32 * inverse[:, None] * tl.where(above, along * inverse, 0.0)[:, None]
+        else:
+            # Orthogonal to z beyond rounding: the gradient of a decay is a sum of small differences.
+            unit = z32 * inverse[:, None]
+            dz -= unit * tl.where(above, tl.sum(unit * dz, 1), 0.0)[:, None]
+        sum_b += tl.sum(dz, 0)
+        tl.store(grad_qk + row[:, None] * (2 * HEADS * P) + column[None], dz.to(z.dtype), mask=inside)
+    own = chunk.to(tl.int64) * (2 * HEADS) + lane
+    tl.store(grad_bias + chunk.to(tl.int64) * (2 * HEADS * P) + column, sum_b, mask=p < P)
+    if NS == 1:
+        s = tl.arange(0, BS)
+        tl.store(
+            grad_wx + own * (P * S) + p[:, None] * S + s[None], sum_w.to(grad_wx.dtype.element_ty),
+            mask=(p[:, None] < P) & (s[None] < S),
+        )  # fmt: skip
+
+
+@triton.jit
+def _weights_backward_kernel(
+    qk, wx, grad_scores, grad_energy, grad_wx, chunk_sequence, chunk_start, chunk_end, wx_stride,
+    HEADS: tl.constexpr, P: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr,
+    BT: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The chunk's partial sum of dW for one block of directions, where one block does not cover the rank."""
+    chunk, lane, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    start, end = tl.load(chunk_start + chunk), tl.load(chunk_end + chunk)
+    sequence = tl.load(chunk_sequence + chunk)
+    p, t, s = tl.arange(0, BP), tl.arange(0, BT), block * BS + tl.arange(0, BS)
+    kind: tl.constexpr = grad_scores.dtype.element_ty
+    column = ((lane % 2) * HEADS + lane // 2) * P + p
+    w, factor = scale_weights(
+        load_weights(wx + sequence * wx_stride + lane * (P * S), block, grad_scores, P, S, BP, BS)
+    )
+    grad_scores += lane * S
+    grad_energy += (sequence * (2 * HEADS) + lane) * S
+    sum_w = tl.zeros((BP, BS), tl.float32)
+    for first in range(start, end, BT):
+        row = first + t
+        live = row < end
+        inside = live[:, None] & (p[None] < P)
+        z = tl.load(qk + row[:, None] * (2 * HEADS * P) + column[None], mask=inside, other=0.0).to(tl.float32)
+        inverse, _ = inverse_norms(z)
+        phi = (z * inverse[:, None]).to(kind)
+        e = dot(phi, w, PRECISION) * factor
+        de = load_score_gradient(grad_scores, grad_energy, e, row, live, s, HEADS, S, RANK)
+        sum_w += dot(tl.trans(phi), de.to(kind), PRECISION)
+    tl.store(
+        grad_wx + (chunk.to(tl.int64) * (2 * HEADS) + lane) * (P * S) + p[:, None] * S + s[None],
+        sum_w.to(grad_wx.dtype.element_ty), mask=(p[:, None] < P) & (s[None] < S),
+    )  # fmt: skip
+
+
+@triton.jit
+def _add_equal_rows(own_e, own_r, w_e, w_r, rows, row, mark, leads, n, s, RANK: tl.constexpr):
+    """Add to the weights of each leading landmark those of the equal rows behind it."""
+    sum_e, sum_r = own_e.to(tl.float32), own_r.to(tl.float32)
+    step = 0
+    follows = leads.to(tl.int32)
+    while tl.max(follows, 0) > 0:
+        step += 1
+        ahead = mark + step
+        is_same = tl.load(rows + ahead, mask=(follows > 0) & (ahead < n), other=-2) == row
+        follows = (is_same & (follows > 0)).to(tl.int32)
+        place, inside = ahead[:, None] * RANK + s[None], (follows > 0)[:, None] & (s[None] < RANK)
+        sum_e += tl.load(w_e + place, mask=inside, other=0.0).to(tl.float32)
+        sum_r += tl.load(w_r + place, mask=inside, other=0.0).to(tl.float32)
+    return sum_e.to(own_e.dtype), sum_r.to(own_r.dtype)
+
+
+@triton.jit
+def _landmark_rows_backward_kernel(
+    grad_wx, rows, w_e, w_r, grad_x, n, per_program,
+    HEADS: tl.constexpr, P: tl.constexpr, RANK: tl.constexpr, S: tl.constexpr,
+    BN: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, NS: tl.constexpr, DISTINCT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """grad_x[row_j] += dW_{e|X} W_e[j] + dW_{r|X} W_r[j]. The first of equal rows adds for all of them."""
+    program = tl.program_id(0)
+    head, sequence = program % HEADS, (program // HEADS).to(tl.int64)
+    p, j = tl.arange(0, BP), tl.arange(0, BN)
+    kind = grad_x.dtype.element_ty
+    rows += sequence * n
+    grad_wx += (sequence * HEADS + head) * (2 * P * S)
+    grad_x += head * P
+    w_e += head * n * RANK
+    w_r += head * n * RANK
+    begin = tl.program_id(1) * per_program
+    for first in range(begin, tl.minimum(begin + per_program, n), BN):
+        mark = first + j
+        row = tl.load(rows + mark, mask=mark < n, other=-1)
+        leads = row >= 0
+        if not DISTINCT:
+            before = tl.load(rows + mark - 1, mask=(mark < n) & (mark > 0), other=-1)
+            leads = leads & (row != before)
+        grad = tl.zeros((BN, BP), tl.float32)
+        for block in range(NS):
+            s = block * BS + tl.arange(0, BS)
+            place, inside = mark[:, None] * RANK + s[None], leads[:, None] & (s[None] < RANK)
+            own_e, own_r = tl.load(w_e + place, mask=inside, other=0.0), tl.load(w_r + place, mask=inside, other=0.0)
+            if not DISTINCT:
+                own_e, own_r = _add_equal_rows(own_e, own_r, w_e, w_r, rows, row, mark, leads, n, s, RANK)
+            source = grad_wx + p[None] * S + s[:, None]
+            fits = (p[None] < P) & (s[:, None] < S)
+            grad += dot(own_e.to(kind), tl.load(source, mask=fits, other=0.0).to(kind), PRECISION)
+            grad += dot(own_r.to(kind), tl.load(source + P * S, mask=fits, other=0.0).to(kind), PRECISION)
+        target = grad_x + row[:, None] * (HEADS * P) + p[None]
+        inside = leads[:, None] & (p[None] < P)
+        grad += tl.load(target, mask=inside, other=0.0).to(tl.float32)
+        tl.store(target, grad.to(kind), mask=inside)
+
+
+@triton.jit
+def _landmark_weights_backward_kernel(
+    x, rows, grad_wx, grad_w, n, batch, per_split,
+    HEADS: tl.constexpr, P: tl.constexpr, S: tl.constexpr,
+    BN: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dW[j] = Σ_b x_{row_j}ᵀ dW_{·|X} as partial sums over groups of sequences."""
+    split, lane = tl.program_id(0).to(tl.int64), tl.program_id(1)  # int64: offsets may pass 2^31
+    head, side = lane // 2, lane % 2
+    marks = tl.cdiv(n, BN)
+    mark = (tl.program_id(2) % marks) * BN + tl.arange(0, BN)
+    s = (tl.program_id(2) // marks) * BS + tl.arange(0, BS)
+    p = tl.arange(0, BP)
+    x += head * P
+    total = tl.zeros((BN, BS), tl.float32)
+    fits = (p[:, None] < P) & (s[None] < S)
+    for sequence in range(split * per_split, tl.minimum((split + 1) * per_split, batch)):
+        row = tl.load(rows + sequence * n + mark, mask=mark < n, other=-1)
+        xl = tl.load(x + row[:, None] * (HEADS * P) + p[None], mask=(row >= 0)[:, None] & (p[None] < P), other=0.0)
+        source = (sequence * (2 * HEADS) + lane) * (P * S) + p[:, None] * S + s[None]
+        total += dot(xl, tl.load(grad_wx + source, mask=fits, other=0.0).to(xl.dtype), PRECISION)
+    target = grad_w + (((split * HEADS + head) * 2 + side) * n + mark)[:, None] * S + s[None]
+    tl.store(target, total, mask=(mark < n)[:, None] & (s[None] < S))
+
+
+def score_tiles(dtype: torch.dtype, head_dim: int, rank: int) -> Tiles:
+    """Tiles of the score kernels: operands stay in registers and shared memory."""
+    width, full = power_of_two(head_dim), power_of_two(stored_rank(rank))
+    block = min(full, 64 if width >= 256 or dtype == torch.float32 else 128)
+    tokens = 128 if width * max(block, width) <= 64 * 64 else (64 if width <= 128 else 32)
+    if dtype == torch.float32:
+        tokens = min(tokens, 64 if width <= 64 else 32)
+    return Tiles(tokens, width, block, ceil_div(stored_rank(rank), block), 4 if tokens * width <= 128 * 64 else 8)
+
+
+def landmark_tiles(head_dim: int, rank: int) -> Tiles:
+    """Tiles of the landmark kernels; `tokens` counts landmarks. Few directions of a block are empty."""
+    width, stored = power_of_two(head_dim), stored_rank(rank)
+    fits = ceil_div(stored, 64) * 64 == ceil_div(stored, 32) * 32 and width <= 128
+    block = min(power_of_two(stored), 64 if fits else 32)
+    return Tiles(64 if width <= 64 else 32, width, block, ceil_div(stored, block), 4)
+
+
+def large_landmark_tiles(dtype: torch.dtype, head_dim: int, rank: int, landmarks: int) -> Tiles:
+    """As `landmark_tiles`, with more directions and landmarks per block where 16-bit operands fit."""
+    tiles = landmark_tiles(head_dim, rank)
+    if dtype == torch.float32 or tiles.width > 64:
+        return tiles
+    block = min(power_of_two(stored_rank(rank)), 128)
+    blocks = ceil_div(stored_rank(rank), block)
+    return Tiles(128 if landmarks > 64 and block <= 64 else 64, tiles.width, block, blocks, 4)
+
+
+def landmark_weights(x: Tensor, rows: Tensor, w_e: Tensor, w_r: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return wx (B, H, 2, p, S) in `dtype` and Tr(W_eᵀ W_r) (H,). x: (rows, H·p), rows: (B, n), −1 for none."""
+    heads, n, rank = w_e.shape
+    p, stored = x.shape[1] // heads, stored_rank(rank)
+    tiles = landmark_tiles(p, rank)
+    if x.dtype != torch.float32 and tiles.width <= 64 and stored > tiles.rank:  # one block: rows are read once
+        block = min(power_of_two(stored), 128)
+        tiles = Tiles(32, tiles.width, block, ceil_div(stored, block), 4)
+    wx = torch.empty((rows.shape[0], heads, 2, p, stored), dtype=dtype, device=x.device)
+    trace = torch.empty((heads, tiles.rank_blocks), dtype=torch.float32, device=x.device)
+    _landmark_weights_kernel[(rows.shape[0] * heads * tiles.rank_blocks,)](
+        x, rows, w_e, w_r, wx, trace, n, HEADS=heads, P=p, RANK=rank, S=stored,
+        BN=tiles.tokens, BP=tiles.width, BS=tiles.rank, NS=tiles.rank_blocks, PRECISION=precision(x.dtype),
+    )  # fmt: skip
+    return wx, trace.sum(1)
+
+
+def add_landmark_gradients(
+    rows: Tensor, w_e: Tensor, w_r: Tensor, grad_wx: Tensor, grad_x: Tensor, is_distinct: bool
+) -> None:
+    """Add the landmarks' gradient to grad_x (rows, d) in place. is_distinct: no sequence repeats a row."""
+    heads, n, rank = w_e.shape
+    batch, p = rows.shape[0], grad_x.shape[1] // heads
+    tiles = landmark_tiles(p, rank)
+    # One program per sequence and head handles all landmarks, unless that leaves multiprocessors idle.
+    per_program = n if batch * heads >= 2 * multiprocessors(grad_x.device) else tiles.tokens
+    _landmark_rows_backward_kernel[(batch * heads, ceil_div(n, per_program))](
+        grad_wx, rows, w_e, w_r, grad_x, n, per_program, HEADS=heads, P=p, RANK=rank, S=stored_rank(rank),
+        BN=tiles.tokens, BP=tiles.width, BS=tiles.rank, NS=tiles.rank_blocks, DISTINCT=is_distinct,
+        PRECISION=precision(grad_x.dtype),
+    )  # fmt: skip
+
+
+def landmark_weight_gradients(x: Tensor, rows: Tensor, w_e: Tensor, grad_wx: Tensor) -> Tensor:
+    """Return the gradients of W_e and W_r from that of wx, (H, 2, n, S) float32."""
+    heads, n, rank = w_e.shape
+    batch, p = rows.shape[0], x.shape[1] // heads
+    tiles = large_landmark_tiles(x.dtype, p, rank, n)
+    blocks = ceil_div(n, tiles.tokens) * tiles.rank_blocks
+    # Enough programs to fill the GPU, few enough partial sums to add them cheaply.
+    splits = min(batch, max(1, 2 * multiprocessors(x.device) // (2 * heads * blocks)))
+    parts = torch.empty((splits, heads, 2, n, stored_rank(rank)), dtype=torch.float32, device=x.device)
+    _landmark_weights_backward_kernel[(splits, 2 * heads, blocks)](
+        x, rows, grad_wx, parts, n, batch, ceil_div(batch, splits), HEADS=heads, P=p, S=stored_rank(rank),
+        BN=tiles.tokens, BP=tiles.width, BS=tiles.rank, PRECISION=precision(x.dtype),
+        num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
+    return parts.sum(0)
+
+
+def pack_weights(w_e: Tensor, w_r: Tensor) -> Tensor:
+    """Return W_e, W_r (H, p, s) in the layout of wx, (1, H, 2, p, S) float32."""
+    rank = w_e.shape[2]
+    return F.pad(torch.stack([w_e, w_r], dim=1).float(), (0, stored_rank(rank) - rank))[None]
+
+
+def score_arguments(z: Tensor, dtype: torch.dtype, heads: int, rank: int) -> tuple[dict[str, Any], Tiles]:
+    """Return the constants of the score kernels and their tiles."""
+    p = z.shape[1] // (2 * heads)
+    tiles = score_tiles(z.dtype, p, rank)
+    constants = {"HEADS": heads, "P": p, "S": stored_rank(rank), "RANK": rank, "BP": tiles.width, "BS": tiles.rank,
+                 "PRECISION": precision(dtype), "num_warps": tiles.warps}  # fmt: skip
+    return constants, tiles
+
+
+def score_forward(
+    z: Tensor, wx: Tensor, tables: tuple[Tensor, ...], dtype: torch.dtype, rank: int, covers_rows: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the scores (rows, H, 2, S) in `dtype` and the chunks' energies (chunks, H, 2, S).
+
+    z: q and k, or their sums in float32, (rows, 2·H·p). covers_rows: the sequences cover every row.
+    """
+    heads, stored = wx.shape[1], wx.shape[4]
+    _, _, _, chunk_sequence, chunk_start, chunk_end = tables
+    new = torch.empty if covers_rows else torch.zeros
+    scores = new((z.shape[0], heads, 2, stored), dtype=dtype, device=z.device)
+    energy = torch.empty((chunk_start.shape[0], heads, 2, stored), dtype=torch.float32, device=z.device)
+    constants, tiles = score_arguments(z, dtype, heads, rank)
+    _scores_kernel[(chunk_start.shape[0], 2 * heads)](
+        z, wx, scores, energy, chunk_sequence, chunk_start, chunk_end, wx.stride(0) if wx.shape[0] > 1 else 0,
+        BT=tiles.tokens, NS=tiles.rank_blocks, **constants,
+    )  # fmt: skip
+    return scores, energy
+
+
+def score_backward(
+    z: Tensor,
+    wx: Tensor,
+    grad_scores: Tensor,
+    grad_energy: Tensor,
+    tables: tuple[Tensor, ...],
+    wx_grad_dtype: torch.dtype,
+    rank: int,
+    covers_rows: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradient of z and the chunks' partial sums of those of wx and of the projection's bias."""
+    heads, p, stored = wx.shape[1], wx.shape[3], wx.shape[4]
+    _, _, _, chunk_sequence, chunk_start, chunk_end = tables
+    constants, tiles = score_arguments(z, grad_scores.dtype, heads, rank)
+    chunks, is_one_block = chunk_start.shape[0], tiles.rank_blocks == 1
+    # Larger ranks read z twice.
+    if is_one_block and covers_rows and can_overwrite_saved():
+        grad_z = z
+    else:
+        grad_z = (torch.empty_like if covers_rows else torch.zeros_like)(z)
+    grad_wx = torch.empty((chunks, heads, 2, p, stored), dtype=wx_grad_dtype, device=z.device)
+    grad_bias = torch.empty((chunks, 2 * heads * p), dtype=torch.float32, device=z.device)
+    places = (chunk_sequence, chunk_start, chunk_end, wx.stride(0) if wx.shape[0] > 1 else 0)
+    constants["BT"] = min(tiles.tokens, 64)
+    _scores_backward_kernel[(chunks, 2 * heads)](
+        z, wx, grad_scores, grad_energy, grad_z, grad_wx, grad_bias, *places, NS=tiles.rank_blocks, **constants
+    )
+    if not is_one_block:
+        _weights_backward_kernel[(chunks, 2 * heads, tiles.rank_blocks)](
+            z, wx, grad_scores, grad_energy, grad_wx, *places, **constants
+        )
+    return grad_z, grad_wx, grad_bias
+
+
+class BidirectionalScores(torch.autograd.Function):
+    """Scores (rows, H, 2, S), energies (B, H, 2, S), traces (H,) and, if requested, wx of the bidirectional modes.
+
+    Args:
+        x: rows of all sequences, (rows, d); None if `qk` and `source` are given.
+        weight: of the projection, (2d, d); None if `qk` is given.
+        bias: of the projection, (2d,).
+        qk: q and k, (rows, 2d), if they are computed elsewhere.
+        source: rows that contain the landmarks; None for x.
+        w_e: (H, n, s), or (H, p, s) if data-independent.
+        w_r: like w_e.
+        rows: the row of each landmark in the source, (B, n); None if data-independent.
+        dtype: of the scores.
+        returns_weights: return wx, in float32.
+        is_distinct: no sequence repeats a landmark row.
+        covers_rows: the sequences cover every row.
+        is_single_chunk: every sequence has one chunk.
+        tables: the tensors of `Sequences`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        qk: Tensor | None,
+        source: Tensor | None,
+        w_e: Tensor,
+        w_r: Tensor,
+        rows: Tensor | None,
+        dtype: torch.dtype,
+        returns_weights: bool,
+        is_distinct: bool,
+        covers_rows: bool,
+        is_single_chunk: bool,
+        *tables: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        z = F.linear(x, weight, bias) if qk is None else qk  # type: ignore[arg-type]
+        if rows is None:
+            wx, trace = pack_weights(w_e, w_r), (w_e.float() * w_r.float()).sum((1, 2))
+        else:
+            origin = x if source is None else source
+            wx, trace = landmark_weights(origin, rows, w_e, w_r, torch.float32 if returns_weights else dtype)  # type: ignore[arg-type]
+        scores, energy = score_forward(z, wx, tables, dtype, w_e.shape[2], covers_rows)
+        ctx.save_for_backward(x, weight, z, source, w_e, w_r, rows, *tables)
+        ctx.settings = (wx.dtype, is_distinct, covers_rows, is_single_chunk, qk is None, bias is not None)
+        return scores, segment_sum(energy, tables[2], is_single_chunk), trace, wx if returns_weights else None
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_scores: Tensor, grad_energy: Tensor, grad_trace: Tensor, grad_weights: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        forbid_double_backward()
+        x, weight, z, source, w_e, w_r, rows, *tables = ctx.saved_tensors
+        dtype, is_distinct, covers_rows, is_single_chunk, projects, has_bias = ctx.settings
+        rank, origin = w_e.shape[2], x if source is None else source
+        if rows is None:
+            wx = pack_weights(w_e, w_r)
+        else:
+            wx, _ = landmark_weights(origin, rows, w_e, w_r, dtype)
+        is_own = rows is not None and is_single_chunk  # a chunk's sum is the gradient of its sequence's weights
+        grad_z, grad_wx, grad_bias = score_backward(
+            z, wx, grad_scores.contiguous(), grad_energy.contiguous(), tuple(tables),
+            wx.dtype if is_own else torch.float32, rank, covers_rows,
+        )  # fmt: skip
+        grad_x = grad_weight = grad_source = None
+        if projects:
+            grad_x, grad_weight = grad_z @ weight, grad_z.mT @ x
+        if rows is None:
+            grad_w = grad_wx.sum(0)
+        else:
+            grad_wx = segment_sum(grad_wx, tables[2], is_single_chunk, wx.dtype)
+            if grad_weights is not None:
+                grad_wx = grad_wx + grad_weights
+            if source is not None or not projects:
+                grad_source = torch.zeros_like(origin)
+            add_landmark_gradients(
+                rows, w_e, w_r, grad_wx, grad_x if grad_source is None else grad_source, is_distinct
+            )
+            grad_w = landmark_weight_gradients(origin, rows, w_e, grad_wx)
+        grad_e = torch.addcmul(grad_w[:, 0, :, :rank], grad_trace[:, None, None], w_r.float()).to(w_e.dtype)
+        grad_r = torch.addcmul(grad_w[:, 1, :, :rank], grad_trace[:, None, None], w_e.float()).to(w_r.dtype)
+        if source is None and not projects:
+            grad_x, grad_source = grad_source, None
+        return (
+            grad_x,
+            grad_weight,
+            grad_bias.sum(0).to(z.dtype) if has_bias else None,
+            None if projects else grad_z,
+            grad_source,
+            grad_e,
+            grad_r,
+            *(None,) * (6 + len(tables)),
+        )
