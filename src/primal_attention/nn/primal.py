@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from ..ops import feature_maps, padding, reference
 from ..ops.feature_maps import COSINE, FeatureMap, accumulation_dtype
 from ..ops.landmarks import random_shift
-from ..ops.primal import BACKENDS, attend
+from ..ops.primal import BACKENDS, attend, compute_objective
 from ..ops.types import LandmarkState, Mode, Output, RunningState, State, Weights
 from . import checks
 
@@ -248,7 +248,7 @@ class PrimalAttention(nn.Module):
         if weights.qk_weight is None or self.context is not None:
             x = x if valid is None else x.masked_fill(~valid[..., None], 0.0)  # zero the padding, including NaNs
             qk = self.qk_proj(x)
-            weights = weights._replace(qk_weight=None, qk_bias=None)
+            weights = Weights(None, None, *weights[2:])
         decay, feature_map = self.decay, self._feature_map()
         if self.context is not None:
             boundary, tokens = self.context.boundary(x, qk, self.mode, feature_map, valid, decay, shift)
@@ -268,15 +268,15 @@ class PrimalAttention(nn.Module):
             y = y if valid is None else y.masked_fill(~valid[..., None], 0.0)
         assert y is not None
         if needs_objective:
-            assert result.energy is not None and result.trace is not None
-            energy = result.energy if self.context is None else self.context.sum(result.energy)
-            objective = reference.objective(energy, result.trace, self.sqrt_lambda, tokens, self.objective_form)
+            if self.context is not None:
+                result = result._replace(energy=self.context.sum(result.energy))
+            objective = compute_objective(result, self.sqrt_lambda, tokens, self.objective_form)
             y, objective = couple_gradients(y, objective)
             self._set_objective(objective)
         extras: list[Any] = [result.scores] if return_scores else []
         if return_state:
             assert result.state is not None
-            extras.append(result.state._replace(layer=self._state_label()))
+            extras.append(type(result.state)(*result.state[:-1], self._state_label()))
         if key is not None:
             extras.insert(0, None)
         return (y, *extras) if extras else y

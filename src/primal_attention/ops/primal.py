@@ -110,6 +110,23 @@ def attend(
     return result._replace(y=y, scores=packed)  # scores: (H, total, s)
 
 
+def compute_objective(
+    result: Output, sqrt_lambda: Tensor, tokens: Tensor | int, form: Literal["mean", "sum"] = "mean"
+) -> Tensor:
+    """Return J of each sample, (B,), from the energies and traces of a layer. tokens: (B,) or one number."""
+    energy, trace = result.energy, result.trace
+    assert energy is not None and trace is not None
+    if not result.is_fused:
+        return reference.objective(energy, trace, sqrt_lambda, tokens, form)
+    if trace.ndim == 2:
+        return reference.objective(energy[..., : sqrt_lambda.shape[1]], trace, sqrt_lambda, tokens, form)
+    from .triton.objective import Objective
+
+    lengths, length = (tokens, 0) if isinstance(tokens, Tensor) else (None, tokens)
+    with current_device(energy):
+        return Objective.apply(energy, sqrt_lambda, trace, lengths, length, form == "sum")  # type: ignore[no-any-return]
+
+
 def check_shapes(x: Tensor, weights: Weights, mode: Mode) -> None:
     """Raise if a parameter does not fit x and the mode. The kernels read memory by these shapes."""
     d, heads, rank = x.shape[-1], mode.heads, weights.w_e.shape[-1]

@@ -78,7 +78,8 @@ class Output(NamedTuple):
     """The result of a layer; None for what was not requested."""
 
     y: Tensor | None  # like x
-    energy: Tensor | None = None  # Σ_i e_i², Σ_i r_i², (B, H, 2, s)
-    trace: Tensor | None = None  # Tr(W_eᵀ W_r) per head, (1 or B, H)
+    energy: Tensor | None = None  # Σ_i e_i², Σ_i r_i², (B, H, 2, s), of the fused kernels (B, H, 2, stored rank)
+    trace: Tensor | None = None  # Tr(W_eᵀ W_r) per head, (1 or B, H), of the fused kernels (H,) or (B, H)
     scores: Scores | None = None
     state: State | None = None
+    is_fused: bool = False

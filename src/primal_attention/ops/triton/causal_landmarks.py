@@ -137,7 +137,7 @@ def _scores_kernel(
         live = row < end
         z = tl.load(qk + row[:, None] * (2 * HEADS * P) + p[None], mask=live[:, None] & (p[None] < P), other=0.0)
         z = z.to(tl.float32)
-        inverse, _ = inverse_norms(z)
+        inverse, above = inverse_norms(z)
         phi = (z * inverse[:, None]).to(kind)
         begin, count = first + shift, tl.minimum(end - first, BT)
         e = dot(phi, state.to(kind), PRECISION) * powers(rate, t + 1, DECAY)[:, None]
@@ -145,7 +145,7 @@ def _scores_kernel(
         end_mark = tl.load(marks_before + tl.minimum(begin + count, max_length))
         for mark in range(tl.load(marks_before + tl.minimum(begin, max_length)), end_mark, BN):
             xl, wl, position, exists = _load_block(x, rows, grid, w, mark, end_mark, head, HEADS, P, RANK, BN, BP, BS)
-            weight, _ = _similarity_weights(begin, position, exists, rate, BT, DECAY)
+            weight, age = _similarity_weights(begin, position, exists, rate, BT, DECAY)
             e += dot((dot(phi, tl.trans(xl), PRECISION) * weight).to(kind), wl, PRECISION)
             late = powers(rate, tl.maximum(begin + count - 1 - position, 0), DECAY)
             state += dot(tl.trans((xl * late[:, None]).to(kind)), wl, PRECISION)
@@ -273,7 +273,7 @@ def _landmarks_backward_kernel(
         live = row < end
         z = tl.load(qk + row[:, None] * (2 * HEADS * P) + p[None], mask=live[:, None] & (p[None] < P), other=0.0)
         z = z.to(tl.float32)
-        inverse, _ = inverse_norms(z)
+        inverse, above = inverse_norms(z)
         phi = (z * inverse[:, None]).to(kind)
         begin, count = first + shift, tl.minimum(end - first, BT)
         e = tl.load(
@@ -284,7 +284,7 @@ def _landmarks_backward_kernel(
         end_mark = tl.load(marks_before + tl.minimum(begin + count, max_length))
         for mark in range(tl.load(marks_before + tl.minimum(begin, max_length)), end_mark, BN):
             xl, wl, position, exists = _load_block(x, rows, grid, w, mark, end_mark, head, HEADS, P, RANK, BN, BP, BS)
-            weight, _ = _similarity_weights(begin, position, exists, rate, BT, DECAY)
+            weight, age = _similarity_weights(begin, position, exists, rate, BT, DECAY)
             a = (dot(phi, tl.trans(xl), PRECISION) * weight).to(kind)
             da = (dot(narrow, tl.trans(wl), PRECISION) * weight).to(kind)
             late = powers(rate, tl.maximum(begin + count - 1 - position, 0), DECAY)[:, None]

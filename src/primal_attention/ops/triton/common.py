@@ -268,7 +268,8 @@ def compact(valid: Tensor) -> tuple[Tensor, Tensor, Sequences]:
     _compact_kernel[(batch,)](
         valid.contiguous().view(torch.uint8), source, place, lengths, chunk_end, width, chunks, BT=1024, ROWS=CHUNK
     )
-    sequences = uniform_sequences(batch, width, valid.device)._replace(lengths=lengths, chunk_end=chunk_end)
+    starts, _, first_chunk, chunk_sequence, chunk_start, _, is_single = uniform_sequences(batch, width, valid.device)
+    sequences = Sequences(starts, lengths, first_chunk, chunk_sequence, chunk_start, chunk_end, is_single)
     return source, place, sequences
 
 

@@ -127,17 +127,15 @@ def fused_attention(
         y = output_projection(scores, weights, rank, dropout).view(x.shape)
         y = y if order is None else PermuteRows.apply(y, *reversed(order))
     by_head = _split_scores(scores, x, order, rank) if need_scores or y is None else None
-    return Output(y, energy[..., :rank], total_trace if total_trace.ndim == 2 else total_trace[None], by_head, after)
+    return Output(y, energy, total_trace, by_head, after, is_fused=True)
 
 
 def _cast_maps(weights: Weights, dtype: torch.dtype) -> Weights:
     """Cast the linear maps. W_e and W_r keep their dtype: the kernels convert them, and J uses them unrounded."""
-    return weights._replace(
-        **{
-            name: None if (w := getattr(weights, name)) is None else w.to(dtype)
-            for name in ("qk_weight", "qk_bias", "score_weight", "score_bias", "out_weight", "out_bias")
-        }
+    qk, qk_bias, w_e, w_r, *output = (
+        w if w is None or w is weights.w_e or w is weights.w_r else w.to(dtype) for w in weights
     )
+    return Weights(qk, qk_bias, w_e, w_r, *output)  # type: ignore[arg-type]
 
 
 def _landmarks_before(
@@ -161,7 +159,7 @@ def output_projection(scores: Tensor, weights: Weights, rank: int, dropout: floa
     """y = W_out concat_h(W_o [e; r] + b_o) + b_out, (rows, H, 2, S) → (rows, d).
 
     Where it is cheaper, both maps are folded into one matrix M_h = W_out,h W_o for the call. The column of ones in the
-    stored scores multiplies W_out,h b_o, so that the product includes the bias of W_o.
+    stored scores multiplies W_out,h b_o and b_out, so that the product includes both biases.
     """
     rows, heads, _, stored = scores.shape
     w_o, b_o = weights.score_weight, weights.score_bias
@@ -177,12 +175,15 @@ def output_projection(scores: Tensor, weights: Weights, rank: int, dropout: floa
     padded = torch.cat([w_o[:, :rank], *ones, empty, w_o[:, rank:], w_o.new_zeros(p, stored - rank)], dim=1)
     is_folded = 2 * stored * heads <= p * heads + 2 * stored and max(p, 2 * stored) <= MAX_FOLDED_WIDTH
     if is_folded:
-        folded = weights.out_weight.reshape(-1, p) @ padded  # (d·H, 2S)
+        folded = (weights.out_weight.reshape(-1, p) @ padded).view(-1, heads * 2 * stored)  # (d, H·2S)
         bias = weights.out_bias
-        if not has_ones and b_o is not None:
+        if has_ones and bias is not None:  # its gradient is then a column of the product's, not another pass over dy
+            folded[:, rank] += bias
+            bias = None
+        elif b_o is not None and not has_ones:
             shift = weights.out_weight @ b_o.repeat(heads)
             bias = shift if bias is None else bias + shift
-        return F.linear(scores.flatten(1), folded.view(-1, heads * 2 * stored), bias)
+        return F.linear(scores.flatten(1), folded, bias)
     each = F.linear(scores.flatten(2), padded, None if has_ones else b_o)  # (rows, H, p)
     return F.linear(each.flatten(1), weights.out_weight, weights.out_bias)
 
