@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-from .nn.objective import ksvd_loss
-from .nn.primal import PrimalAttention
-
+TYPE_CHECKING = False  # `typing` takes longer to import than this file
 if TYPE_CHECKING:
+    from typing import Any
+
     from .convert import load_primalized, primalize
     from .convert.distill import distill
     from .convert.spectrum import spectrum
     from .engine.timeseries.estimator import PrimalClassifier
     from .ksvd import KernelSVD
+    from .nn.objective import ksvd_loss
+    from .nn.primal import PrimalAttention
     from .nn.rivals import attention_names, make_attention
     from .official import load_official
     from .parallel import context_parallel
 
 __version__ = "0.1.0"
 
-# Names that need an extra, or that few people need at once, are loaded when somebody asks for them.
+# Loaded on first use: the command starts without torch, and some names need an extra.
 _LAZY = {
-    "KernelSVD": ("primal_attention.ksvd", "ksvd"),
-    "PrimalClassifier": ("primal_attention.engine.timeseries.estimator", "timeseries"),
-    "distill": ("primal_attention.convert.distill", "ksvd"),
-    "context_parallel": ("primal_attention.parallel", "train"),
-    "attention_names": ("primal_attention.nn.rivals", "dev"),
-    "load_official": ("primal_attention.official", "dev"),
-    "load_primalized": ("primal_attention.convert", "hf"),
-    "make_attention": ("primal_attention.nn.rivals", "dev"),
-    "primalize": ("primal_attention.convert", "hf"),
-    "spectrum": ("primal_attention.convert.spectrum", "ksvd"),
+    "KernelSVD": "primal_attention.ksvd",
+    "PrimalAttention": "primal_attention.nn.primal",
+    "PrimalClassifier": "primal_attention.engine.timeseries.estimator",
+    "attention_names": "primal_attention.nn.rivals",
+    "context_parallel": "primal_attention.parallel",
+    "distill": "primal_attention.convert.distill",
+    "ksvd_loss": "primal_attention.nn.objective",
+    "load_official": "primal_attention.official",
+    "load_primalized": "primal_attention.convert",
+    "make_attention": "primal_attention.nn.rivals",
+    "primalize": "primal_attention.convert",
+    "spectrum": "primal_attention.convert.spectrum",
 }
+_SUBPACKAGES = ("nn", "ops")
 
 __all__ = [
     "KernelSVD",
@@ -51,15 +54,20 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module 'primal_attention' has no attribute {name!r}")
     import importlib
 
-    module, extra = _LAZY[name]
+    if name in _SUBPACKAGES:
+        return importlib.import_module(f"primal_attention.{name}")
+    if name not in _LAZY:
+        raise AttributeError(f"module 'primal_attention' has no attribute {name!r}")
     try:
-        return getattr(importlib.import_module(module), name)
+        value = getattr(importlib.import_module(_LAZY[name]), name)
     except ModuleNotFoundError as missing:
-        raise ImportError(f"{name} needs {missing.name!r}: pip install 'primal-attention[{extra}]'") from missing
+        from .extras import install_hint
+
+        raise ImportError(f"{name} needs {missing.name!r}: {install_hint(missing.name)}") from missing
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

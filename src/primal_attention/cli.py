@@ -5,17 +5,23 @@ Exit code 0, or 2 with one line on stderr for what the user can mend.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import errno
 import importlib
 import io
 import os
 import signal
 import sys
+import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
+
+from primal_attention.__main__ import interrupt
+from primal_attention.extras import install_hint
 
 
 @dataclass(frozen=True)
@@ -76,35 +82,56 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"did you mean {near[0]!r}? " if near else ""
         return fail(f"no command is called {name!r}: {hint}primal --help lists them")
     warnings.showwarning = _one_line_warning
+    resume = "; continue with --resume" if name == "train" else ""
+    try:
+        with one_line_interrupts():
+            return call(command, name, args, resume)
+    except KeyboardInterrupt:
+        print(f"interrupted{resume}", file=sys.stderr)
+        return 130
+
+
+def call(command: Command, name: str, args: Sequence[str], resume: str) -> int:
+    """Load and run a command; errors of its input become one line."""
     try:
         run = command.load()
         from primal_attention.data.errors import DataError
         from primal_attention.engine.errors import Preempted, RunError
     except ModuleNotFoundError as missing:
-        return fail(f"primal {name} needs {missing.name}: pip install 'primal-attention[{command.extra}]'")
-    except KeyboardInterrupt:  # nothing has begun
-        print("interrupted", file=sys.stderr)
-        return 130
+        return fail(f"primal {name} needs {missing.name}: {install_hint(missing.name, command.extra)}")
     try:
         return run(args)
     except (RunError, DataError) as error:
         return fail(str(error))
     except ModuleNotFoundError as missing:
-        return fail(f"primal {name} needs {missing.name}: pip install 'primal-attention[{command.extra}]'")
+        return fail(f"primal {name} needs {missing.name}: {install_hint(missing.name, command.extra)}")
     except Preempted as stop:
-        print(f"primal: {stop}; go on with --resume", file=sys.stderr, flush=True)
+        print(f"primal: {stop}{resume}", file=sys.stderr, flush=True)
         sys.stdout.flush()
-        os._exit(128 + signal.SIGTERM)  # whoever asked is counting the seconds, and all is saved
-    except KeyboardInterrupt:
-        print("interrupted; a training goes on from its last checkpoint with --resume", file=sys.stderr)
-        return 130
+        os._exit(128 + signal.SIGTERM)  # the scheduler waits a few seconds only, and everything is saved
     except BrokenPipeError:  # the reader, head for instance, has seen enough
         sys.stderr.close()
         return 0
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename is None:  # standard output is a file
+            return fail(f"the output cannot be written ({error.strerror})")
         if not isinstance(error.filename, (str, os.PathLike)):
             raise
         return fail(file_trouble(error))
+
+
+@contextlib.contextmanager
+def one_line_interrupts() -> Iterator[None]:
+    """Handle Ctrl-C by `interrupt`, also where the command is called from Python."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) in (None, signal.SIG_IGN):
+        yield
+        return
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def file_trouble(error: OSError) -> str:

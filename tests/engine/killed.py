@@ -40,7 +40,7 @@ def die_at(owner: object, name: str, call: int) -> Callable[[], None]:
 MOMENTS = {
     "before the first checkpoint": die_at(module.TrainingModule, "training_step", 2),
     "in the middle of an epoch": die_at(module.TrainingModule, "training_step", 7),
-    "while a checkpoint is written": die_at(files.os, "fsync", 4),  # config, then (checkpoint, metrics) per epoch
+    "while a checkpoint is written": die_at(files.os, "fsync", 6),  # lock, config, then (checkpoint, folder, metrics)
     "between checkpoint and metrics": die_at(callbacks, "write_csv", 2),
     "after training, before the weights": die_at(runner, "write_weights", 1),
     "before the summary": die_at(runner, "write_json", 1),

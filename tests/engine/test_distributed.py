@@ -18,12 +18,12 @@ import toy
 
 from once import once
 from primal_attention.engine import runner
-from primal_attention.engine.checkpoint import latest
+from primal_attention.engine.checkpoint import candidates
 from primal_attention.engine.config import TrainerConfig
 from primal_attention.engine.errors import RunError
-from primal_attention.engine.files import read_weights
+from primal_attention.engine.readers import read_weights
 from primal_attention.engine.scale import distributed
-from primal_attention.engine.scale.sharded import export, read_whole
+from primal_attention.engine.scale.sharded import Reader, export, read_whole
 from primal_attention.engine.timeseries.classify import ClassificationModule
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -94,8 +94,7 @@ def test_a_run_that_one_rank_was_asked_to_stop_goes_on_to_the_same_weights(runs:
 
 def test_a_sharded_checkpoint_goes_on_with_another_number_of_ranks_and_exports(runs: Path):
     place = runs / "fsdp-stopped"
-    saved = latest(place / "checkpoints")
-    assert saved is not None
+    saved, before = candidates(place / "checkpoints")
     assert saved.is_dir()
     export(saved, runs / "exported.safetensors")
     averaged = {n.removeprefix("averaged."): t for n, t in read_whole(saved)["state_dict"].items() if "averaged." in n}
@@ -103,6 +102,8 @@ def test_a_sharded_checkpoint_goes_on_with_another_number_of_ranks_and_exports(r
     assert exported.keys() == averaged.keys()
     assert all(torch.equal(exported[n], averaged[n]) for n in averaged)
 
+    shard = saved / "__1_0.distcp"  # damaged, so that the run continues from the checkpoint before
+    shard.write_bytes(bytes(byte ^ 1 for byte in shard.read_bytes()))
     script = "import sys, many, pathlib; from primal_attention.engine import runner; root = pathlib.Path(sys.argv[1]);"
     script += "runner.train(many.series(root, **many.WAYS['fsdp']), root / 'fsdp-stopped', resume=True)"
     command = [sys.executable, "-c", script, str(runs)]
@@ -110,6 +111,7 @@ def test_a_sharded_checkpoint_goes_on_with_another_number_of_ranks_and_exports(r
         command, env=ENVIRONMENT, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr[-4000:]
+    assert f"the checksum of {shard.name} does not match): continuing from {before.name}" in done.stderr
     for key, values in curves(place).items():
         assert values == pytest.approx(curves(runs / "one")[key], rel=CLOSE, abs=CLOSE), key
 
@@ -122,12 +124,12 @@ def test_a_killed_rank_restarts_the_run_from_its_last_checkpoint(runs: Path):
 
 
 def test_a_half_written_checkpoint_is_never_taken(tmp_path: Path):
-    (tmp_path / ".000003.partial").mkdir()
-    (tmp_path / ".000003.partial" / "rest.pt").write_bytes(b"")
-    (tmp_path / ".last.ckpt.partial").write_bytes(b"half")
-    assert latest(tmp_path) is None
+    (tmp_path / ".000003.sharded.7.partial").mkdir()
+    (tmp_path / ".000003.sharded.7.partial" / "rest.pt").write_bytes(b"")
+    (tmp_path / ".last.ckpt.7.partial").write_bytes(b"half")
+    assert candidates(tmp_path) == []
     (tmp_path / "000002.sharded").mkdir()
-    assert latest(tmp_path) == tmp_path / "000002.sharded"
+    assert candidates(tmp_path) == [tmp_path / "000002.sharded"]
 
 
 @pytest.mark.parametrize(
@@ -145,7 +147,7 @@ def test_an_index_that_names_code_is_refused(tmp_path: Path, module: str, name: 
         + word(f"touch {tmp_path}/ran") + pickle.TUPLE1 + pickle.REDUCE + pickle.STOP
     )  # fmt: skip
     with pytest.raises(RunError, match="no place in a checkpoint's index"):
-        read_whole(tmp_path / "000001.sharded")
+        Reader(tmp_path / "000001.sharded").read_metadata()
     assert not (tmp_path / "ran").exists()
 
 
@@ -154,7 +156,7 @@ def test_an_index_that_is_something_else_is_one_line(tmp_path: Path):
     place.mkdir()
     (place / ".metadata").write_bytes(pickle.dumps({1: 2}))
     with pytest.raises(RunError, match="its index is a dict"):
-        read_whole(place)
+        Reader(place).read_metadata()
 
 
 def test_a_run_stopped_by_sigterm_at_any_moment_ends_with_the_same_weights(tmp_path: Path):

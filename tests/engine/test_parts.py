@@ -1,22 +1,16 @@
-"""The small parts: batches, augmentation, schedules, averaged weights, files."""
+"""The small parts: batches, augmentation, schedules, averaged weights."""
 
 from __future__ import annotations
 
 import copy
-import errno
-import os
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from closeness import assert_close
-from primal_attention.engine import files
 from primal_attention.engine.averaging import update_average
 from primal_attention.engine.batches import Batches, derive_seed, set_seed
-from primal_attention.engine.checkpoint import read_checkpoint
-from primal_attention.engine.errors import RunError
 from primal_attention.engine.optimizer import one_cycle
 from primal_attention.engine.timeseries.augment import jitter, mix, scale_and_shift, warp_time
 from primal_attention.engine.timeseries.classify import AugmentConfig, ClassificationModule
@@ -135,50 +129,6 @@ def test_random_draws_are_taken_over_as_they_are(on_device: bool):
     model[0].redraw()
     update_average(mean[0], model[0], share)  # a layer that is the whole model
     assert torch.equal(mean[0].frequencies, model[0].frequencies)
-
-
-def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    file = tmp_path / "last.ckpt"
-    files.write_text(file, "the version before")
-
-    def full(_: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(files.os, "fsync", full)
-    with pytest.raises(RunError, match=r"No space left on device.*before it is untouched.*--resume"):
-        files.write_text(file, "the version after")
-    assert file.read_text() == "the version before"
-    assert [p.name for p in tmp_path.iterdir()] == ["last.ckpt"]
-
-
-def test_a_checkpoint_with_code_inside_is_refused(tmp_path: Path):
-    class Payload:
-        def __reduce__(self):
-            return (print, ("this must never run",))
-
-    file = tmp_path / "last.ckpt"
-    torch.save({"callbacks": {}, "state_dict": Payload()}, file)
-    with pytest.raises(RunError, match="damaged or no checkpoint"):
-        read_checkpoint(file)
-
-
-def test_an_empty_checkpoint_and_another_file_of_torchs_are_one_line(tmp_path: Path):
-    file = tmp_path / "last.ckpt"
-    file.write_bytes(b"")
-    with pytest.raises(RunError, match="damaged or no checkpoint"):
-        read_checkpoint(file)
-    torch.save({"a": 1}, file)
-    with pytest.raises(RunError, match="it holds something else"):
-        read_checkpoint(file)
-
-
-def test_weights_that_are_no_safetensors_are_one_line(tmp_path: Path):
-    file = tmp_path / "model.safetensors"
-    with pytest.raises(RunError, match="has not finished"):
-        files.read_weights(file)
-    file.write_bytes(b"nothing")
-    with pytest.raises(RunError, match="not a safetensors file"):
-        files.read_weights(file)
 
 
 @pytest.mark.parametrize(("padded", "unequal", "warp"), [(True, True, 0.2), (True, False, 0.0), (False, False, 0.2)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,7 +14,7 @@ from lightning.pytorch.callbacks import Callback, Checkpoint
 
 from primal_attention.engine.errors import Preempted
 from primal_attention.engine.experiment import Experiment
-from primal_attention.engine.files import write_csv, write_weights
+from primal_attention.engine.files import write_csv, write_error
 from primal_attention.engine.module import TrainingModule
 from primal_attention.engine.scale import distributed
 from primal_attention.engine.scale.preempt import Notice
@@ -47,7 +49,7 @@ class RunState(Checkpoint):
         self._started = self._written = 0.0
         self.middle: dict[str, Any] | None = None  # of an epoch: batches done, and what each process stands at
         self.unmeasured: Row | None = None  # an epoch that was trained and not measured yet
-        self._chosen: dict[str, torch.Tensor] | None = None  # weights of the chosen epoch that are not on disk yet
+        self.chosen: dict[str, torch.Tensor] | None = None  # weights of the chosen epoch
         self.notice = Notice()
         self._trainer: Any = None
         self._board: Any = None
@@ -60,18 +62,14 @@ class RunState(Checkpoint):
     def checkpoint(self) -> Path:
         return self.folder / "checkpoints" / "last.ckpt"
 
-    @property
-    def best_weights(self) -> Path:
-        return self.folder / "checkpoints" / "best.safetensors"
-
     def state_dict(self) -> dict[str, Any]:
-        keep = ("rows", "seconds", "best", "finished", "peak_bytes", "middle", "unmeasured")
+        keep = ("rows", "seconds", "best", "finished", "peak_bytes", "middle", "unmeasured", "chosen")
         return {name: getattr(self, name) for name in keep}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.rows, self.seconds = list(state["rows"]), list(state["seconds"])
-        self.best, self.finished, self.peak_bytes = state["best"], state["finished"], state.get("peak_bytes")
-        self.middle, self.unmeasured = state.get("middle"), state.get("unmeasured")
+        self.best, self.finished, self.peak_bytes = state["best"], state["finished"], state["peak_bytes"]
+        self.middle, self.unmeasured, self.chosen = state["middle"], state["unmeasured"], state["chosen"]
 
     def on_fit_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self._trainer, self.experiment.module.watcher = trainer, self
@@ -148,7 +146,7 @@ class RunState(Checkpoint):
         if last or epoch % config.evaluate_every == 0:
             for name, batches in self.experiment.watched.items():
                 row |= {f"{name}_{key}": value for key, value in module.evaluate(batches).items()}
-            self._choose(row, module, trainer.is_global_zero)
+            self._choose(row, module)
         self.rows.append(row)
         self.unmeasured = None
         self.finished = last or self._patience_spent(config.early_stop)
@@ -160,15 +158,22 @@ class RunState(Checkpoint):
             if saved or time.monotonic() - self._written > 1:  # short epochs would spend their time on this file
                 write_csv(self.folder / "metrics.csv", self.rows)
                 self._written = time.monotonic()
-            if self._board is not None:
-                for key, value in row.items():
-                    self._board.add_scalar(key.replace("_", "/", 1), value, row["step"])
+            self._write_board(row)
         if asked and not self.finished:
             raise Preempted(f"asked to stop: saved after epoch {epoch}")
         if self.finished:
             trainer.should_stop = True
 
-    def _choose(self, row: Row, module: TrainingModule, write: bool) -> None:
+    def _write_board(self, row: Row) -> None:
+        if self._board is None:
+            return
+        try:
+            for key, value in row.items():
+                self._board.add_scalar(key.replace("_", "/", 1), value, row["step"])
+        except OSError as error:
+            raise write_error(self.folder / "tensorboard", error) from error
+
+    def _choose(self, row: Row, module: TrainingModule) -> None:
         """Remember the epoch with the best score on the selection set, the lower loss where scores tie."""
         if self.experiment.select is None:
             return
@@ -177,18 +182,10 @@ class RunState(Checkpoint):
         if self.best is None or rank > self.best["rank"]:
             self.best = {"epoch": row["epoch"], "rank": rank}
             state = distributed.whole(module.final_model.state_dict())
-            if write:
-                self._chosen = {name: t.detach().to("cpu", copy=True) for name, t in state.items()}
+            self.chosen = {name: t.detach().to("cpu", copy=True) for name, t in state.items()}
 
     def _save(self) -> None:
-        """Where the training stands, for a run that goes on from here.
-
-        Only such a run reads the chosen weights, so they are written beside a checkpoint and not at every better epoch;
-        before it, since what a checkpoint says of them must be there.
-        """
-        if self._chosen is not None:
-            write_weights(self.best_weights, self._chosen)
-            self._chosen = None
+        """Write a checkpoint, with the weights of the chosen epoch: a checkpoint is complete without other files."""
         self._trainer.save_checkpoint(self.checkpoint)
 
     def _patience_spent(self, patience: int) -> bool:
@@ -197,7 +194,8 @@ class RunState(Checkpoint):
     def teardown(self, trainer: pl.Trainer, module: pl.LightningModule, stage: str) -> None:
         self.notice.rest()
         if self._board is not None:
-            self._board.close()
+            with contextlib.suppress(OSError):  # a full disk: metrics.csv has the same numbers
+                self._board.close()
 
 
 def open_board(folder: Path, purge_after: int) -> Any:
@@ -206,7 +204,14 @@ def open_board(folder: Path, purge_after: int) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         return None
+    threading.excepthook = _thread_error
     return SummaryWriter(str(folder), purge_step=purge_after + 1 if purge_after else None)
+
+
+def _thread_error(error: threading.ExceptHookArgs) -> None:
+    """Print the traceback of a thread, except for TensorBoard's, whose error the next `add_scalar` raises again."""
+    if not type(error.thread).__module__.startswith("tensorboard"):
+        threading.__excepthook__(error)
 
 
 class Bar(Callback):

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from primal_attention.engine import folder as run_folder
 from primal_attention.engine import registry
 from primal_attention.engine.config import Recipe
-from primal_attention.engine.errors import RunError
+from primal_attention.engine.errors import RunError, WriteError
 from primal_attention.engine.flags import parse
 from primal_attention.engine.headline import headline, in_full
 
@@ -57,7 +57,10 @@ def train(args: Sequence[str]) -> int:
         print(f"run folder: {out}")
     command = shlex.join(["primal", "train", *args])
     with preempt.leave_at_once():
-        summary = runner.train(recipe, out, name=name, resume=resume, command=command)
+        try:
+            summary = runner.train(recipe, out, name=name, resume=resume, command=command)
+        except WriteError as error:
+            raise RunError(f"{error}; free some space and continue with --resume") from error
     if distributed.is_main():
         show(summary)
     return 0
@@ -123,7 +126,7 @@ def evaluate(args: Sequence[str]) -> int:
         # A single training that held cases out has kept the weights that they chose.
         chosen = part or (len(measured) == 1 and "validation_chosen" in summary["scores"])
         key = "validation_chosen" if chosen else "last"
-        before = headline(summary["scores"][key])
+        before = headline(summary["scores"].get(key, {}))
         verdict = "as in the run" if headline(scores) == before else f"the run had {before}"
         print(f"{in_full(scores)}  loss {scores['loss']:.6f}  {COLUMNS[key]}: {verdict}")
     return 0

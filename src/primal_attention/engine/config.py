@@ -182,16 +182,22 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if origin is Literal:
         if isinstance(value, bool) and {"on", "off"} <= set(args):  # YAML's own reading of the two words
             value = "on" if value else "off"
-        require(value in args, f"{where} must be one of {', '.join(map(str, args))} (got {value!r})")
+        require(
+            isinstance(value, (str, int)) and value in args,
+            f"{where} must be one of {', '.join(map(str, args))} (got {value!r})",
+        )
         return value
     if origin is tuple:
+        require(isinstance(value, (str, list, tuple)), f"{where} must be a list (got {value!r})")
         items = [value] if isinstance(value, str) else list(value)
         return tuple(_convert(args[0], v, where) for v in items)
     if dataclasses.is_dataclass(hint):
         return from_plain(typing.cast(type, hint), value, f"{where}.")
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        require(abs(value) < 2**1023, f"{where} must be float (got a larger number)")
         return float(value)
     if hint is Path:
+        require(isinstance(value, (str, Path)), f"{where} must be a path (got {value!r})")
         return Path(value)
     require(
         isinstance(value, hint) and not (hint is int and isinstance(value, bool)),

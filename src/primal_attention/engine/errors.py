@@ -1,15 +1,19 @@
-"""The error of this room: a run cannot start or go on, and the message says in one line why and what would work."""
+"""Errors that the user can correct; each message is one line that names the cause and what would work."""
 
 from __future__ import annotations
 
 
 class RunError(Exception):
-    """Something about a recipe, a flag or a run folder that its owner can mend."""
+    """A recipe, a flag or a run folder is not valid."""
+
+
+class WriteError(RunError):
+    """A file cannot be written, for example because the disk is full."""
 
 
 class DivergedError(RunError):
     """The loss is no longer a finite number."""
 
 
-class Preempted(Exception):  # noqa: N818 - nothing has gone wrong
-    """The process was asked to stop, has saved where it stands, and can go on with --resume."""
+class Preempted(Exception):  # noqa: N818 - not an error
+    """The process received SIGTERM and has saved a checkpoint."""

@@ -1,4 +1,4 @@
-"""Files that are whole or absent: written beside their place, flushed to disk, then renamed over it."""
+"""Write files atomically: to a temporary name in the same folder, flushed to disk, then renamed."""
 
 from __future__ import annotations
 
@@ -10,28 +10,59 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from primal_attention.engine.errors import RunError
+from primal_attention.engine.errors import WriteError
 
 
-def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Call `write` on a temporary file next to `path` and rename it; the old file stays if anything fails."""
+def partial_name(path: Path) -> Path:
+    """The temporary name of a file that this process is writing."""
+    return path.with_name(f".{path.name}.{os.getpid()}.partial")
+
+
+def write_atomically(path: Path, write: Callable[[IO[bytes]], object], *, keep: Path | None = None) -> None:
+    """Call `write` on a temporary file next to `path` and rename it; the old file stays if anything fails.
+
+    keep: new name of the old file, which is replaced otherwise.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.partial")
+    temporary = partial_name(path)
     try:
         with temporary.open("wb") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
+        if keep is not None and path.exists():
+            path.replace(keep)
         temporary.replace(path)
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
+        raise write_error(path, error) from error
+    finally:
         temporary.unlink(missing_ok=True)
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        kept = "the version before it is untouched" if path.exists() else "nothing was written"
-        raise RunError(f"cannot write {path} ({reason}): {kept}; free some space and go on with --resume") from error
+
+
+def write_error(path: Path, error: BaseException) -> WriteError:
+    """The error for a file that cannot be written, with the reason that the system gave."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else (str(error).splitlines() or ["?"])[0]
+    state = "the previous version is unchanged" if path.exists() else "nothing was written"
+    return WriteError(f"cannot write {path} ({reason}): {state}")
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush renames in a folder to disk."""
+    if os.name != "posix":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def write_text(path: Path, text: str) -> None:
-    write_atomically(path, lambda file: file.write(text.encode()))
+    # Bytes of an argument that are no text are written as escapes, which JSON and YAML read back.
+    write_atomically(path, lambda file: file.write(text.encode(errors="backslashreplace")))
 
 
 def write_json(path: Path, data: Any) -> None:
@@ -54,15 +85,3 @@ def write_weights(path: Path, state: Mapping[str, Any]) -> None:
 
     data = save({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()})
     write_atomically(path, lambda file: file.write(data))
-
-
-def read_weights(path: Path) -> dict[str, Any]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return load_file(path)
-    except FileNotFoundError:
-        raise RunError(f"{path} is missing: the run has not finished; continue it with --resume") from None
-    except SafetensorError as error:
-        raise RunError(f"{path} is not a safetensors file ({error})") from error

@@ -1,7 +1,11 @@
-"""The run folder's config.yaml: written at the start, read to resume or evaluate, refused when it does not fit."""
+"""A run folder: its name, its lock, and config.yaml, which is written at the start and compared on resuming."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
+import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,9 +16,11 @@ import primal_attention
 from primal_attention.bench.provenance import git_commit
 from primal_attention.engine.config import Recipe, from_plain, to_plain
 from primal_attention.engine.errors import RunError
-from primal_attention.engine.files import write_text
+from primal_attention.engine.files import write_json, write_text
+from primal_attention.engine.readers import FORMAT, check_format, read_config, read_json, shorten
 
-FORMAT = 1
+__all__ = ["FORMAT", "check_format"]  # for the readers of other files with a format
+LOCK = ".lock"
 # What may differ between the two halves of an interrupted run: it changes no number, or, where a cluster gives another
 # number of devices, only rounding and what dropout draws.
 FREE = {
@@ -35,9 +41,9 @@ def default(name: str, recipe: Recipe, root: Path = Path("runs")) -> Path:
 
 
 def fresh(folder: Path) -> Path:
-    """The folder itself if no run is in it, else the first free name with a number."""
+    """The folder itself if no run is or starts in it, else the first free name with a number."""
     number, place = 1, folder
-    while (place / "config.yaml").exists():
+    while (place / "config.yaml").exists() or (place / LOCK).exists():
         number += 1
         place = folder.with_name(f"{folder.name}-{number}")
     return place
@@ -103,29 +109,99 @@ def read(folder: Path) -> tuple[dict[str, Any], Recipe]:
     from primal_attention.engine.registry import RECIPES
 
     file = folder / "config.yaml"
-    try:
-        text = yaml.safe_load(file.read_text())
-    except FileNotFoundError:
-        raise RunError(f"{folder} is not a run folder: it has no config.yaml") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RunError(f"{file} is not YAML ({' '.join(str(error).split())})") from error
-    if not isinstance(text, dict):
-        raise RunError(f"{file} is not a run's configuration")
-    check_format(text, file)
+    text = read_config(file)
     kind = RECIPES.get(str(text.get("benchmark")))
     if kind is None:
-        raise RunError(f"{file}: benchmark {text.get('benchmark')!r} is unknown to this version ({_version()})")
-    return text, from_plain(kind, text.get("config"), f"{file}: ")
+        found, version = shorten(text.get("benchmark")), primal_attention.__version__
+        raise RunError(f"{file}: benchmark {found} is unknown to this version ({version})")
+    return text, from_plain(kind, text["config"], f"{file}: ")
 
 
-def check_format(content: Mapping[str, Any], file: Path) -> None:
-    found = content.get("format")
-    if found != FORMAT:
-        raise RunError(
-            f"{file} was written by version {content.get('version', 'unknown')} in format {found}; "
-            f"this is version {_version()} and reads format {FORMAT}: use the version that wrote it"
-        )
+@contextlib.contextmanager
+def lock(folder: Path, *, restarted: bool = False) -> Iterator[None]:
+    """Hold the folder's lock file, so that no second process writes there.
+
+    A lock whose process has ended on this machine is taken over. A folder that is still empty at the end is removed.
+
+    Args:
+        folder: The run folder; it is created if needed.
+        restarted: A launcher started this process again, so the lock of another machine belongs to a dead process.
+    """
+    created = [place for place in (folder, *folder.parents) if not place.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    file, own = folder / LOCK, {"pid": os.getpid(), "host": socket.gethostname(), "start": _start_time(os.getpid())}
+    try:
+        with _one_at_a_time(folder):
+            if file.exists():
+                _check_stale(file, folder, restarted)
+            write_json(file, own)
+            _remove_partial_files(folder)
+        try:
+            yield
+        finally:
+            file.unlink(missing_ok=True)
+    finally:
+        with contextlib.suppress(OSError):  # not empty
+            for place in created:
+                place.rmdir()
 
 
-def _version() -> str:
-    return primal_attention.__version__
+@contextlib.contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Keep two processes from taking over the same lock; the kernel releases this one when a process ends."""
+    try:
+        import fcntl
+    except ImportError:  # not on Windows
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # file systems without flock
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _check_stale(file: Path, folder: Path, restarted: bool) -> None:
+    """Raise unless the process of a lock has ended."""
+    owner = read_json(file)
+    pid, host = (owner.get("pid"), owner.get("host")) if isinstance(owner, dict) else (None, None)
+    if not isinstance(pid, int) or not isinstance(host, str):
+        raise RunError(f"{file} is not a lock of this library: delete it if no process uses {folder}")
+    if host != socket.gethostname():
+        if restarted:
+            return
+        raise RunError(f"{folder} is in use by process {pid} on {host}: if it has ended, delete {file}")
+    start = _start_time(pid)
+    if start is not None and (owner.get("start") in (None, start)):
+        raise RunError(f"{folder} is in use by process {pid}: wait until it ends, or choose another folder")
+
+
+def _start_time(pid: int) -> int | None:
+    """When a process of this machine started, in the kernel's ticks (0 where that is unknown); None if it has ended."""
+    if pid <= 0:
+        return None
+    try:
+        # Behind the command's name in parentheses: the state, then 18 more fields, then the start.
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return None if fields[0] in "ZX" else int(fields[19])
+    except (OSError, IndexError, ValueError):
+        if Path("/proc/self/stat").exists():
+            return None
+    if os.name != "posix":  # os.kill would end the process
+        return 0
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except OSError:  # another user's
+        return 0
+    return 0
+
+
+def _remove_partial_files(folder: Path) -> None:
+    """Remove what killed processes were writing; only the holder of the lock writes here."""
+    for part in ("", "checkpoints", "validation", "validation/checkpoints"):
+        for left in (folder / part).glob(".*.[0-9]*.partial"):
+            shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)

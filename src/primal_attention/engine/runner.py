@@ -2,23 +2,23 @@
 
     run folder    config.yaml         the recipe, resolved, with the command and the versions
                   metrics.csv         one row per epoch, nothing that a second run would not repeat
-                  checkpoints/        last.ckpt to go on from; best.safetensors where held-out data choose
+                  checkpoints/        last.ckpt and previous.ckpt
                   model.safetensors   the weights that the test number belongs to
                   summary.json        the result; written last, so its presence means the run is done
                   validation/         the same again for the training with held-out cases (protocol both)
+                  .lock               the process that trains here, while it does
 
-Every file is written whole or not at all. A run killed at any moment goes on from its last checkpoint.
+Files are written atomically. A run killed at any moment continues from its last intact checkpoint.
 """
 
 from __future__ import annotations
 
 import contextlib
-import csv
-import json
 import logging
 import statistics
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,13 @@ from primal_attention.engine import compiling, graphed
 from primal_attention.engine import folder as run_folder
 from primal_attention.engine.batches import derive_seed
 from primal_attention.engine.callbacks import Bar, RunState
-from primal_attention.engine.checkpoint import AtomicCheckpointIO, latest, read_any
+from primal_attention.engine.checkpoint import AtomicCheckpointIO, check_fits, load_newest
 from primal_attention.engine.config import Recipe, TrainerConfig
 from primal_attention.engine.errors import RunError
 from primal_attention.engine.experiment import Experiment
-from primal_attention.engine.files import read_weights, write_json, write_weights
+from primal_attention.engine.files import write_json, write_weights
+from primal_attention.engine.readers import read_metrics, read_weights
+from primal_attention.engine.readers import read_summary as read_summary_file
 from primal_attention.engine.scale import distributed, preempt
 from primal_attention.nn.objective import primal_layers
 
@@ -46,8 +48,16 @@ def train(
 ) -> Summary:
     """Run all trainings of a recipe in the folder `out` and return the summary that is also written there.
 
+    The main process locks the folder meanwhile.
     commit: of the code, where git cannot say it.
     """
+    locked = run_folder.lock(out, restarted=distributed.restarted()) if distributed.is_main() else nullcontext()
+    with locked:
+        return train_unlocked(recipe, out, name=name, resume=resume, command=command, commit=commit)
+
+
+def train_unlocked(recipe: Recipe, out: Path, *, name: str, resume: bool, command: str, commit: str | None) -> Summary:
+    """`train` in a folder whose lock this run holds."""
     recipe = recipe.resolved()
     run_folder.check(out, recipe, resume=resume or distributed.restarted() or not distributed.is_main())
     if (out / "summary.json").exists():
@@ -58,7 +68,8 @@ def train(
     parts = []
     for part, phase in recipe.phases():
         if part:
-            parts.append(train(phase, out / part, name=name, resume=True, command=command, commit=commit))
+            place = out / part
+            parts.append(train_unlocked(phase, place, name=name, resume=True, command=command, commit=commit))
             continue
         experiment = build(phase)  # before anything is written: a recipe that cannot be built leaves no folder behind
         if distributed.is_main():
@@ -76,7 +87,8 @@ def run_phase(recipe: Recipe, experiment: Experiment, folder: Path, title: str) 
     if config.early_stop and experiment.select is None:
         raise RunError("trainer.early-stop needs held-out cases to judge by: add --protocol validation")
     state = RunState(folder, experiment)
-    if not restore_finished(state, experiment):
+    checkpoint = restore(state, experiment)
+    if not state.finished:
         callbacks: list[pl.Callback] = [state]
         if config.progress:
             with contextlib.suppress(ImportError):  # no rich on this machine: train without a bar
@@ -84,7 +96,7 @@ def run_phase(recipe: Recipe, experiment: Experiment, folder: Path, title: str) 
         trainer = trainer_for(recipe, experiment, callbacks, folder)
         distributed.rejoin(trainer.strategy.root_device)
         try:
-            trainer.fit(module, train_dataloaders=experiment.train, ckpt_path=latest(state.checkpoint.parent))
+            trainer.fit(module, train_dataloaders=experiment.train, ckpt_path=checkpoint)
             state.finish_measuring(module)  # where a run was stopped while it measured its last epoch
         except SystemExit as stop:
             if stop.code == preempt.CODE:
@@ -99,10 +111,11 @@ def run_phase(recipe: Recipe, experiment: Experiment, folder: Path, title: str) 
             layout = module.layout
             experiment = build(recipe)
             module = experiment.module
-            restore_finished(state, experiment)
+            restore(state, experiment)
             module.adopt(layout)
     if experiment.select is not None:
-        module.final_model.load_state_dict(read_weights(state.best_weights))
+        assert state.chosen is not None
+        module.final_model.load_state_dict(state.chosen)
     module.to(pick_device(config))
     summary = summarise(recipe, experiment, state)
     if distributed.is_main():
@@ -111,30 +124,33 @@ def run_phase(recipe: Recipe, experiment: Experiment, folder: Path, title: str) 
 
 
 def build(recipe: Recipe) -> Experiment:
-    """The recipe's experiment; a value that the model refuses is the user's to mend, so it is told in one line."""
+    """The recipe's experiment; a value that the model or the memory does not allow is an error of one line."""
     torch.manual_seed(derive_seed("weights", recipe.seed))
     if torch.cuda.is_available():
         torch.set_float32_matmul_precision("high" if recipe.trainer.tf32 else "highest")
     try:
         return recipe.build()
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError, MemoryError, RuntimeError) as error:  # torch: out of memory
         if type(error).__module__.startswith("primal_attention"):
             raise
-        raise RunError(f"this recipe cannot be built: {error}") from error
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise RunError(f"this recipe cannot be built: {reason}") from error
 
 
-def restore_finished(state: RunState, experiment: Experiment) -> bool:
-    """Load a training that had ended but whose summary was not written yet."""
-    place = latest(state.checkpoint.parent)
-    if place is None:
-        return False
-    checkpoint = read_any(place)
-    memory = checkpoint["callbacks"].get(state.state_key, {})
-    if not memory.get("finished"):
-        return False
-    state.load_state_dict(memory)
-    experiment.module.load_state_dict(checkpoint["state_dict"])
-    return True
+def restore(state: RunState, experiment: Experiment) -> Path | None:
+    """The checkpoint to continue from; a training that had ended is loaded at once."""
+    module, folder = experiment.module, state.checkpoint.parent
+    found = load_newest(folder, lambda c, path: check_fits(c, module, path), main=distributed.is_main())
+    if found is None:
+        if distributed.is_main() and (state.folder / "metrics.csv").exists():
+            warnings.warn(f"{folder} has no checkpoint: the training starts again", stacklevel=2)
+        return None
+    place, content = found
+    memory = content["callbacks"][state.state_key]
+    if memory["finished"]:
+        state.load_state_dict(memory)
+        module.load_state_dict(content["state_dict"])
+    return place
 
 
 def trainer_for(
@@ -258,27 +274,16 @@ def merge(parts: list[Summary], folder: Path, name: str) -> Summary:
         summary["scores"] = {**summary["scores"], **other["scores"]}
     chosen = summary["scores"].get("validation_chosen")
     if chosen and "last" in summary["scores"] and len(parts) > 1:
-        with (folder / "metrics.csv").open() as file:
-            row = next((r for r in csv.DictReader(file) if int(r["epoch"]) == chosen["epoch"]), None)
-        if row and row["test_accuracy"]:
-            chosen["retrained_accuracy"] = float(row["test_accuracy"])
+        table = read_metrics(folder / "metrics.csv")
+        accuracies = dict(zip(table.get("epoch", []), table.get("test_accuracy", []), strict=False))
+        if (accuracy := accuracies.get(chosen["epoch"])) is not None:
+            chosen["retrained_accuracy"] = accuracy
     return summary
 
 
 def read_summary(folder: Path) -> Summary:
-    file = folder / "summary.json"
-    try:
-        summary = json.loads(file.read_text())
-    except FileNotFoundError:
-        if not (folder / "config.yaml").exists():
-            raise RunError(f"{folder} is not a run folder: it has no config.yaml") from None
-        raise RunError(f"{file} is missing: the run has not finished; continue it with --resume") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise RunError(f"{file} is not JSON ({error})") from error
-    if not isinstance(summary, dict):
-        raise RunError(f"{file} is not a run's summary")
-    run_folder.check_format(summary, file)
-    return summary
+    """The summary of a finished run."""
+    return read_summary_file(folder / "summary.json")
 
 
 def evaluate(folder: Path) -> dict[str, dict[str, float]]:
@@ -297,6 +302,7 @@ def evaluate(folder: Path) -> dict[str, dict[str, float]]:
 
 
 def load_weights(model: torch.nn.Module, file: Path) -> None:
+    """Load a safetensors file into a model that it fits."""
     try:
         model.load_state_dict(read_weights(file))
     except RuntimeError as error:

@@ -20,20 +20,30 @@ from primal_attention.engine.errors import RunError
 from primal_attention.engine.files import write_json
 from primal_attention.engine.flags import parse
 from primal_attention.engine.headline import in_full
+from primal_attention.engine.readers import Schema, check_fields
 
 ABOUT = """Play episodes with a finished run's weights.
 
 Example: primal evaluate runs/d4rl/hopper-medium/primal+-seed0 --episodes 20 --streaming rolling --video hopper.gif"""
 
+SUMMARY: Schema = {"scores.last": dict, "data.state_dim": int, "data.action_dim": int, "config.evaluation": dict}
+
 
 def main(folder: Path, args: Sequence[str]) -> int:
-    summary = runner.read_summary(folder)
+    summary = read_summary(folder)
     recipe = read(folder)
     before = summary["scores"]["last"]
     score = replay(folder, parse_flags(recipe.evaluation, args))
     had = f": the run had {before['score']:.1f}" if "score" in before else ""
     print(f"{in_full(score)}{had}")
     return 0
+
+
+def read_summary(folder: Path) -> runner.Summary:
+    """The summary of a run that is measured by playing."""
+    summary = runner.read_summary(folder)
+    check_fields(summary, SUMMARY, folder / "summary.json")
+    return summary
 
 
 def read(folder: Path) -> d4rl.D4RLRecipe:
@@ -55,7 +65,7 @@ def parse_flags(default: d4rl.EvaluationConfig, args: Sequence[str]) -> d4rl.Eva
 
 def replay(folder: Path, evaluation: d4rl.EvaluationConfig, *, progress: bool = True) -> dict[str, float]:
     """Play with the run's weights; the score goes into a summary that has none."""
-    summary = runner.read_summary(folder)
+    summary = read_summary(folder)
     recipe = dataclasses.replace(read(folder), evaluation=evaluation)
     recipe = dataclasses.replace(recipe, trainer=dataclasses.replace(recipe.trainer, progress=progress))
     data = summary["data"]

@@ -11,18 +11,21 @@ finished run leaves a small JSON file in the results folder, which is what table
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import gc
 import json
 import os
 import shlex
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
 
@@ -156,12 +159,13 @@ def run(
 
 def _local(jobs: Sequence[Job], workers: int) -> Iterable[Outcome]:
     # Fresh processes: CUDA and OpenMP do not survive a fork.
-    context = get_context("spawn")
+    context, others = get_context("spawn"), set(active_children())
     numbers = context.Queue()
     for i in range(workers):
         numbers.put(i)
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_settle, initargs=(numbers, workers)) as pool:
-        running = {pool.submit(run_job, job): job for job in jobs}
+        with _ignoring_interrupts():  # which new processes inherit: while they import, Ctrl-C prints no tracebacks
+            running = {pool.submit(run_job, job): job for job in jobs}
         try:
             for done in as_completed(running):
                 try:
@@ -169,8 +173,24 @@ def _local(jobs: Sequence[Job], workers: int) -> Iterable[Outcome]:
                 except BrokenProcessPool:
                     died = "a worker process died (out of memory?); the same command goes on from here"
                     yield Outcome(running[done], error=died)
-        finally:  # Ctrl-C: do not start what is still waiting
+        except BaseException:  # Ctrl-C: runs continue from their checkpoints, so nothing needs to be waited for
+            for process in set(active_children()) - others:
+                process.kill()
+            raise
+        finally:  # do not start what is still waiting
             pool.shutdown(cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _ignoring_interrupts() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _settle(numbers: Any, workers: int) -> None:
@@ -187,7 +207,7 @@ def _ray(jobs: Sequence[Job], workers: int) -> Iterable[Outcome]:
     try:
         import ray
     except ImportError:
-        raise RunError("the ray launcher needs ray: pip install ray") from None
+        raise RunError("the ray launcher needs ray: pip install 'primal-attention[ray]'") from None
     started_here = not ray.is_initialized()
     if started_here:
         cluster = "RAY_ADDRESS" in os.environ

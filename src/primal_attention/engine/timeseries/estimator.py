@@ -31,12 +31,14 @@ from primal_attention.engine.callbacks import Bar, Row
 from primal_attention.engine.config import from_plain, to_plain
 from primal_attention.engine.errors import RunError
 from primal_attention.engine.experiment import Experiment
-from primal_attention.engine.files import read_weights, write_atomically
+from primal_attention.engine.files import write_atomically
 from primal_attention.engine.module import TrainingModule
+from primal_attention.engine.readers import Schema, check_fields, read_weights
 from primal_attention.engine.timeseries.classify import AugmentConfig
 from primal_attention.engine.timeseries.uea import ClassifierConfig, UEARecipe, build_from, make_model, modern_recipe
 
 FORMAT = 2  # 1 did not say the network
+SAVED: Schema = {"parameters": dict, "classes": list, "classes_dtype": str, "n_channels": int, "max_length": int}
 
 
 class PrimalClassifier(BaseClassifier):
@@ -269,10 +271,12 @@ class PrimalClassifier(BaseClassifier):
             arrays = {name: t.numpy() for name, t in read_weights(file).items()}
             with safe_open(file, "np") as opened:
                 about = json.loads((opened.metadata() or {}).get("primal_attention", "{}"))
+            if about.get("kind") != "PrimalClassifier" or about.get("format") not in (1, FORMAT):
+                raise RunError(f"{file} holds no PrimalClassifier of format 1 to {FORMAT}")
+            check_fields(about, SAVED, file)
+            check_fields(arrays, {"mean": np.ndarray, "std": np.ndarray}, file)
         except RunError as error:
             raise ValueError(str(error)) from error
-        if about.get("kind") != "PrimalClassifier" or about.get("format") not in (1, FORMAT):
-            raise ValueError(f"{file} holds no PrimalClassifier of format 1 to {FORMAT}")
         known = inspect.signature(cls.__init__).parameters
         self = cls(**{name: value for name, value in about["parameters"].items() if name in known})
         self.classes_ = np.array(about["classes"], dtype=about["classes_dtype"])
