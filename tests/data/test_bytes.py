@@ -68,9 +68,9 @@ def test_parquet_gives_the_same(folder: Path, tmp_path: Path):
 
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
     (tmp_path / "train.parquet").write_bytes(b"PAR1")
-    with pytest.raises(DataError, match="needs pyarrow: pip install pyarrow"):
+    with pytest.raises(DataError, match=r"needs pyarrow: pip install 'primal-attention\[lra\]'"):
         text.load(tmp_path)
 
 

@@ -96,7 +96,7 @@ def test_bad_files_are_told_in_one_line(tmp_path: Path) -> None:
         text.load(tmp_path, 300)
     (tmp_path / "wiki.valid.txt").unlink()
     (tmp_path / "wiki.valid.txt.xz").write_bytes(b"not packed")
-    with pytest.raises(DataError, match=r"wiki.valid.txt.xz cannot be unpacked"):
+    with pytest.raises(DataError, match=r"wiki.valid.txt.xz: not a text file packed by xz"):
         text.load(tmp_path, 300)
 
 
@@ -117,4 +117,4 @@ def test_vocabularies_are_saved_and_checked(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="a vocabulary is JSON"):
         read_vocabulary("{")
     with pytest.raises(DataError, match="no vocabulary of the tokenizers library"):
-        read_vocabulary("[]")
+        read_vocabulary("{}")

@@ -40,8 +40,10 @@ def toy(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_japanese_vowels_comes_without_a_download(tmp_path: Path):
-    data = uea.load("JapaneseVowels", tmp_path)
+def test_japanese_vowels_comes_without_a_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PRIMAL_UEA", raising=False)
+    data = uea.load("JapaneseVowels")
     assert (len(data.train), len(data.test), data.channels, data.max_length) == (270, 370, 12, 26)
     assert data.classes == tuple("123456789")
     assert np.bincount(data.train.labels).tolist() == [30] * 9
@@ -73,7 +75,7 @@ def test_the_cached_form_holds_the_same_numbers(toy: Path, tmp_path: Path):
     for a, b in zip(data.train.series, again.train.series, strict=True):
         np.testing.assert_array_equal(a, b)
     (cache / "Toy.npz").write_bytes(b"PK not a zip")
-    with pytest.raises(DataError, match="not a cached data set"):
+    with pytest.raises(DataError, match="not a saved data set"):
         uea.load("Toy", cache)
 
 

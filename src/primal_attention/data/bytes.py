@@ -14,9 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
-from primal_attention.data.errors import DataError
+from primal_attention.data.errors import DataError, import_package
 from primal_attention.data.series import stratified_holdout
-from primal_attention.data.tokens import Arrays, TokenData, TokenSplit, cached, stack, stamp, utf8
+from primal_attention.data.storage import Arrays, cached, read_text, reading
+from primal_attention.data.tokens import TokenData, TokenSplit, stack
 
 LENGTH = 4000
 HELD_OUT = 0.1
@@ -49,7 +50,8 @@ def _half(folder: Path, half: str, length: int) -> Arrays:
     for home in (folder, folder / "aclImdb"):
         kinds = [home / half / label for label in LABELS]
         if all(kind.is_dir() for kind in kinds):
-            return cached(folder, half, kinds, [length, stamp(kinds)], partial(_read_folders, kinds, length))
+            files = [file for kind in kinds for file in sorted(kind.glob("*.txt"))]
+            return cached(folder, half, files, length, partial(_read_folders, kinds, length))
     raise DataError(
         f"{folder}: no {half} split; expected {parquet.name}, or the reviews in {half}/pos/*.txt and {half}/neg/*.txt "
         "as in the aclImdb archive (https://ai.stanford.edu/~amaas/data/sentiment)"
@@ -63,27 +65,24 @@ def _read_folders(kinds: Sequence[Path], length: int) -> Arrays:
         files = sorted(kind.glob("*.txt"))
         if len(files) < 2:
             raise DataError(f"{kind}: {len(files)} reviews (*.txt) where at least two are needed")
-        texts += [utf8(file) for file in files]
+        texts += [read_text(file) for file in files]
         labels += [label] * len(files)
     return _arrays(texts, labels, length)
 
 
 def _read_parquet(file: Path, length: int) -> Arrays:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise DataError(f"reading {file} needs pyarrow: pip install pyarrow") from None
-    try:
-        table = pyarrow.parquet.read_table(file, columns=["text", "label"])
+    parquet = import_package("pyarrow.parquet", f"reading {file}")
+    with reading(file, "a parquet file with the columns text and label"):
+        table = parquet.read_table(file, columns=["text", "label"])
         texts, names = table["text"].to_pylist(), table["label"].to_pylist()
-    except (pyarrow.ArrowException, OSError, KeyError) as error:
-        reason = str(error).splitlines()[0]
-        raise DataError(f"{file}: not a parquet file with the columns text and label ({reason})") from None
     codes: dict[object, int] = {LABELS[0]: 0, LABELS[1]: 1, 0: 0, 1: 1}
     for number, (text, name) in enumerate(zip(texts, names, strict=True)):
-        if not isinstance(text, str) or name not in codes:
-            raise DataError(f"{file}, row {number}: expected a text and a label pos or neg (got label {name!r})")
+        if not isinstance(text, str) or not isinstance(name, (str, int)) or name not in codes:
+            what = f"label {str(name)[:40]!r}" if isinstance(text, str) else f"a text of type {type(text).__name__}"
+            raise DataError(f"{file}, row {number}: expected a text and a label pos or neg (got {what})")
+    missing = [label for code, label in enumerate(LABELS) if sum(codes[name] == code for name in names) < 2]
+    if missing:
+        raise DataError(f"{file}: fewer than two reviews with label {missing[0]} among its {len(names)} rows")
     return _arrays(texts, [codes[name] for name in names], length)
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from primal_attention.data.errors import DataError
+from primal_attention.data.errors import DataError, import_package
+from primal_attention.data.storage import one_line, reading, write_file
+from primal_attention.data.storage import read_npz as read_arrays
 
 # Mean returns of D4RL's random and expert policies, with which its scores are normalised.
 REFERENCE = {
@@ -35,7 +36,8 @@ SETS = tuple(f"{env}-{level}" for level in LEVELS for env in REFERENCE)
 HORIZON = 1000
 """Steps after which these environments stop an episode."""
 KEYS = ("observations", "actions", "rewards", "terminals")
-NEEDS = "pip install 'primal-attention[rl]'"
+MAX_COMPRESSION = 1100
+"""More than deflate can reach: a column that is larger than the file times this cannot be in it."""
 
 
 def environment_of(name: str) -> str:
@@ -130,59 +132,53 @@ def load(name: str, folder: str | Path | None = None) -> Trajectories:
 
 def read_hdf5(file: str | Path, name: str | None = None) -> Trajectories:
     """Trajectories of an HDF5 file in D4RL's layout; keys that are not needed are not read."""
-    try:
-        import h5py
-    except ImportError:
-        raise DataError(f"reading {file} needs h5py: {NEEDS}") from None
+    h5py = import_package("h5py", f"reading {file}")
     file = Path(file)
-    try:
-        with h5py.File(file) as content:
-            wanted = (*KEYS, "timeouts")
-            columns = {key: content[key][()] for key in wanted if isinstance(content.get(key), h5py.Dataset)}
-            has, attributes = list(content), dict(content.attrs)
-    except OSError as error:
-        raise DataError(f"{file}: not an HDF5 file, or cut off ({_one_line(error)})") from error
+    with reading(file, "an HDF5 file, or cut off"), h5py.File(file) as content:
+        columns = {}
+        for key in (*KEYS, "timeouts"):
+            column = content.get(key)
+            if isinstance(column, h5py.Dataset):
+                if column.nbytes > MAX_COMPRESSION * file.stat().st_size:
+                    raise DataError(f"{file}: {key} claims {column.nbytes} bytes, more than the file can hold")
+                columns[key] = column[()]
+        has, attributes = list(content), dict(content.attrs)
     return from_columns(name or file.stem, columns, has=has, where=str(file), source=_source(attributes))
 
 
 def read_npz(file: str | Path, name: str | None = None) -> Trajectories:
     """Trajectories of a `.npz` with the keys of D4RL's layout; needs numpy alone."""
     file = Path(file)
-    try:
-        with np.load(file, allow_pickle=False) as content:
-            columns = {key: content[key] for key in (*KEYS, "timeouts") if key in content.files}
-            has = list(content.files)
-            source = str(content["source"]) if "source" in has else _source({})
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise DataError(f"{file}: not a .npz of plain arrays ({_one_line(error)})") from error
-    return from_columns(name or file.stem, columns, has=has, where=str(file), source=source)
+    columns = read_arrays(file, "a .npz of plain arrays", (*KEYS, "timeouts", "source"))
+    source = str(columns["source"])[:200] if "source" in columns else _source({})
+    return from_columns(name or file.stem, columns, has=list(columns), where=str(file), source=source)
 
 
 def save_npz(data: Trajectories, file: str | Path) -> None:
     """Write what `read_npz` reads. Every episode's end is kept, not whether it fell or ran out of time."""
     ends = np.zeros(len(data), bool)
     ends[data.ends - 1] = True
-    np.savez_compressed(
-        file,
-        observations=data.observations,
-        actions=data.actions,
-        rewards=data.rewards,
-        terminals=np.zeros(len(data), bool),
-        timeouts=ends,
-        source=np.array(data.source),
-    )
+    arrays = {
+        "observations": data.observations,
+        "actions": data.actions,
+        "rewards": data.rewards,
+        "terminals": np.zeros(len(data), bool),
+        "timeouts": ends,
+        "source": np.array(data.source),
+    }
+    write_file(Path(file), lambda out: np.savez_compressed(out, **arrays))  # type: ignore[arg-type]
 
 
 def read_minari(identifier: str, name: str | None = None) -> Trajectories:
     """Trajectories of a Minari data set that is on this machine, by its identifier."""
-    try:
-        import minari
-    except ImportError:
-        raise DataError(f"reading Minari data sets needs minari: {NEEDS}") from None
+    minari = import_package("minari", "reading Minari data sets")
     try:
         episodes = list(minari.load_dataset(identifier).iterate_episodes())
-    except (FileNotFoundError, ValueError, KeyError) as error:
-        there = ", ".join(sorted(minari.list_local_datasets())) or "none"
+    except Exception as error:  # a missing set, or whatever h5py raises for a damaged one
+        try:
+            there = ", ".join(sorted(minari.list_local_datasets())) or "none"
+        except Exception as damaged:
+            there = one_line(damaged)
         raise DataError(
             f"Minari has no readable set {identifier!r} here ({there}): minari download {identifier}"
         ) from error
@@ -213,12 +209,12 @@ def from_columns(
     tables = {key: _numbers(columns[key], key, where, width=2) for key in ("observations", "actions")}
     rewards = _numbers(columns["rewards"], "rewards", where, width=1)
     rows = len(tables["observations"])
-    flags = {key: np.asarray(columns[key]).reshape(-1) for key in ("terminals", "timeouts") if key in columns}
+    flags = {key: _flags(columns[key], key, where) for key in ("terminals", "timeouts") if key in columns}
     for key, column in {**tables, "rewards": rewards, **flags}.items():
         if len(column) != rows:
             raise DataError(f"{where}: {key} has {len(column)} rows where observations has {rows}")
-    ended = flags["terminals"].astype(bool)
-    ended = ended | flags["timeouts"].astype(bool) if "timeouts" in flags else _with_horizon(ended)
+    ended = flags["terminals"]
+    ended = ended | flags["timeouts"] if "timeouts" in flags else _with_horizon(ended)
     (last,) = np.nonzero(ended)
     if len(last) == 0:
         raise DataError(f"{where}: no episode ends in its {rows} rows (terminals and timeouts are all false)")
@@ -243,17 +239,31 @@ def _with_horizon(ended: np.ndarray) -> np.ndarray:
 def _numbers(values: Any, key: str, where: str, width: int) -> np.ndarray:
     """A float32 array of the given number of axes, finite everywhere."""
     array = np.asarray(values)
-    if array.dtype == object or not np.issubdtype(array.dtype, np.number):
+    if array.dtype.kind not in "fiu":
         raise DataError(f"{where}: {key} must be a table of numbers with rows of one width (its type is {array.dtype})")
     if width == 1 and array.ndim == 2 and array.shape[1] == 1:
         array = array[:, 0]
-    if array.ndim != width:
+    if array.ndim != width or 0 in array.shape[1:]:
         shape = "(rows, width)" if width == 2 else "(rows,)"
         raise DataError(f"{where}: {key} must have shape {shape} (got {array.shape})")
+    with np.errstate(over="ignore"):
+        array = array.astype(np.float32)
     if not np.isfinite(array).all():
         row = int(np.argmin(np.isfinite(array.reshape(len(array), -1)).all(axis=1)))
         raise DataError(f"{where}: {key} has a value that is not finite in row {row}")
-    return array.astype(np.float32)
+    return array
+
+
+def _flags(values: Any, key: str, where: str) -> np.ndarray:
+    """A column of booleans, stored as such or as numbers 0 and 1; the string "False" would count as true."""
+    array = np.asarray(values)
+    if array.ndim == 2 and array.shape[1] == 1:
+        array = array[:, 0]
+    if array.ndim != 1 or array.dtype.kind not in "bfiu" or not np.isin(array, (0, 1)).all():
+        raise DataError(
+            f"{where}: {key} must hold one boolean (or 0 or 1) per row (got {array.dtype} of shape {array.shape})"
+        )
+    return array.astype(bool)
 
 
 def _source(attributes: Mapping[str, Any]) -> str:
@@ -263,7 +273,3 @@ def _source(attributes: Mapping[str, Any]) -> str:
             f"collected anew in D4RL's layout ({attributes['level']}, {attributes.get('env', 'unknown environment')})"
         )
     return "D4RL's layout"
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

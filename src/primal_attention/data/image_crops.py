@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from primal_attention.data.errors import DataError
+from primal_attention.data.errors import import_package
 from primal_attention.data.images import square, to_array, whole_side
 
 if TYPE_CHECKING:
@@ -64,12 +64,10 @@ def random_box(width: int, height: int, smallest: float) -> tuple[float, float, 
 
 
 def rand_augment(ops: int, magnitude: float) -> Any:
-    try:
-        from torchvision.transforms import v2
-    except ImportError:
-        raise DataError(
-            "RandAugment of streamed images needs torchvision: pip install 'primal-attention[vision]', "
-            "or use --augment none, or --data.cache device for sets that fit in memory"
-        ) from None
+    v2 = import_package(
+        "torchvision.transforms.v2",
+        "RandAugment of streamed images",
+        ", or use --augment none, or --data.cache device for sets that fit in memory",
+    )
     # torchvision's strongest of 31 levels is DeiT's level 10.
     return v2.RandAugment(num_ops=ops, magnitude=round(30 * magnitude), num_magnitude_bins=31, fill=[124, 116, 104])

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from primal_attention.data.errors import DataError
-from primal_attention.data.tokens import cached, utf8_lines
+from primal_attention.data.errors import DataError, import_package
+from primal_attention.data.storage import cached, read_text
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -70,7 +70,7 @@ def load(folder: str | Path, classes: str | Path | None = None) -> ImageData:
 
 def class_list(file: Path) -> tuple[str, ...]:
     """The first word of every line: class lists of ImageNet often have a description behind it."""
-    names = [line.split()[0] for line in utf8_lines(file) if line.strip()]
+    names = [line.split()[0] for line in read_text(file).splitlines() if line.strip()]
     if not names:
         raise DataError(f"{file} names no class: one class folder per line is expected")
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -102,12 +102,11 @@ def _list(home: Path, classes: Sequence[str]) -> ImageSplit:
 
 def read(file: Path) -> Image | None:
     """The picture in RGB, or None if it does not decode."""
-    from PIL import Image
-
+    pillow = import_package("PIL.Image", "reading images")
     try:
-        with Image.open(file) as image:
+        with pillow.open(file) as image:
             return image.convert("RGB")
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):  # what Pillow raises for broken files
+    except Exception:  # Pillow's decoders raise almost any type for damaged files
         return None
 
 

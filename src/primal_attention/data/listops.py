@@ -10,14 +10,17 @@ How expressions are drawn: `listops_trees`. The whole set takes numpy a minute o
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
 from primal_attention.data.errors import DataError
 from primal_attention.data.listops_trees import CODES, END, OPERATOR, WORDS, Shape, generate
-from primal_attention.data.tokens import Arrays, Progress, TokenData, TokenSplit, cached, stack
+from primal_attention.data.storage import Arrays, cached, generated_set, reading, require_complete, write_file
+from primal_attention.data.tokens import Progress, TokenData, TokenSplit, stack
 
 FILES = {"train": "basic_train.tsv", "valid": "basic_val.tsv", "test": "basic_test.tsv"}
 SIZES = {"train": 96_000, "valid": 2_000, "test": 2_000}
@@ -36,31 +39,34 @@ def write(
 ) -> Path:
     """Write the three files of the released layout, and the arrays that `load` would make of them.
 
-    `progress` hears of every case twice: when it is drawn and when it is written.
+    After an interruption, a call with the same arguments completes the set. `progress` is called for every sample
+    twice: when it is drawn and when it is written.
     """
     if shape is not None and shape.max_length > LENGTH:
         raise DataError(f"shape.max_length must be at most {LENGTH}, the task's length (got {shape.max_length})")
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     sizes = {"train": train, "valid": valid, "test": test}
     if min(sizes.values()) < 1:
         raise DataError(f"every split needs at least one case (got {', '.join(f'{k} {v}' for k, v in sizes.items())})")
-    whole = generate(sum(sizes.values()), seed, shape, progress)
-    start = 0
-    for name, size in sizes.items():
-        part = {key: array[start : start + size] for key, array in whole.items()}
-        start += size
-        file = folder / FILES[name]
-        temporary = file.with_name(f".{file.name}.partial")
-        with temporary.open("w", encoding="ascii") as out:
-            out.write("Source\tTarget\n")
-            for row, label in zip(part["tokens"], part["labels"], strict=True):
-                out.write(f"{to_text(row)}\t{label}\n")
-                if progress is not None:
-                    progress(1)
-        temporary.replace(file)
-        cached(folder, name, [file], LENGTH, partial(_fit, part))
+    settings = {**sizes, "seed": seed, "shape": None if shape is None else dataclasses.asdict(shape)}
+    with generated_set(folder, "listops", settings, FILES["train"]):
+        whole = generate(sum(sizes.values()), seed, shape, progress)
+        start = 0
+        for name, size in sizes.items():
+            part = {key: array[start : start + size] for key, array in whole.items()}
+            start += size
+            file = folder / FILES[name]
+            write_file(file, partial(_write_tsv, part, progress))
+            cached(folder, name, [file], LENGTH, partial(_fit, part))
     return folder
+
+
+def _write_tsv(part: Arrays, progress: Progress | None, out: IO[bytes]) -> None:
+    out.write(b"Source\tTarget\n")
+    for row, label in zip(part["tokens"], part["labels"], strict=True):
+        out.write(f"{to_text(row)}\t{label}\n".encode("ascii"))
+        if progress is not None:
+            progress(1)
 
 
 def _fit(arrays: Arrays) -> Arrays:
@@ -98,6 +104,7 @@ def to_text(codes: np.ndarray) -> str:
 def load(folder: str | Path) -> TokenData:
     """Read the released files, or those that `write` made."""
     folder = Path(folder)
+    require_complete(folder)
     splits = {}
     for name, file_name in FILES.items():
         file = folder / file_name
@@ -121,19 +128,16 @@ def by_operator(data: TokenData) -> float:
 def read_tsv(file: Path, length: int = LENGTH) -> Arrays:
     """Codes and labels of a file with the columns Source and Target."""
     rows, labels = [], []
-    try:
-        with file.open(encoding="utf-8") as lines:
-            header = next(lines, "").rstrip("\n").split("\t")
-            if header != ["Source", "Target"]:
-                raise DataError(f"{file}: the first line must name the columns Source and Target (got {header})")
-            for number, line in enumerate(lines, start=2):
-                source, tab, target = line.rstrip("\n").partition("\t")
-                if not tab or len(target) != 1 or not target.isdecimal():
-                    raise DataError(f"{file}, line {number}: expected an expression, a tab and a digit")
-                rows.append(encode(source, f"{file}, line {number}", length))
-                labels.append(int(target))
-    except UnicodeDecodeError as error:
-        raise DataError(f"{file} is not UTF-8 text (byte 0x{error.object[error.start]:02x})") from None
+    with reading(file, "a table of expressions"), file.open(encoding="utf-8") as lines:
+        header = next(lines, "").rstrip("\n")
+        if header != "Source\tTarget":
+            raise DataError(f"{file}: the first line must name the columns Source and Target (got {header[:40]!r})")
+        for number, line in enumerate(lines, start=2):
+            source, tab, target = line.rstrip("\n").partition("\t")
+            if not tab or len(target) != 1 or not target.isdecimal():
+                raise DataError(f"{file}, line {number}: expected an expression, a tab and a digit")
+            rows.append(encode(source, f"{file}, line {number}", length))
+            labels.append(int(target))
     if not rows:
         raise DataError(f"{file}: no cases behind the header")
     return {"tokens": stack(rows, length), "labels": np.array(labels, dtype=np.uint8)}
@@ -145,7 +149,7 @@ def encode(expression: str, where: str = "expression", length: int = LENGTH) -> 
     try:
         codes = np.array([CODES[word] for word in words], dtype=np.uint8)
     except KeyError as unknown:
-        raise DataError(f"{where}: {unknown.args[0]!r} is no digit, operator or bracket of ListOps") from None
+        raise DataError(f"{where}: {unknown.args[0][:40]!r} is no digit, operator or bracket of ListOps") from None
     if len(codes) == 0 or (codes == 0).any():
         raise DataError(f"{where}: an empty expression")
     if len(codes) > length:

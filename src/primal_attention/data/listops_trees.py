@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from primal_attention.data.errors import DataError
-from primal_attention.data.tokens import Arrays, Progress
+from primal_attention.data.storage import Arrays
+from primal_attention.data.tokens import Progress
 
 WORDS = ("<pad>", *"0123456789", "[MIN", "[MAX", "[MED", "[SM", "]")
 CODES = {word: code for code, word in enumerate(WORDS)}

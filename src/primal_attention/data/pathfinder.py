@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import zlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
@@ -22,12 +23,23 @@ from functools import partial
 from itertools import count, islice
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from primal_attention.data.contours import SIZE, Canvas
-from primal_attention.data.errors import DataError
-from primal_attention.data.tokens import Arrays, Progress, TokenData, TokenSplit, cached, stamp, utf8_lines
+from primal_attention.data.errors import DataError, import_package
+from primal_attention.data.storage import (
+    Arrays,
+    cached,
+    generated_set,
+    read_text,
+    reading,
+    replacing,
+    require_complete,
+    write_file,
+)
+from primal_attention.data.tokens import Progress, TokenData, TokenSplit
 
 SIZES = {"train": 160_000, "valid": 20_000, "test": 20_000}
 FOLDER_SIZE = 1000  # images per folder, as released
@@ -49,34 +61,62 @@ def generate(
 
     The number of processes changes nothing about them.
     """
+    _check_settings(contour_length, distractors, workers)
+    labels = _labels(cases, seed)
+    images = np.zeros((cases, SIZE, SIZE), dtype=np.uint8)
+    done = 0
+    for more, _, _ in _draw(labels, seed, contour_length, distractors, workers):
+        images[done : done + len(more)] = more
+        done += len(more)
+        if progress is not None:
+            progress(len(more))
+    return {"images": images, "labels": labels}
+
+
+def _check_settings(contour_length: int, distractors: int, workers: int) -> None:
     if not 3 <= contour_length <= 18:
         raise DataError(f"contour_length must lie between 3 and 18 to fit a 32×32 image twice (got {contour_length})")
     if distractors < 0:
         raise DataError(f"distractors must not be negative (got {distractors})")
     if workers < 1:
         raise DataError(f"workers must be at least 1 (got {workers})")
-    rng = np.random.default_rng([seed, 1])
-    labels = np.stack([first := rng.integers(0, 2, -(-cases // 2)), 1 - first], axis=1).ravel()[:cases].astype(np.uint8)
-    images = np.zeros((cases, SIZE, SIZE), dtype=np.uint8)
-    done = 0
-    with closing(_sheets(partial(_drawn, seed, contour_length, distractors), workers)) as sheets:
-        while done < cases:
-            either = next(sheets)[:, : cases - done]
-            more = either.shape[1]
-            images[done : done + more] = either[labels[done : done + more], np.arange(more)]
-            done += more
-            if progress is not None:
-                progress(more)
-    return {"images": images, "labels": labels}
 
 
-def _sheets(draw: Callable[[int], np.ndarray], workers: int) -> Generator[np.ndarray, None, None]:
-    """Sheets 0, 1, … without end, in their order, drawn by so many processes."""
+def _labels(cases: int, seed: int) -> np.ndarray:
+    first = np.random.default_rng([seed, 1]).integers(0, 2, -(-cases // 2))
+    return np.stack([first, 1 - first], axis=1).ravel()[:cases].astype(np.uint8)
+
+
+def _draw(
+    labels: np.ndarray,
+    seed: int,
+    contour_length: int,
+    distractors: int,
+    workers: int,
+    done: int = 0,
+    sheet: int = 0,
+    used: int = 0,
+) -> Iterator[tuple[np.ndarray, int, int]]:
+    """Images of the labels from number `done` on, as (images, their sheet, images of this sheet used before them).
+
+    `sheet` and `used` say where to continue: the next image is number `used` of this sheet.
+    """
+    draw = partial(_drawn, seed, contour_length, distractors)
+    with closing(_sheets(draw, workers, sheet)) as sheets:
+        while done < len(labels):
+            either = next(sheets)[:, used:]
+            wanted = labels[done : done + either.shape[1]]
+            yield either[wanted, np.arange(len(wanted))], sheet, used
+            done, sheet, used = done + len(wanted), sheet + 1, 0
+
+
+def _sheets(draw: Callable[[int], np.ndarray], workers: int, first: int = 0) -> Generator[np.ndarray, None, None]:
+    """Sheets from `first` on, without end, in their order, drawn by so many processes."""
     if workers < 2:
-        yield from map(draw, count())
+        yield from map(draw, count(first))
         return
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        numbers = count()
+        numbers = count(first)
         waiting = deque(pool.submit(draw, number) for number in islice(numbers, 2 * workers))
         try:
             while True:
@@ -138,27 +178,79 @@ def write(
 ) -> Path:
     """Write images and metadata in the released layout, and splits.json, which says where train, valid and test begin.
 
-    `progress` hears of every case twice: when it is drawn and when it is written.
+    After an interruption, a call with the same arguments completes the set. `progress` is called with the number of
+    new samples, for every sample twice: when it is drawn and when it is written.
     """
     folder = Path(folder)
     sizes = {"train": train, "valid": valid, "test": test}
     if min(sizes.values()) < 1:
         raise DataError(f"every split needs at least one case (got {', '.join(f'{k} {v}' for k, v in sizes.items())})")
-    arrays = generate(sum(sizes.values()), seed, contour_length, distractors, progress, workers)
-    (folder / "metadata").mkdir(parents=True, exist_ok=True)
-    for number, start in enumerate(range(0, len(arrays["labels"]), FOLDER_SIZE)):
-        part = f"imgs/{number}"
-        (folder / part).mkdir(parents=True, exist_ok=True)
-        lines = []
-        for i, image in enumerate(arrays["images"][start : start + FOLDER_SIZE]):
-            (folder / part / f"sample_{i}.png").write_bytes(png(image))
-            lines.append(f"{part} sample_{i}.png {i} {arrays['labels'][start + i]}")
+    _check_settings(contour_length, distractors, workers)
+    settings = {**sizes, "seed": seed, "contour_length": contour_length, "distractors": distractors}
+    with generated_set(folder, "pathfinder", settings, "metadata") as state:
+        labels = _labels(sum(sizes.values()), seed)
+        images = np.zeros((len(labels), SIZE, SIZE), dtype=np.uint8)
+        position = _continue_from(folder, state.position, images, labels)
+        written = drawn = position[0]
+        if progress is not None:
+            progress(2 * written)
+        for more, sheet, used in _draw(labels, seed, contour_length, distractors, workers, *position):
+            first, drawn = drawn, drawn + len(more)
+            images[first:drawn] = more
             if progress is not None:
-                progress(1)
-        (folder / "metadata" / f"{number}.npy").write_text("\n".join(lines) + "\n")
-    (folder / "splits.json").write_text(json.dumps(sizes) + "\n")
-    cached(folder, "images", _metadata(folder), stamp(_image_folders(folder)), lambda: arrays)
+                progress(len(more))
+            while drawn - written >= FOLDER_SIZE or written < drawn == len(labels):
+                part = slice(written, min(written + FOLDER_SIZE, len(labels)))
+                _write_part(folder, written // FOLDER_SIZE, images[part], labels[part])
+                written = part.stop
+                state.save({"written": written, "sheet": sheet, "used": used + written - first})
+                if progress is not None:
+                    progress(part.stop - part.start)
+        write_file(folder / "splits.json", lambda out: out.write(f"{json.dumps(sizes)}\n".encode()))
+        cached(folder, "images", _sources(folder), None, lambda: {"images": images, "labels": labels})
     return folder
+
+
+def _write_part(folder: Path, number: int, images: np.ndarray, labels: np.ndarray) -> None:
+    """Write one folder of images, then the metadata that lists them."""
+    with replacing(folder / "imgs" / str(number)) as place:
+        place.mkdir(exist_ok=True)
+        for i, image in enumerate(images):
+            (place / f"sample_{i}.png").write_bytes(png(image))
+    lines = _metadata_lines(number, labels)
+    write_file(folder / "metadata" / f"{number}.npy", lambda out: out.write(lines.encode()))
+
+
+def _metadata_lines(number: int, labels: np.ndarray) -> str:
+    return "".join(f"imgs/{number} sample_{i}.png {i} {label}\n" for i, label in enumerate(labels))
+
+
+def _continue_from(folder: Path, position: object, images: np.ndarray, labels: np.ndarray) -> tuple[int, int, int]:
+    """Read the images that an interrupted call has written, and return (written, sheet, used).
+
+    All zero if there are none, or if any of them is not exactly as it was written.
+    """
+    if not isinstance(position, dict):
+        return 0, 0, 0
+    try:
+        written, sheet, used = (int(position[key]) for key in ("written", "sheet", "used"))
+        for start in range(0, written, FOLDER_SIZE):
+            number, stop = start // FOLDER_SIZE, min(start + FOLDER_SIZE, written)
+            if (folder / "metadata" / f"{number}.npy").read_text() != _metadata_lines(number, labels[start:stop]):
+                return 0, 0, 0
+            for i in range(start, stop):
+                images[i] = _from_png((folder / "imgs" / str(number) / f"sample_{i - start}.png").read_bytes())
+        return written, sheet, used
+    except (OSError, ValueError, KeyError, TypeError, IndexError, zlib.error):
+        return 0, 0, 0
+
+
+def _from_png(data: bytes) -> np.ndarray:
+    """Inverse of `png` for images of this task; ValueError or zlib.error for other bytes."""
+    image = np.frombuffer(zlib.decompress(data[41:-16]), dtype=np.uint8).reshape(SIZE, SIZE + 1)[:, 1:]
+    if png(image) != data:
+        raise ValueError("not written by this module")
+    return image
 
 
 def png(image: np.ndarray) -> bytes:
@@ -180,12 +272,13 @@ def load(folder: str | Path, contour_length: int = CONTOUR_LENGTH) -> TokenData:
     Without a splits.json, 80 % are for training, 10 % for validation and 10 % for test, drawn with a fixed seed.
     """
     folder = _home(Path(folder), contour_length)
+    require_complete(folder)
     files = _metadata(folder)
     if not files:
         raise DataError(
             f"{folder}: no metadata/*.npy and so no images; 'primal data pathfinder --out {folder}' draws some"
         )
-    arrays = cached(folder, "images", files, stamp(_image_folders(folder)), lambda: read(folder, files))
+    arrays = cached(folder, "images", _sources(folder), None, lambda: read(folder, files))
     images, labels = arrays["images"], arrays["labels"].astype(np.int64)
     tokens = images.reshape(len(images), -1)
     splits = {name: TokenSplit(tokens[rows], labels[rows]) for name, rows in _splits(folder, len(labels)).items()}
@@ -202,24 +295,27 @@ def _metadata(folder: Path) -> list[Path]:
     return sorted(files, key=lambda file: int(file.stem))
 
 
-def _image_folders(folder: Path) -> list[Path]:
-    return [place for place in (folder / "imgs").glob("*") if place.is_dir()]
+def _sources(folder: Path) -> list[Path | str]:
+    """Everything that the arrays depend on: metadata and images."""
+    images = [os.path.join(place, name) for place, _, names in os.walk(folder / "imgs") for name in names]
+    return [*_metadata(folder), *sorted(images)]
 
 
 def _splits(folder: Path, cases: int) -> dict[str, slice | np.ndarray]:
     file = folder / "splits.json"
-    if not file.is_file():
+    if not file.exists():
         if cases < 10:
             raise DataError(f"{folder}: {cases} images are too few to split off validation and test")
         order = np.random.default_rng(0).permutation(cases)
         ends = cases * 8 // 10, cases * 9 // 10
         parts = np.split(order, ends)
         return {name: np.sort(part) for name, part in zip(SIZES, parts, strict=True)}
-    try:
-        sizes = [int(json.loads(file.read_text())[name]) for name in SIZES]
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{file}: must give the numbers of train, valid and test ({error!r})") from None
-    if sum(sizes) != cases or min(sizes) < 1:
+    with reading(file, "a JSON object"):
+        content = json.loads(file.read_bytes())
+    sizes: list[Any] = [content.get(name) for name in SIZES] if isinstance(content, dict) else []
+    if not sizes or not all(type(size) is int and 0 < size <= cases for size in sizes):
+        raise DataError(f"{file}: must hold the numbers of train, valid and test, from 1 to {cases} each")
+    if sum(sizes) != cases:
         raise DataError(f"{file}: {sum(sizes)} cases in splits of {sizes} where the metadata lists {cases} images")
     ends_of = np.cumsum(sizes)
     return {name: slice(end - size, end) for name, size, end in zip(SIZES, sizes, ends_of, strict=True)}
@@ -227,16 +323,13 @@ def _splits(folder: Path, cases: int) -> dict[str, slice | np.ndarray]:
 
 def read(folder: Path, files: list[Path]) -> Arrays:
     """All images that the metadata lists, in their order."""
-    try:
-        from PIL import Image
-    except ImportError:
-        raise DataError("reading PNG files needs pillow: pip install pillow") from None
+    pillow = import_package("PIL.Image", "reading PNG files")
     images, labels = [], []
     for place, label, where in _entries(folder, files):
         try:
-            with Image.open(io.BytesIO(place.read_bytes())) as image:
+            with pillow.open(io.BytesIO(place.read_bytes())) as image:
                 pixels = np.asarray(image.convert("L"))
-        except (OSError, ValueError) as error:
+        except Exception as error:  # Pillow's decoders raise almost any type for damaged files
             reason = "is missing" if isinstance(error, FileNotFoundError) else "is no image"
             raise DataError(f"{place} {reason}, though {where} lists it") from None
         if pixels.shape != (SIZE, SIZE):
@@ -249,7 +342,7 @@ def read(folder: Path, files: list[Path]) -> Arrays:
 def _entries(folder: Path, files: list[Path]) -> Iterator[tuple[Path, int, str]]:
     empty = True
     for file in files:
-        for number, line in enumerate(utf8_lines(file), start=1):
+        for number, line in enumerate(read_text(file).splitlines(), start=1):
             words = line.split()
             if len(words) < 4 or words[3] not in ("0", "1"):
                 raise DataError(f"{file}, line {number}: expected folder, file, number and label 0 or 1")

@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from primal_attention.data.errors import DataError
-from primal_attention.data.tokens import Arrays, TokenData, TokenSplit, cached
+from primal_attention.data.storage import Arrays, cached, map_array, reading
+from primal_attention.data.tokens import TokenData, TokenSplit
 
 SIZE = 32
 CLASSES = 10
@@ -60,14 +61,15 @@ def _half(folder: Path, half: str) -> Arrays:
 def _read_binary(files: list[Path]) -> Arrays:
     records = []
     for file in files:
-        data = np.fromfile(file, dtype=np.uint8)
+        with reading(file, "a readable file"):
+            data = np.fromfile(file, dtype=np.uint8)
         if len(data) == 0 or len(data) % RECORD:
             raise DataError(
                 f"{file}: {len(data)} bytes are no whole number of {SIZE}×{SIZE} images ({RECORD} bytes each)"
             )
         records.append(data.reshape(-1, RECORD))
+        _check_labels(records[-1][:, 0], file)
     whole = np.concatenate(records)
-    _check_labels(whole[:, 0], files[0])
     return {"tokens": to_gray(whole[:, 1:].reshape(-1, 3, SIZE * SIZE)), "labels": whole[:, 0].copy()}
 
 
@@ -84,12 +86,8 @@ def to_gray(planes: np.ndarray) -> np.ndarray:
 def _read_arrays(images_file: Path, labels_file: Path) -> Arrays:
     arrays = []
     for file in (images_file, labels_file):
-        try:
-            arrays.append(np.load(file, mmap_mode="c", allow_pickle=False))
-        except FileNotFoundError:
-            raise DataError(f"{file} is missing: labels stand beside {images_file.name}") from None
-        except (ValueError, OSError, EOFError) as error:
-            raise DataError(f"{file}: not an array file of numpy ({str(error).splitlines()[0]})") from None
+        with reading(file, "an array file of numpy"):
+            arrays.append(map_array(file))
     images, labels = arrays
     if images.dtype != np.uint8 or images.shape[1:] != (SIZE, SIZE):
         raise DataError(
@@ -103,5 +101,7 @@ def _read_arrays(images_file: Path, labels_file: Path) -> Arrays:
 
 
 def _check_labels(labels: np.ndarray, file: Path) -> None:
-    if len(labels) and (labels.min() < 0 or labels.max() >= CLASSES):
+    if labels.dtype.kind not in "iu" or len(labels) == 0:
+        raise DataError(f"{file}: labels must be integers, one per image (got {len(labels)} of type {labels.dtype})")
+    if labels.min() < 0 or labels.max() >= CLASSES:
         raise DataError(f"{file}: labels must lie between 0 and {CLASSES - 1} (got {labels.min()} to {labels.max()})")

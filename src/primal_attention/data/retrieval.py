@@ -16,7 +16,8 @@ import numpy as np
 
 from primal_attention.data.bytes import LENGTH, encode
 from primal_attention.data.errors import DataError
-from primal_attention.data.tokens import Arrays, TokenData, TokenSplit, cached, stack
+from primal_attention.data.storage import Arrays, cached, reading
+from primal_attention.data.tokens import TokenData, TokenSplit, stack
 
 FILES = {"train": "new_aan_pairs.train.tsv", "valid": "new_aan_pairs.eval.tsv", "test": "new_aan_pairs.test.tsv"}
 LABELS = {"0": 0, "1": 1, "0.0": 0, "1.0": 1}
@@ -42,22 +43,17 @@ def read_tsv(file: Path, length: int = LENGTH) -> Arrays:
     second: list[np.ndarray] = []
     labels: list[int] = []
     csv.field_size_limit(2**31 - 1)  # whole papers stand in one cell
-    try:
-        with file.open(encoding="utf-8", newline="") as lines:
-            for number, row in enumerate(csv.reader(lines, delimiter="\t"), start=1):
-                if len(row) != 5 or row[0] not in LABELS:
-                    raise DataError(
-                        f"{file}, row {number}: expected label (0 or 1), two ids and two texts between tabs "
-                        f"(got {len(row)} columns, the first {row[0][:20] if row else ''!r})"
-                    )
-                labels.append(LABELS[row[0]])
-                for texts, text in ((first, row[3]), (second, row[4])):
-                    wrapped = WRAPPED.fullmatch(text)
-                    texts.append(encode(wrapped[2] if wrapped else text, length))
-    except UnicodeDecodeError as error:
-        raise DataError(f"{file} is not UTF-8 text (byte 0x{error.object[error.start]:02x})") from None
-    except csv.Error as error:
-        raise DataError(f"{file}: not a table divided by tabs ({error})") from None
+    with reading(file, "a table divided by tabs"), file.open(encoding="utf-8", newline="") as lines:
+        for number, row in enumerate(csv.reader(lines, delimiter="\t"), start=1):
+            if len(row) != 5 or row[0] not in LABELS:
+                raise DataError(
+                    f"{file}, row {number}: expected label (0 or 1), two ids and two texts between tabs "
+                    f"(got {len(row)} columns, the first {row[0][:20] if row else ''!r})"
+                )
+            labels.append(LABELS[row[0]])
+            for texts, text in ((first, row[3]), (second, row[4])):
+                wrapped = WRAPPED.fullmatch(text)
+                texts.append(encode(wrapped[2] if wrapped else text, length))
     if not labels:
         raise DataError(f"{file}: no pairs")
     return {

@@ -113,6 +113,8 @@ def stratified_holdout(labels: np.ndarray, fraction: float, seed: int) -> tuple[
     """Indices of (kept, held out): about `fraction` of every class held out, never the only case of a class."""
     if not 0.0 < fraction < 1.0:
         raise DataError(f"the held-out fraction must lie between 0 and 1 (got {fraction})")
+    if len(labels) == 0:
+        raise DataError("there are no samples to hold any out")
     rng = np.random.default_rng(seed)
     held = []
     for label in np.unique(labels):

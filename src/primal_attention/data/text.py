@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from primal_attention.data.errors import DataError
-from primal_attention.data.tokens import Arrays, cached
+from primal_attention.data.storage import Arrays, cached, reading
 from primal_attention.data.vocabulary import SubwordVocabulary, Vocabulary, WordVocabulary, read_vocabulary
 
 SPLITS = ("train", "valid", "test")
@@ -77,13 +77,9 @@ def find(folder: Path, split: str) -> Path:
 
 def read(file: Path) -> str:
     """A file's text, unpacked if need be."""
-    try:
+    with reading(file, "a text file" + (" packed by xz" if file.suffix == ".xz" else "")):
         data = lzma.decompress(file.read_bytes()) if file.suffix == ".xz" else file.read_bytes()
         return data.decode("utf-8")
-    except lzma.LZMAError as error:
-        raise DataError(f"{file} cannot be unpacked ({error})") from None
-    except UnicodeDecodeError as error:
-        raise DataError(f"{file} is not UTF-8 text (byte {error.start} is 0x{error.object[error.start]:02x})") from None
 
 
 def documents(text: str) -> list[str]:
@@ -111,7 +107,7 @@ def _title_and_body(piece: str) -> tuple[str, str]:
     """A document's title, or its first words where it has none, and the text below."""
     first, _, rest = piece.partition("\n")
     if DOCUMENT.match(first):
-        return first.strip(" ="), rest.strip()
+        return first.strip(" =")[:60], rest.strip()
     return first.strip()[:60], piece.strip()
 
 

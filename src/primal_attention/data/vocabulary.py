@@ -16,7 +16,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from primal_attention.data.errors import DataError
+from primal_attention.data.errors import DataError, import_package
+from primal_attention.data.storage import one_line, reading, write_file
 
 END_OF_LINE, UNKNOWN = "<eos>", "<unk>"
 END_OF_DOCUMENT = "<|end|>"
@@ -46,8 +47,7 @@ class Vocabulary:
         raise NotImplementedError
 
     def save(self, file: Path) -> None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(self.text(), encoding="utf-8")
+        write_file(file, lambda out: out.write(self.text().encode()))
 
     @property
     def digest(self) -> str:
@@ -112,12 +112,14 @@ class SubwordVocabulary(Vocabulary):
     """Byte pairs, through the tokenizers library. No text is unknown: every byte is a token."""
 
     def __init__(self, text: str) -> None:
+        library = _library()
         try:
-            self._tokenizer = _library().Tokenizer.from_str(text)
+            self._tokenizer = library.Tokenizer.from_str(text)
+            numbers = self._tokenizer.get_vocab().values()
         except Exception as error:  # the library raises Exception itself
-            if isinstance(error, DataError):
-                raise
-            raise DataError(f"this is no vocabulary of the tokenizers library ({error})") from None
+            raise DataError(f"this is no vocabulary of the tokenizers library ({one_line(error)})") from None
+        if sorted(numbers) != list(range(len(numbers))):
+            raise DataError(f"the {len(numbers)} tokens of the vocabulary must have the numbers 0 … {len(numbers) - 1}")
         end = self._tokenizer.token_to_id(END_OF_DOCUMENT)
         if end is None:
             raise DataError(f"the vocabulary has no {END_OF_DOCUMENT}, which stands between documents")
@@ -159,27 +161,29 @@ def read_vocabulary(text: str) -> Vocabulary:
     """A vocabulary from what its `text` gave."""
     try:
         content = json.loads(text)
-    except ValueError as error:
-        raise DataError(f"a vocabulary is JSON ({error})") from None
-    words = content.get("words") if isinstance(content, dict) else None
-    if isinstance(words, list) and all(isinstance(word, str) for word in words):
-        return WordVocabulary(words)
-    return SubwordVocabulary(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"a vocabulary is JSON ({one_line(error)})") from None
+    if not isinstance(content, dict):
+        raise DataError(f"a vocabulary is a JSON object (got {type(content).__name__})")
+    if "words" not in content:
+        return SubwordVocabulary(text)
+    words = content["words"]
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise DataError("words must be a list of strings")
+    if any("\ud800" <= letter <= "\udfff" for word in words for letter in word):
+        raise DataError("words must be valid Unicode (one holds half of a surrogate pair)")
+    return WordVocabulary(words)
 
 
 def load_vocabulary(file: Path) -> Vocabulary:
     """A vocabulary from its file; one that cannot be read is one clear line."""
+    with reading(file, "a vocabulary"):
+        text = file.read_bytes().decode("utf-8")
     try:
-        return read_vocabulary(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise DataError(f"{file} is missing: it holds the vocabulary") from None
-    except (DataError, UnicodeDecodeError) as error:
+        return read_vocabulary(text)
+    except DataError as error:
         raise DataError(f"{file}: {error}") from None
 
 
 def _library() -> Any:
-    try:
-        import tokenizers
-    except ImportError:
-        raise DataError("byte-pair vocabularies need tokenizers: pip install 'primal-attention[language]'") from None
-    return tokenizers
+    return import_package("tokenizers", "a byte-pair vocabulary")

@@ -81,3 +81,15 @@ def test_what_is_wrong_is_one_line(words, said, tmp_path: Path, capsys, monkeypa
     assert code == 2
     assert said in err
     assert err.strip().count("\n") == 0
+
+
+def test_ctrl_c_says_how_to_complete_the_set(tmp_path: Path, capsys, monkeypatch):
+    def interrupt(*args, **keywords):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(listops, "generate", interrupt)
+    words = ("data", "listops", "--out", str(tmp_path / "set"), *SIZES)
+    code, _, err = run(capsys, *words)
+    assert (code, err) == (130, "interrupted; the same command completes the set\n")
+    monkeypatch.undo()
+    assert run(capsys, *words)[0] == 0

@@ -86,3 +86,15 @@ class Deadly(grid.Job):
     @property
     def command(self) -> str:
         os._exit(9)
+
+
+def test_only_series_are_looked_for_in_the_archive_of_series(toy_folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PRIMAL_UEA", str(toy_folder))
+
+    def folder(recipe: str, **changes) -> object:
+        return grid._absolute(grid.Job(recipe, changes, Path("run"), Path("result"))).changes.get("data.folder")
+
+    assert folder("uea/Toy") == toy_folder.resolve()
+    assert folder("uea/JapaneseVowels") is None
+    assert folder("lra/listops") is None
+    assert folder("lra/listops", **{"data.folder": "nope"}) == Path("nope").resolve()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from primal_attention.data import listops, pathfinder
+from primal_attention.data.storage import write_file
 from primal_attention.data.tokens import Progress
 from primal_attention.engine.errors import RunError
 from primal_attention.engine.flags import parse
@@ -15,6 +17,7 @@ from primal_attention.engine.flags import parse
 USAGE = """usage: primal data listops|pathfinder [OPTIONS]
 
 Make a set of Long-Range Arena in the layout of its release. The same seed gives the same files.
+After an interruption, the same command completes the set.
 'primal data listops --help' lists the options.
 
 Example: primal data listops --out data/lra/listops --seed 0"""
@@ -67,17 +70,21 @@ def main(args: Sequence[str]) -> int:
         print(USAGE)
         return 0
     name, *rest = args
-    if name == "listops":
-        return make_listops(parse(ListOpsArguments, rest, prog="primal data listops", about=LISTOPS))
-    if name == "pathfinder":
-        return make_pathfinder(parse(PathfinderArguments, rest, prog="primal data pathfinder", about=PATHFINDER))
+    try:
+        if name == "listops":
+            return make_listops(parse(ListOpsArguments, rest, prog="primal data listops", about=LISTOPS))
+        if name == "pathfinder":
+            return make_pathfinder(parse(PathfinderArguments, rest, prog="primal data pathfinder", about=PATHFINDER))
+    except KeyboardInterrupt:
+        print("interrupted; the same command completes the set", file=sys.stderr)
+        return 130
     raise RunError(
         f"primal data makes listops or pathfinder (got {name!r}); the other tasks are read from their releases"
     )
 
 
 def make_listops(wanted: ListOpsArguments) -> int:
-    cases = _check(wanted, "basic_train.tsv")
+    cases = _check(wanted)
     with _bar("listops", 2 * cases) as progress:
         listops.write(
             wanted.out,
@@ -93,11 +100,9 @@ def make_listops(wanted: ListOpsArguments) -> int:
 
 
 def make_pathfinder(wanted: PathfinderArguments) -> int:
-    cases = _check(wanted, "metadata")
-    if wanted.sheet is not None:
-        if wanted.sheet.suffix != ".png":
-            raise RunError(f"--sheet must name a .png file (got {wanted.sheet})")
-        wanted.sheet.parent.mkdir(parents=True, exist_ok=True)
+    cases = _check(wanted)
+    if wanted.sheet is not None and wanted.sheet.suffix != ".png":
+        raise RunError(f"--sheet must name a .png file (got {wanted.sheet})")
     with _bar("pathfinder", 2 * cases) as progress:
         pathfinder.write(
             wanted.out,
@@ -112,24 +117,25 @@ def make_pathfinder(wanted: PathfinderArguments) -> int:
         )
     print(f"{cases:,} images in {wanted.out}")
     if wanted.sheet is not None:
-        wanted.sheet.write_bytes(pathfinder.png(pathfinder.sheet(pathfinder.load(wanted.out).train)))
+        picture = pathfinder.png(pathfinder.sheet(pathfinder.load(wanted.out).train))
+        write_file(wanted.sheet, lambda out: out.write(picture))
         print(f"forty of them in {wanted.sheet}")
     return 0
 
 
-def _check(wanted: ListOpsArguments | PathfinderArguments, sign: str) -> int:
-    """The number of cases; refuse to mix a new set into one that is there."""
-    if (wanted.out / sign).exists():
-        raise RunError(f"{wanted.out} already holds a set ({sign}): choose another --out, or remove it first")
+def _check(wanted: ListOpsArguments | PathfinderArguments) -> int:
+    """The number of samples."""
     if wanted.seed < 0:
         raise RunError(f"seed must not be negative (got {wanted.seed})")
-    wanted.out.mkdir(parents=True, exist_ok=True)  # what cannot be written to is better known before hours of drawing
     return wanted.train + wanted.valid + wanted.test
 
 
 @contextlib.contextmanager
 def _bar(title: str, total: int) -> Iterator[Progress | None]:
-    """A progress bar on stderr, where rich is installed."""
+    """A progress bar on stderr, where that is a terminal and rich is installed."""
+    if not sys.stderr.isatty():  # rich would print an empty line
+        yield None
+        return
     try:
         from rich.console import Console
         from rich.progress import Progress as RichProgress

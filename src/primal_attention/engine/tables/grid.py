@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from primal_attention.data.errors import DataError
-from primal_attention.data.uea import default_folder
+from primal_attention.data.uea import available, default_folder
 from primal_attention.engine.errors import RunError
 from primal_attention.engine.files import write_json
 from primal_attention.engine.headline import headline
@@ -241,9 +241,12 @@ def _ray(jobs: Sequence[Job], workers: int) -> Iterable[Outcome]:
 def _absolute(job: Job) -> Job:
     """Ray's workers have a working directory of their own."""
     changes = dict(job.changes)
-    folder = Path(changes.get("data.folder") or default_folder()).resolve()
-    if folder.is_dir():
-        changes["data.folder"] = folder
+    family, _, name = job.recipe.partition("/")
+    folder = changes.get("data.folder")
+    if folder is None and family.startswith("uea") and available(name, default_folder()):
+        folder = default_folder()
+    if folder is not None:
+        changes["data.folder"] = Path(folder).resolve()
     return replace(job, changes=changes, run=job.run.resolve(), result=job.result.resolve())
 
 

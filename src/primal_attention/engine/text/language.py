@@ -165,7 +165,7 @@ def load(config: LanguageData) -> TextData:
 
     folder = config.folder or default_folder(config.text)
     file = folder / "vocabulary.json"
-    given = load_vocabulary(file) if file.is_file() else None
+    given = load_vocabulary(file) if file.exists() else None
     if given is not None and config.vocabulary is not None and len(given) != config.vocabulary:
         require(False, f"{file} has {len(given)} tokens, not {config.vocabulary}: set --data.vocabulary {len(given)}")
     return text.load(folder, config.vocabulary, vocabulary=given)

@@ -1,0 +1,269 @@
+"""Damaged data files of every kind: one DataError line that names the file, nothing executed, nothing written."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hostile_data import GENERIC, KINDS, damages, run_and_kill, write_listops
+from primal_attention import cli
+from primal_attention.data import bytes as reviews
+from primal_attention.data import d4rl, images, listops, pathfinder, pixels, retrieval, storage, text, uea
+from primal_attention.data.errors import PACKAGES, DataError, WriteError, import_package
+
+ROOT = Path(__file__).parents[2]
+CASES = [pytest.param(kind, damage, id=f"{kind}-{damage}") for kind in KINDS for damage in damages(KINDS[kind])]
+
+
+def tree(folder: Path) -> dict[str, bytes | None]:
+    """Every file below a folder with its content; caches may be written at any time and are left out."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in sorted(folder.rglob("*"))
+        if ".cache" not in path.parts
+    }
+
+
+@pytest.mark.parametrize(("name", "damage"), CASES)
+def test_a_damaged_file_is_one_line(name: str, damage: str, tmp_path: Path) -> None:
+    kind = KINDS[name]
+    for package in kind.needs:
+        pytest.importorskip(package)
+    file = kind.write(tmp_path)
+    damages(kind)[damage](file)
+    before = tree(tmp_path)
+    with pytest.raises(DataError) as caught:
+        kind.load(tmp_path)
+    message = str(caught.value)
+    assert str(tmp_path) in message
+    assert "\n" not in message
+    assert len(message) < 600
+    assert "unsafe" not in message, "no advice to unpickle"
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("damage", ["empty", "random-bytes", "nothing-there"])
+@pytest.mark.parametrize("name", [name for name in KINDS if KINDS[name].command])
+def test_the_command_fails_with_one_line(name: str, damage: str, tmp_path: Path, monkeypatch, capsys) -> None:
+    kind = KINDS[name]
+    for package in ("lightning", "tyro", *kind.needs):
+        pytest.importorskip(package)
+    folder, work = tmp_path / "set", tmp_path / "work"
+    folder.mkdir()
+    work.mkdir()
+    file = kind.write(folder)
+    if damage in GENERIC:
+        GENERIC[damage](file)
+    else:
+        shutil.rmtree(folder)
+    monkeypatch.chdir(work)
+    assert cli.main([*kind.command, str(folder)]) == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith("primal: ")
+    assert errors.count("\n") == 1
+    assert str(folder) in errors
+    assert not list(work.iterdir()), "no run folder is left"
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_undamaged_file_is_read(name: str, tmp_path: Path) -> None:
+    for package in KINDS[name].needs:
+        pytest.importorskip(package)
+    KINDS[name].write(tmp_path)
+    KINDS[name].load(tmp_path)
+
+
+@pytest.mark.parametrize("damage", [*GENERIC, "other-dtype", "other-shape", "other-values", "pickled"])
+@pytest.mark.parametrize("part", ["train-tokens.npy", "train-labels.npy", "train.json"])
+def test_a_damaged_cache_is_made_again(part: str, damage: str, tmp_path: Path) -> None:
+    write_listops(tmp_path)
+    expected = copy.deepcopy(listops.load(tmp_path).train)  # not mapped to the file that is damaged
+    file = tmp_path / ".cache" / part
+    if damage in GENERIC:
+        GENERIC[damage](file)
+    elif part.endswith(".npy"):
+        array = np.load(file)
+        changed = {
+            "other-dtype": array.astype(np.float32),
+            "other-shape": array[:-1],
+            "other-values": array + 1,
+            "pickled": np.array([{}], dtype=object),
+        }
+        np.save(file, changed[damage])
+    again = listops.load(tmp_path).train
+    np.testing.assert_array_equal(again.tokens, expected.tokens)
+    np.testing.assert_array_equal(again.labels, expected.labels)
+    assert again.tokens.dtype == np.uint8
+    assert not (tmp_path / ".cache" / "executed").exists()
+
+
+def test_a_source_that_changed_without_its_size_and_time_is_read_again(tmp_path: Path) -> None:
+    file = write_listops(tmp_path)
+    listops.load(tmp_path)
+    times = file.stat()
+    file.write_text(file.read_text().replace("[MAX 0 1 ]\t1", "[MIN 0 1 ]\t0"))
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert listops.load(tmp_path).train.labels[0] == 0
+
+
+LOADERS = {
+    "uea": (lambda folder: uea.load("JapaneseVowels", folder), "JapaneseVowels_TRAIN.ts"),
+    "d4rl": (lambda folder: d4rl.load("hopper-medium", folder), "hopper-medium.hdf5"),
+    "listops": (listops.load, "basic_train.tsv"),
+    "retrieval": (retrieval.load, "new_aan_pairs.train.tsv"),
+    "pathfinder": (pathfinder.load, "metadata/*.npy"),
+    "text": (reviews.load, "train.parquet"),
+    "pixels": (pixels.load, "train_images.npy"),
+    "images": (images.load, "train/CLASS/*.jpg"),
+    "language": (text.load, "wiki.train.tokens"),
+}
+
+
+@pytest.mark.parametrize("exists", [False, True], ids=["missing", "empty"])
+@pytest.mark.parametrize("loader", LOADERS)
+def test_a_folder_without_the_set_is_an_error_that_names_folder_and_layout(
+    loader: str, exists: bool, tmp_path: Path
+) -> None:
+    load, layout = LOADERS[loader]
+    folder = tmp_path / "nope"
+    if exists:
+        folder.mkdir()
+    with pytest.raises(DataError) as caught:
+        load(folder)
+    assert str(folder) in str(caught.value)
+    assert layout in str(caught.value)
+
+
+def test_an_archive_folder_that_does_not_exist_is_not_replaced_by_the_copy_in_aeon(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("PRIMAL_UEA", str(tmp_path / "nope"))
+    assert not uea.available("JapaneseVowels")
+    with pytest.raises(DataError, match=r"nope, which does not exist"):
+        uea.load("JapaneseVowels")
+
+
+@pytest.mark.parametrize("module", PACKAGES)
+def test_a_missing_package_is_named_with_an_extra_that_has_it(module: str, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(DataError) as caught:
+        import_package(module, "this")
+    package, extra = PACKAGES[module]
+    assert str(caught.value) == f"this needs {package}: pip install 'primal-attention[{extra}]'"
+    (requirements,) = re.findall(rf"^{extra} = (\[.*)", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert f'"{package}>=' in requirements
+
+
+# Interrupted and failed writing
+
+SIZES = ("--train", "21", "--valid", "6", "--test", "5", "--seed", "3")
+LOAD = {"listops": listops.load, "pathfinder": pathfinder.load}
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(
+    ["primal_attention.engine.arena.make_data", "primal_attention.cli", "tyro", "rich.progress"]
+)
+
+
+def primal_data(
+    name: str, folder: Path, words: Sequence[str] = SIZES, kill_at: int = -1, largest: int = -1
+) -> tuple[int, str]:
+    """Exit code and stderr of `primal data` in a process of its own; see `run_and_kill`."""
+    errors = folder.with_suffix(".stderr")
+    arguments = (["data", name, "--out", str(folder), *words], errors, kill_at, largest)
+    process = SERVER.Process(target=run_and_kill, args=arguments)
+    process.start()
+    process.join(120)
+    assert process.exitcode is not None
+    return process.exitcode, errors.read_text()
+
+
+@pytest.mark.parametrize(("name", "kills"), [("listops", (1, 4)), ("pathfinder", (1, 2, 4, 8))])
+def test_a_killed_set_is_incomplete_and_the_same_command_completes_it(
+    name: str, kills: tuple[int, ...], tmp_path: Path
+) -> None:
+    pytest.importorskip("tyro")
+    whole, folder = tmp_path / "whole", tmp_path / "set"
+    assert primal_data(name, whole)[0] == 0
+    for kill_at in kills:
+        assert primal_data(name, folder, kill_at=kill_at)[0] == -signal.SIGKILL
+        hint = f"{folder} is incomplete.*'primal data {name} --out {folder} --train 21"
+        with pytest.raises(DataError, match=hint) as caught:
+            LOAD[name](folder)
+        assert "\n" not in str(caught.value)
+    code, errors = primal_data(name, folder, (*SIZES[:-1], "4"))
+    assert code == 2
+    assert "holds an interrupted set with other settings" in errors
+    assert primal_data(name, folder)[0] == 0
+    everything = {p.relative_to(whole): p.read_bytes() for p in whole.rglob("*") if p.is_file()}
+    assert {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()} == everything
+    assert [len(split) for split in LOAD[name](folder).splits.values()] == [21, 6, 5]
+
+
+def test_a_resumed_set_does_not_keep_images_that_were_damaged_meanwhile(tmp_path: Path) -> None:
+    pytest.importorskip("tyro")
+    primal_data("pathfinder", tmp_path / "whole")
+    assert primal_data("pathfinder", tmp_path / "set", kill_at=7)[0] == -signal.SIGKILL
+    image = tmp_path / "set" / "imgs" / "0" / "sample_4.png"
+    image.write_bytes(image.read_bytes()[:50])
+    assert primal_data("pathfinder", tmp_path / "set")[0] == 0
+    assert image.read_bytes() == (tmp_path / "whole" / "imgs" / "0" / "sample_4.png").read_bytes()
+
+
+@pytest.mark.parametrize("damage", [name for name in GENERIC if name != "folder"])
+def test_a_damaged_marker_still_marks_the_set_as_incomplete(damage: str, tmp_path: Path) -> None:
+    write_listops(tmp_path)
+    mark = tmp_path / storage.INCOMPLETE
+    mark.write_text("{}")
+    GENERIC[damage](mark)
+    for use in (listops.load, lambda folder: listops.write(folder, train=1, valid=1, test=1)):
+        with pytest.raises(DataError, match=r"incomplete\.json: not the marker of an interrupted set: rem") as caught:
+            use(tmp_path)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "limit"), [("listops", 300), ("listops", 30_000), ("pathfinder", 200)])
+def test_a_full_disk_is_one_line_and_leaves_no_partial_file(name: str, limit: int, tmp_path: Path) -> None:
+    """A limit on the size of files stands for the full disk: writing fails half-way in the same place."""
+    pytest.importorskip("tyro")
+    pytest.importorskip("resource")
+    folder = tmp_path / "set"
+    code, errors = primal_data(name, folder, largest=limit)
+    assert code == 2
+    assert errors.count("\n") == 1
+    assert f"cannot write {folder}" in errors
+    assert os.strerror(errno.EFBIG) in errors
+    assert {p.name for p in folder.rglob("*") if p.is_file()} <= {storage.INCOMPLETE}
+    assert primal_data(name, folder)[0] == 0
+    LOAD[name](folder)
+
+
+def test_only_one_process_writes_a_set(tmp_path: Path) -> None:
+    pytest.importorskip("fcntl")
+    with (
+        storage.generated_set(tmp_path, "listops", {}, "x"),
+        pytest.raises(DataError, match="another process is writing"),
+    ):
+        listops.write(tmp_path)
+
+
+def test_a_cache_on_a_full_disk_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_listops(tmp_path)
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert len(listops.load(tmp_path).train) == 8
+    assert not list((tmp_path / ".cache").iterdir())
+    with pytest.raises(WriteError, match="No space left on device"):
+        uea.save_npz(uea.SeriesData("Toy", *[uea.Split([np.zeros((2, 1))], np.zeros(1, int))] * 2, ("a",)), tmp_path)
+    assert not list(tmp_path.glob("*Toy*"))

@@ -1,0 +1,590 @@
+"""Small valid data files of every kind that the package reads, and ways to damage them.
+
+    for kind in KINDS.values():
+        file = kind.write(folder)                  # a valid set in an empty folder; `file` is the one to damage
+        kind.load(folder)                          # what reads it
+        damages(kind)["truncated"](file)           # after this, kind.load(folder) must be one DataError line
+        kind.command                               # the same through the command line, where there is one
+
+`Payload` is an object whose unpickling creates a file, so that a test can prove that nothing was unpickled.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import lzma
+import os
+import pickle
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import image_files
+from primal_attention.data import bytes as reviews
+from primal_attention.data import d4rl, images, listops, pathfinder, pixels, retrieval, text, uea, vocabulary
+
+Damage = Callable[[Path], object]
+
+
+class Payload:
+    """Creates the file `<folder>/executed` when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, (str(self.folder / "executed"), "w")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of data file.
+
+    Args:
+        write: Fill an empty folder with a valid set and return the file to damage.
+        load: Read the set of that folder.
+        command: Words of `primal` before the folder that read the same set; empty where there are none.
+        damages: Beside `GENERIC`, for this kind alone.
+        harmless: Names of `GENERIC` that leave a valid file of this kind.
+        needs: Packages without which the kind cannot be written or read.
+    """
+
+    write: Callable[[Path], Path]
+    load: Callable[[Path], object]
+    command: tuple[str, ...] = ()
+    damages: Mapping[str, Damage] = field(default_factory=dict)
+    harmless: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+
+
+def damages(kind: Kind) -> dict[str, Damage]:
+    """Every way to damage a file of this kind."""
+    return {**{name: damage for name, damage in GENERIC.items() if name not in kind.harmless}, **kind.damages}
+
+
+# Damages that any file can suffer
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2 - 3])
+
+
+def replace_by_folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def foreign_image(file: Path) -> None:
+    file.write_bytes(pathfinder.png(np.zeros((20, 30), dtype=np.uint8)))
+
+
+def foreign_archive(file: Path) -> None:
+    out = io.BytesIO()
+    np.savez(out, other=np.zeros(3))
+    file.write_bytes(out.getvalue())
+
+
+GENERIC: dict[str, Damage] = {
+    "truncated": truncate,
+    "first-bytes-only": lambda file: file.write_bytes(file.read_bytes()[:7]),
+    "empty": lambda file: file.write_bytes(b""),
+    "random-bytes": lambda file: file.write_bytes(np.random.default_rng(0).bytes(4096)),
+    "zero-bytes": lambda file: file.write_bytes(bytes(4096)),
+    "deep-nesting": lambda file: file.write_bytes(b"[" * 200_000),
+    "deep-objects": lambda file: file.write_bytes(b'{"words":' * 100_000),
+    "huge-number": lambda file: file.write_bytes(b"9" * 10_000),
+    "other-text": lambda file: file.write_text("@data\nit: was, a dark\tand stormy night\n\n"),
+    "foreign-image": foreign_image,
+    "foreign-archive": foreign_archive,
+    "pickle": lambda file: file.write_bytes(pickle.dumps(Payload(file.parent))),
+    "folder": replace_by_folder,
+}
+
+
+# Arrays: UEA's saved sets and trajectories
+
+
+def write_npz(write: Callable[[], Mapping[str, np.ndarray]], name: str, folder: Path) -> Path:
+    np.savez(folder / name, **write())
+    return folder / name
+
+
+def edit_npz(change: Callable[[dict[str, Any]], object], file: Path) -> None:
+    with np.load(file) as content:
+        arrays = dict(content)
+    change(arrays)
+    np.savez(file, **arrays)
+
+
+def object_array(file: Path) -> np.ndarray:
+    array = np.empty(1, dtype=object)
+    array[0] = Payload(file.parent)
+    return array
+
+
+def pickled_array(key: str, file: Path) -> None:
+    edit_npz(lambda arrays: arrays.update({key: object_array(file)}), file)
+
+
+def series() -> dict[str, np.ndarray]:
+    draw = np.random.default_rng(0)
+    arrays: dict[str, np.ndarray] = {"classes": np.array(["a", "b"])}
+    for half in ("train", "test"):
+        lengths = np.array([4, 3, 5, 4, 3, 5])
+        arrays[f"{half}_lengths"] = lengths
+        arrays[f"{half}_values"] = draw.normal(size=(lengths.sum(), 2))
+        arrays[f"{half}_labels"] = np.array([0, 1, 0, 1, 0, 1])
+    return arrays
+
+
+def _set(**values: Any) -> Damage:
+    return partial(edit_npz, lambda arrays: arrays.update({k: np.asarray(v) for k, v in values.items()}))
+
+
+def _apply(key: str, change: Callable[[np.ndarray], np.ndarray]) -> Damage:
+    return partial(edit_npz, lambda arrays: arrays.update({key: change(arrays[key])}))
+
+
+SERIES_DAMAGES: dict[str, Damage] = {
+    **{f"without-{key}": partial(edit_npz, lambda a, key=key: a.pop(key)) for key in series()},
+    "lengths-too-long": _apply("train_lengths", lambda a: a + 1),
+    "lengths-too-short": _apply("test_lengths", lambda a: a - 1),
+    "lengths-that-cancel": _set(train_lengths=[24, -2, 2, -2, 1, 1]),
+    "huge-lengths": _set(train_lengths=[2**62, 2**62, 2**62, 2**62, 12, 12]),
+    "float-lengths": _apply("train_lengths", lambda a: a.astype(float)),
+    "no-samples": _set(test_lengths=np.zeros(0, int), test_labels=np.zeros(0, int), test_values=np.zeros((0, 2))),
+    "nan-only": _apply("train_values", lambda a: np.full_like(a, np.nan)),
+    "infinity-only": _apply("test_values", lambda a: np.full_like(a, np.inf)),
+    "string-values": _apply("train_values", lambda a: a.astype(str)),
+    "complex-values": _apply("train_values", lambda a: a.astype(complex)),
+    "flat-values": _apply("train_values", np.ravel),
+    "no-channels": _apply("train_values", lambda a: a[:, :0]),
+    "other-channels": _apply("test_values", lambda a: np.hstack([a, a])),
+    "one-class": _set(train_labels=[0] * 6),
+    "one-class-name": _set(classes=["a"]),
+    "equal-class-names": _set(classes=["a", "a"]),
+    "scalar-classes": _set(classes="a"),
+    "label-too-large": _set(train_labels=[0, 1, 0, 1, 0, 2]),
+    "negative-label": _set(test_labels=[0, 1, 0, 1, 0, -1]),
+    "string-labels": _set(train_labels=list("ababab")),
+    "too-few-labels": _set(train_labels=[0, 1]),
+    "pickled-values": partial(pickled_array, "train_values"),
+    "pickled-classes": partial(pickled_array, "classes"),
+}
+
+
+def transitions() -> dict[str, np.ndarray]:
+    draw = np.random.default_rng(0)
+    return {
+        "observations": draw.normal(size=(20, 11)),
+        "actions": draw.uniform(-1, 1, (20, 3)),
+        "rewards": draw.normal(size=20),
+        "terminals": np.arange(20) % 5 == 4,
+        "timeouts": np.zeros(20, bool),
+    }
+
+
+def write_hdf5(folder: Path, content: Mapping[str, np.ndarray] | None = None) -> Path:
+    import h5py
+
+    file = folder / "hopper-medium.hdf5"
+    with h5py.File(file, "w") as out:
+        for key, value in (content or transitions()).items():
+            out[key] = value
+    return file
+
+
+def _columns(change: Callable[[dict[str, np.ndarray]], object], file: Path) -> None:
+    """Rewrite trajectories, in either format, with changed columns."""
+    content = transitions()
+    change(content)
+    if file.suffix == ".npz":
+        np.savez(file, **content)
+    else:
+        write_hdf5(file.parent, content)
+
+
+def _column(key: str, change: Callable[[np.ndarray], np.ndarray]) -> Damage:
+    return partial(_columns, lambda content: content.update({key: change(content[key])}))
+
+
+TRANSITION_DAMAGES: dict[str, Damage] = {
+    **{f"without-{key}": partial(_columns, lambda c, key=key: c.pop(key)) for key in d4rl.KEYS},
+    "string-terminals": _column("terminals", lambda a: a.astype(str).astype(bytes)),
+    "string-timeouts": _column("timeouts", lambda a: np.array([b"false"] * len(a))),
+    "numbered-terminals": _column("terminals", lambda a: np.arange(len(a))),
+    "nan-terminals": _column("terminals", lambda a: np.where(a, np.nan, 0.0)),
+    "wide-terminals": _column("terminals", lambda a: np.stack([a, a], axis=1)),
+    "short-rewards": _column("rewards", lambda a: a[:-1]),
+    "wide-rewards": _column("rewards", lambda a: np.stack([a, a], axis=1)),
+    "flat-observations": _column("observations", np.ravel),
+    "deep-actions": _column("actions", lambda a: a[None]),
+    "no-width": _column("actions", lambda a: a[:, :0]),
+    "scalar-rewards": _column("rewards", lambda a: np.float64(1.0)),
+    "nan-observations": _column("observations", lambda a: np.full_like(a, np.nan)),
+    "beyond-float32": _column("rewards", lambda a: a + 1e300),
+    "complex-actions": _column("actions", lambda a: a.astype(complex)),
+    "boolean-observations": _column("observations", lambda a: a > 0),
+    "no-rows": partial(_columns, lambda c: c.update({key: value[:0] for key, value in c.items()})),
+}
+
+
+def _hdf5_group(file: Path) -> None:
+    import h5py
+
+    with h5py.File(file, "a") as out:
+        del out["actions"]
+        out.create_group("actions")["x"] = np.zeros(3)
+
+
+def _hdf5_claim(file: Path) -> None:
+    """A column that claims petabytes without holding any."""
+    import h5py
+
+    with h5py.File(file, "a") as out:
+        del out["observations"]
+        out.create_dataset("observations", shape=(10**13, 11), dtype="f8", chunks=(1000, 11))
+
+
+# Text tables
+
+
+def write_listops(folder: Path) -> Path:
+    for name in listops.FILES.values():
+        rows = "".join(f"[MAX {i} {i + 1} ]\t{i + 1}\n" for i in range(8))
+        (folder / name).write_text(f"Source\tTarget\n{rows}")
+    return folder / listops.FILES["train"]
+
+
+def write_retrieval(folder: Path) -> Path:
+    for name in retrieval.FILES.values():
+        (folder / name).write_text("".join(f"{i % 2}\tP{i}\tQ{i}\tone text\tother text\n" for i in range(6)))
+    return folder / retrieval.FILES["train"]
+
+
+def _line(text: str, number: int = 2) -> Damage:
+    def damage(file: Path) -> None:
+        lines = file.read_text().splitlines()
+        lines[number - 1] = text
+        file.write_text("\n".join(lines) + "\n")
+
+    return damage
+
+
+def write_ts(folder: Path) -> Path:
+    (folder / "Toy").mkdir()
+    for half in ("TEST", "TRAIN"):
+        rows = [f"{i},2,{i}:4,5,6:{'ab'[i % 2]}" for i in range(6)]
+        header = "@problemName Toy\n@timeStamps false\n@missing true\n@univariate false\n@equalLength false\n"
+        file = folder / "Toy" / f"Toy_{half}.ts"
+        file.write_text(f"{header}@classLabel true a b\n@data\n" + "\n".join(rows) + "\n")
+    return file
+
+
+def write_parquet(folder: Path, changes: Mapping[str, Any] | None = None) -> Path:
+    import pyarrow
+    import pyarrow.parquet
+
+    for half in ("test", "train"):
+        table = {"text": [f"review {i}" for i in range(12)], "label": [("neg", "pos")[i % 2] for i in range(12)]}
+        file = folder / f"{half}.parquet"
+        pyarrow.parquet.write_table(pyarrow.table({**table, **(changes or {})}), file)
+    return file
+
+
+def _parquet(**changes: Any) -> Damage:
+    return lambda file: write_parquet(file.parent, changes)
+
+
+def write_wiki(folder: Path) -> Path:
+    for split in ("valid", "test", "train"):
+        file = folder / f"wiki.{split}.txt.xz"
+        file.write_bytes(lzma.compress(f" = {split} = \n the <unk> words of {split} \n".encode()))
+    return file
+
+
+# Images
+
+
+def write_pathfinder(file: str, folder: Path) -> Path:
+    """Written once and copied, without the cache: drawing takes a moment."""
+    global _pathfinder
+    if _pathfinder is None:
+        pathfinder.write(folder, train=6, valid=3, test=3)
+        shutil.rmtree(folder / ".cache")
+        _pathfinder = {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    for name, content in _pathfinder.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return folder / file
+
+
+_pathfinder: dict[Path, bytes] | None = None
+
+
+def write_cifar(folder: Path) -> Path:
+    records = np.random.default_rng(0).integers(0, 256, (6, 4, pixels.RECORD), dtype=np.uint8)
+    records[:, :, 0] %= 10
+    for name, part in zip((*pixels.BINARY["train"], *pixels.BINARY["test"]), records, strict=True):
+        part.tofile(folder / name)
+    return folder / "data_batch_3.bin"
+
+
+def write_gray(damaged: str, folder: Path) -> Path:
+    for half in ("train", "test"):
+        np.save(folder / f"{half}_images.npy", np.zeros((20, 32, 32), dtype=np.uint8))
+        np.save(folder / f"{half}_labels.npy", np.arange(20) % 10)
+    return folder / damaged
+
+
+def _array(change: Callable[[np.ndarray], np.ndarray]) -> Damage:
+    return lambda file: np.save(file, change(np.load(file)))
+
+
+def _npy_objects(file: Path) -> None:
+    np.save(file, object_array(file), allow_pickle=True)
+
+
+def _npy_claim(file: Path) -> None:
+    header = b"{'descr': '|u1', 'fortran_order': False, 'shape': (99999999999, 32, 32), }"
+    file.write_bytes(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header)
+
+
+def write_images(folder: Path) -> Path:
+    image_files.write(folder, train=2, val=1)
+    return folder / "train" / "n02" / "1.jpg"
+
+
+def load_images(folder: Path) -> object:
+    data = images.load(folder)
+    return [images.decode_once(folder, "train", half, 16, strict=True) for half in (data.train, data.test)]
+
+
+# Vocabularies
+
+
+def write_words(folder: Path) -> Path:
+    vocabulary.WordVocabulary.build("a b <unk>\n").save(folder / "vocabulary.json")
+    return folder / "vocabulary.json"
+
+
+def write_pairs(folder: Path) -> Path:
+    vocabulary.SubwordVocabulary.train(["some text to learn from"] * 3, 270).save(folder / "vocabulary.json")
+    return folder / "vocabulary.json"
+
+
+def load_vocabulary(folder: Path) -> object:
+    return vocabulary.load_vocabulary(folder / "vocabulary.json")
+
+
+def _json(change: Callable[[dict[str, Any]], object]) -> Damage:
+    def damage(file: Path) -> None:
+        content = json.loads(file.read_text())
+        change(content)
+        file.write_text(json.dumps(content))
+
+    return damage
+
+
+def run_and_kill(words: list[str], errors: Path, kill_at: int = -1, largest: int = -1) -> None:
+    """Run `primal` in this process, which is killed when its rename with the number `kill_at` begins.
+
+    Args:
+        errors: File for what goes to stderr.
+        largest: Limit of a file's size in bytes, after which writing fails as on a full disk.
+    """
+    from primal_attention import cli
+
+    sys.stderr = errors.open("w")
+    pathfinder.FOLDER_SIZE, pathfinder.DRAWN_AT_ONCE = 10, 32  # several folders and sheets for few images
+    rename, left = Path.replace, [kill_at]
+
+    def replace(self: Path, target: Path) -> Path:
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left[0] -= 1
+        return rename(self, target)
+
+    Path.replace = replace  # type: ignore[method-assign]
+    if largest >= 0:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest, resource.RLIM_INFINITY))
+    code = cli.main(words)
+    if largest >= 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    sys.stderr.close()
+    os._exit(code)
+
+
+def _train(recipe: str) -> tuple[str, ...]:
+    return ("train", recipe, "--trainer.accelerator", "cpu", "--data.folder")
+
+
+KINDS: dict[str, Kind] = {
+    "uea-npz": Kind(partial(write_npz, series, "Toy.npz"), partial(uea.load, "Toy"), _train("uea/Toy"), SERIES_DAMAGES),
+    "uea-ts": Kind(
+        write_ts,
+        partial(uea.load, "Toy"),
+        _train("uea/Toy"),
+        {"one-class": _line("@classLabel true a", 6), "no-data": _line("", 7), "bad-number": _line("1,x:2,3:a", 8)},
+        needs=("aeon",),
+    ),
+    "d4rl-hdf5": Kind(
+        write_hdf5,
+        partial(d4rl.load, "hopper-medium"),
+        _train("d4rl/hopper-medium"),
+        {**TRANSITION_DAMAGES, "group-for-column": _hdf5_group, "huge-claim": _hdf5_claim},
+        needs=("h5py",),
+    ),
+    "d4rl-npz": Kind(
+        partial(write_npz, transitions, "hopper-medium.npz"),
+        partial(d4rl.load, "hopper-medium"),
+        _train("d4rl/hopper-medium"),
+        {**TRANSITION_DAMAGES, "pickled-rewards": partial(pickled_array, "rewards")},
+    ),
+    "word-vocabulary": Kind(
+        write_words,
+        load_vocabulary,
+        damages={
+            "list": lambda file: file.write_text('["a", "b"]'),
+            "numbers": _json(lambda c: c.update(words=[1, 2])),
+            "no-list": _json(lambda c: c.update(words="a b <eos>")),
+            "no-end": _json(lambda c: c.update(words=["a", "b"])),
+            "word-twice": _json(lambda c: c.update(words=["<eos>", "a", "a"])),
+            "half-a-letter": _json(lambda c: c.update(words=["<eos>", "\ud800"])),
+        },
+        needs=("tokenizers",),
+    ),
+    "pair-vocabulary": Kind(
+        write_pairs,
+        load_vocabulary,
+        damages={
+            "no-model": _json(lambda c: c.pop("model")),
+            "model-of-wrong-type": _json(lambda c: c.update(model=3)),
+            "unknown-model": _json(lambda c: c["model"].update(type="Exec")),
+            "no-end": _json(lambda c: c.update(added_tokens=[], model={**c["model"], "vocab": {"a": 0}, "merges": []})),
+            "huge-token-number": _json(lambda c: c["model"]["vocab"].update({next(iter(c["model"]["vocab"])): 2**31})),
+            "negative-token-number": _json(lambda c: c["model"]["vocab"].update(zzz=-1)),
+            "merge-of-unknown": _json(lambda c: c["model"].update(merges=[["qq", "zz"]])),
+        },
+        needs=("tokenizers",),
+    ),
+    "listops": Kind(
+        write_listops,
+        listops.load,
+        _train("lra/listops"),
+        {
+            "unknown-word": _line("[RUN 1 2 ]\t1"),
+            "unclosed": _line("[MAX 1 2\t1"),
+            "deep-brackets": _line("[MAX " * 100_000 + "\t1"),
+            "label-12": _line("[MAX 1 2 ]\t12"),
+            "huge-label": _line("[MAX 1 2 ]\t" + "9" * 10_000),
+            "no-rows": lambda file: file.write_text("Source\tTarget\n"),
+        },
+    ),
+    "retrieval": Kind(
+        write_retrieval,
+        retrieval.load,
+        _train("lra/retrieval"),
+        {
+            "too-few-columns": _line("1\ta\tb\tc"),
+            "label-2": _line("2\ta\tb\tc\td"),
+            "open-quote": _line('1\ta\tb\t"c\td'),
+        },
+        harmless=("truncated",),  # a text may end anywhere
+    ),
+    "parquet": Kind(
+        write_parquet,
+        reviews.load,
+        _train("lra/text"),
+        {
+            "numbers-for-texts": _parquet(text=list(range(12))),
+            "missing-texts": _parquet(text=[None] * 12),
+            "lists-for-labels": _parquet(label=[[1]] * 12),
+            "label-2": _parquet(label=[0, 1, 2] * 4),
+            "fractional-labels": _parquet(label=[0.5] * 12),
+            "one-class": _parquet(label=["pos"] * 12),
+            "no-rows": _parquet(text=[], label=[]),
+        },
+        needs=("pyarrow",),
+    ),
+    "wiki-xz": Kind(write_wiki, text.load, _train("lm/wikitext-103")),
+    "cifar-bin": Kind(
+        write_cifar,
+        pixels.load,
+        _train("lra/image"),
+        {
+            "one-byte-more": lambda file: file.write_bytes(file.read_bytes() + b"\0"),
+            "label-10": lambda file: file.write_bytes(b"\x0a" + file.read_bytes()[1:]),
+        },
+    ),
+    "gray-images": Kind(
+        partial(write_gray, "train_images.npy"),
+        pixels.load,
+        _train("lra/image"),
+        {
+            "other-dtype": _array(lambda a: a.astype(np.float32)),
+            "other-size": _array(lambda a: a[:, :28, :28]),
+            "fewer": _array(lambda a: a[:5]),
+            "none": _array(lambda a: a[:0]),
+            "pickled": _npy_objects,
+            "huge-claim": _npy_claim,
+        },
+    ),
+    "gray-labels": Kind(
+        partial(write_gray, "train_labels.npy"),
+        pixels.load,
+        _train("lra/image"),
+        {
+            "fractions": _array(lambda a: a + 0.5),
+            "nan": _array(lambda a: np.full(len(a), np.nan)),
+            "words": _array(lambda a: a.astype(str)),
+            "label-10": _array(lambda a: a + 1),
+            "two-columns": _array(lambda a: np.stack([a, a], axis=1)),
+            "pickled": _npy_objects,
+        },
+    ),
+    "pathfinder-image": Kind(
+        partial(write_pathfinder, "imgs/0/sample_3.png"), pathfinder.load, _train("lra/pathfinder"), needs=("PIL",)
+    ),
+    "pathfinder-metadata": Kind(
+        partial(write_pathfinder, "metadata/0.npy"),
+        pathfinder.load,
+        _train("lra/pathfinder"),
+        {"label-2": _line("imgs/0 sample_1.png 1 2"), "missing-image": _line("imgs/0 sample_99.png 1 1")},
+        needs=("PIL",),
+    ),
+    "pathfinder-splits": Kind(
+        partial(write_pathfinder, "splits.json"),
+        pathfinder.load,
+        _train("lra/pathfinder"),
+        {
+            "list": lambda file: file.write_text("[6, 3, 3]"),
+            "missing-split": _json(lambda c: c.pop("valid")),
+            "words": _json(lambda c: c.update(train="6")),
+            "fractions": _json(lambda c: c.update(train=6.5)),
+            "infinity": _json(lambda c: c.update(train=float("inf"))),
+            "booleans": _json(lambda c: c.update(train=True)),
+            "other-sum": _json(lambda c: c.update(train=7)),
+            "negative": _json(lambda c: c.update(train=12, valid=-3)),
+            "huge": _json(lambda c: c.update(train=10**400)),
+        },
+        needs=("PIL",),
+    ),
+    "image-folder": Kind(
+        write_images,
+        load_images,
+        ("train", "image/imagenette", "--trainer.accelerator", "cpu", "--data.strict", "--data.folder"),
+        harmless=("foreign-image",),
+        needs=("PIL",),
+    ),
+}
