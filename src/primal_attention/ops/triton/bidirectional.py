@@ -79,17 +79,18 @@ def _landmark_weights_kernel(
 
 
 @triton.jit
-def load_weights(wx, block, like, P: tl.constexpr, S: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr):
-    """A block of columns of W_{·|X}, (BP, BS), in the dtype of `like`."""
+def load_weights(w, block, like, P: tl.constexpr, COLUMNS: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr):
+    """A block of columns of a (P, COLUMNS) matrix, (BP, BS), in the dtype of `like`."""
     p, s = tl.arange(0, BP), block * BS + tl.arange(0, BS)
-    inside = (p[:, None] < P) & (s[None] < S)
-    return tl.load(wx + p[:, None] * S + s[None], mask=inside, other=0.0).to(like.dtype.element_ty)
+    inside = (p[:, None] < P) & (s[None] < COLUMNS)
+    return tl.load(w + p[:, None] * COLUMNS + s[None], mask=inside, other=0.0).to(like.dtype.element_ty)
 
 
 @triton.jit
 def _scores_kernel(
-    qk, wx, scores, energy, chunk_sequence, chunk_start, chunk_end, wx_stride,
+    qk, wx_e, wx_r, scores, energy, chunk_sequence, chunk_start, chunk_end, wx_stride,
     HEADS: tl.constexpr, P: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr,
+    COLUMNS: tl.constexpr, HEAD_STRIDE: tl.constexpr,
     BT: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, NS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Scores and energies of one chunk, head and side (0: q → e, 1: k → r)."""
@@ -99,10 +100,10 @@ def _scores_kernel(
     p, t = tl.arange(0, BP), tl.arange(0, BT)
     kind: tl.constexpr = scores.dtype.element_ty
     qk += (side * HEADS + head) * P
-    wx += tl.load(chunk_sequence + chunk) * wx_stride + lane * (P * S)
+    wx = (wx_e if side == 0 else wx_r) + tl.load(chunk_sequence + chunk) * wx_stride + head * HEAD_STRIDE
     for block in tl.static_range(NS):
         s = block * BS + tl.arange(0, BS)
-        w, factor = scale_weights(load_weights(wx, block, scores, P, S, BP, BS))
+        w, factor = scale_weights(load_weights(wx, block, scores, P, COLUMNS, BP, BS))
         total = tl.zeros((BS,), tl.float32)
         for first in range(start, end, BT):
             row = first + t
@@ -134,9 +135,10 @@ def load_score_gradient(
 
 @triton.jit
 def _scores_backward_kernel(
-    qk, wx, grad_scores, grad_energy, grad_qk, grad_wx, grad_bias,
+    qk, wx_e, wx_r, grad_scores, grad_energy, grad_qk, grad_wx, grad_bias,
     chunk_sequence, chunk_start, chunk_end, wx_stride,
     HEADS: tl.constexpr, P: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr,
+    COLUMNS: tl.constexpr, HEAD_STRIDE: tl.constexpr,
     BT: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, NS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dz and the chunk's partial sums of db and, if NS is 1, of dW; for larger ranks see the next kernel."""
@@ -146,11 +148,11 @@ def _scores_backward_kernel(
     p, t = tl.arange(0, BP), tl.arange(0, BT)
     kind: tl.constexpr = grad_scores.dtype.element_ty
     column = ((lane % 2) * HEADS + lane // 2) * P + p
-    wx += sequence * wx_stride + lane * (P * S)
+    wx = (wx_e if lane % 2 == 0 else wx_r) + sequence * wx_stride + lane // 2 * HEAD_STRIDE
     grad_scores += lane * S
     grad_energy += (sequence * (2 * HEADS) + lane) * S
     if NS == 1:
-        w_first, factor = scale_weights(load_weights(wx, 0, grad_scores, P, S, BP, BS))
+        w_first, factor = scale_weights(load_weights(wx, 0, grad_scores, P, COLUMNS, BP, BS))
     sum_w = tl.zeros((BP, BS), tl.float32)
     sum_b = tl.zeros((BP,), tl.float32)
     for first in range(start, end, BT):
@@ -167,7 +169,7 @@ def _scores_backward_kernel(
             if NS == 1:
                 w = w_first
             else:
-                w, factor = scale_weights(load_weights(wx, block, grad_scores, P, S, BP, BS))
+                w, factor = scale_weights(load_weights(wx, block, grad_scores, P, COLUMNS, BP, BS))
             if z.dtype == kind:
                 e = dot(z, w, PRECISION) * (inverse * factor)[:, None]
             else:
@@ -205,8 +207,9 @@ def _scores_backward_kernel(
 
 @triton.jit
 def _weights_backward_kernel(
-    qk, wx, grad_scores, grad_energy, grad_wx, chunk_sequence, chunk_start, chunk_end, wx_stride,
+    qk, wx_e, wx_r, grad_scores, grad_energy, grad_wx, chunk_sequence, chunk_start, chunk_end, wx_stride,
     HEADS: tl.constexpr, P: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr,
+    COLUMNS: tl.constexpr, HEAD_STRIDE: tl.constexpr,
     BT: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The chunk's partial sum of dW for one block of directions, where one block does not cover the rank."""
@@ -216,9 +219,8 @@ def _weights_backward_kernel(
     p, t, s = tl.arange(0, BP), tl.arange(0, BT), block * BS + tl.arange(0, BS)
     kind: tl.constexpr = grad_scores.dtype.element_ty
     column = ((lane % 2) * HEADS + lane // 2) * P + p
-    w, factor = scale_weights(
-        load_weights(wx + sequence * wx_stride + lane * (P * S), block, grad_scores, P, S, BP, BS)
-    )
+    wx = (wx_e if lane % 2 == 0 else wx_r) + sequence * wx_stride + lane // 2 * HEAD_STRIDE
+    w, factor = scale_weights(load_weights(wx, block, grad_scores, P, COLUMNS, BP, BS))
     grad_scores += lane * S
     grad_energy += (sequence * (2 * HEADS) + lane) * S
     sum_w = tl.zeros((BP, BS), tl.float32)
@@ -322,6 +324,42 @@ def _landmark_weights_backward_kernel(
     tl.store(target, total, mask=(mark < n)[:, None] & (s[None] < S))
 
 
+@triton.jit
+def _finish_weights_kernel(
+    parts, w_e, w_r, grad_trace, grad_e, grad_r, rows, splits,
+    HEADS: tl.constexpr, RANK: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr,
+):  # fmt: skip
+    """Add the partial sums (splits, H, 2, rows, S) and the gradient of the trace: dW_e += g W_r, dW_r += g W_e."""
+    head = tl.program_id(0)
+    row, s = tl.program_id(1) * BN + tl.arange(0, BN), tl.program_id(2) * BS + tl.arange(0, BS)
+    inside = (row < rows)[:, None] & (s < RANK)[None]
+    sum_e = tl.zeros((BN, BS), tl.float32)
+    sum_r = tl.zeros((BN, BS), tl.float32)
+    source = parts + (head.to(tl.int64) * 2 * rows + row)[:, None] * S + s[None]
+    for _ in range(splits):
+        sum_e += tl.load(source, mask=inside, other=0.0)
+        sum_r += tl.load(source + rows * S, mask=inside, other=0.0)
+        source += HEADS * 2 * rows * S
+    place = (head * rows + row)[:, None] * RANK + s[None]
+    g = tl.load(grad_trace + head)
+    sum_e += g * tl.load(w_r + place, mask=inside, other=0.0).to(tl.float32)
+    sum_r += g * tl.load(w_e + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(grad_e + place, sum_e.to(grad_e.dtype.element_ty), mask=inside)
+    tl.store(grad_r + place, sum_r.to(grad_r.dtype.element_ty), mask=inside)
+
+
+def finish_weights(parts: Tensor, w_e: Tensor, w_r: Tensor, grad_trace: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of w_e and w_r (H, rows, s) from partial sums (splits, H, 2, rows, S) and the trace's."""
+    heads, rows, rank = w_e.shape
+    grad_e, grad_r = torch.empty_like(w_e), torch.empty_like(w_r)
+    bn, bs = 8, min(power_of_two(stored_rank(rank)), 64)  # small tiles: the launch has few programs
+    _finish_weights_kernel[(heads, ceil_div(rows, bn), ceil_div(rank, bs))](
+        parts, w_e, w_r, grad_trace, grad_e, grad_r, rows, parts.shape[0],
+        HEADS=heads, RANK=rank, S=stored_rank(rank), BN=bn, BS=bs,
+    )  # fmt: skip
+    return grad_e, grad_r
+
+
 def score_tiles(dtype: torch.dtype, head_dim: int, rank: int) -> Tiles:
     """Tiles of the score kernels: operands stay in registers and shared memory."""
     width, full = power_of_two(head_dim), power_of_two(stored_rank(rank))
@@ -364,7 +402,7 @@ def landmark_weights(x: Tensor, rows: Tensor, w_e: Tensor, w_r: Tensor, dtype: t
         x, rows, w_e, w_r, wx, trace, n, HEADS=heads, P=p, RANK=rank, S=stored,
         BN=tiles.tokens, BP=tiles.width, BS=tiles.rank, NS=tiles.rank_blocks, PRECISION=precision(x.dtype),
     )  # fmt: skip
-    return wx, trace.sum(1)
+    return wx, trace[:, 0] if tiles.rank_blocks == 1 else trace.sum(1)
 
 
 def add_landmark_gradients(
@@ -384,7 +422,7 @@ def add_landmark_gradients(
 
 
 def landmark_weight_gradients(x: Tensor, rows: Tensor, w_e: Tensor, grad_wx: Tensor) -> Tensor:
-    """Return the gradients of W_e and W_r from that of wx, (H, 2, n, S) float32."""
+    """Return partial sums of the gradients of W_e and W_r from that of wx, (splits, H, 2, n, S) float32."""
     heads, n, rank = w_e.shape
     batch, p = rows.shape[0], x.shape[1] // heads
     tiles = large_landmark_tiles(x.dtype, p, rank, n)
@@ -397,47 +435,55 @@ def landmark_weight_gradients(x: Tensor, rows: Tensor, w_e: Tensor, grad_wx: Ten
         BN=tiles.tokens, BP=tiles.width, BS=tiles.rank, PRECISION=precision(x.dtype),
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
-    return parts.sum(0)
+    return parts
 
 
-def pack_weights(w_e: Tensor, w_r: Tensor) -> Tensor:
-    """Return W_e, W_r (H, p, s) in the layout of wx, (1, H, 2, p, S) float32."""
-    rank = w_e.shape[2]
-    return F.pad(torch.stack([w_e, w_r], dim=1).float(), (0, stored_rank(rank) - rank))[None]
+def score_arguments(
+    z: Tensor, wx: Tensor | tuple[Tensor, Tensor], dtype: torch.dtype, heads: int, rank: int
+) -> tuple[tuple[Tensor, Tensor, int], dict[str, Any], Tiles]:
+    """Return the weights of both sides with their stride over sequences, the constants and the tiles of the kernels.
 
-
-def score_arguments(z: Tensor, dtype: torch.dtype, heads: int, rank: int) -> tuple[dict[str, Any], Tiles]:
-    """Return the constants of the score kernels and their tiles."""
-    p = z.shape[1] // (2 * heads)
+    wx: (B, H, 2, p, S) if data-dependent, else W_e and W_r, (H, p, s) each.
+    """
+    p, stored = z.shape[1] // (2 * heads), stored_rank(rank)
     tiles = score_tiles(z.dtype, p, rank)
-    constants = {"HEADS": heads, "P": p, "S": stored_rank(rank), "RANK": rank, "BP": tiles.width, "BS": tiles.rank,
-                 "PRECISION": precision(dtype), "num_warps": tiles.warps}  # fmt: skip
-    return constants, tiles
+    if isinstance(wx, tuple):
+        sides, columns, head_stride = (*wx, 0), rank, p * rank
+    else:
+        sides, columns, head_stride = (wx, wx[:, :, 1:], heads * 2 * p * stored), stored, 2 * p * stored
+    constants = {
+        "HEADS": heads, "P": p, "S": stored, "RANK": rank, "COLUMNS": columns, "HEAD_STRIDE": head_stride,
+        "BP": tiles.width, "BS": tiles.rank, "PRECISION": precision(dtype), "num_warps": tiles.warps,
+    }  # fmt: skip
+    return sides, constants, tiles
 
 
 def score_forward(
-    z: Tensor, wx: Tensor, tables: tuple[Tensor, ...], dtype: torch.dtype, rank: int, covers_rows: bool
+    z: Tensor,
+    wx: Tensor | tuple[Tensor, Tensor],
+    tables: tuple[Tensor, ...],
+    dtype: torch.dtype,
+    heads: int,
+    rank: int,
+    covers_rows: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the scores (rows, H, 2, S) in `dtype` and the chunks' energies (chunks, H, 2, S).
 
     z: q and k, or their sums in float32, (rows, 2·H·p). covers_rows: the sequences cover every row.
     """
-    heads, stored = wx.shape[1], wx.shape[4]
-    _, _, _, chunk_sequence, chunk_start, chunk_end = tables
-    new = torch.empty if covers_rows else torch.zeros
-    scores = new((z.shape[0], heads, 2, stored), dtype=dtype, device=z.device)
-    energy = torch.empty((chunk_start.shape[0], heads, 2, stored), dtype=torch.float32, device=z.device)
-    constants, tiles = score_arguments(z, dtype, heads, rank)
-    _scores_kernel[(chunk_start.shape[0], 2 * heads)](
-        z, wx, scores, energy, chunk_sequence, chunk_start, chunk_end, wx.stride(0) if wx.shape[0] > 1 else 0,
-        BT=tiles.tokens, NS=tiles.rank_blocks, **constants,
-    )  # fmt: skip
+    (wx_e, wx_r, wx_stride), constants, tiles = score_arguments(z, wx, dtype, heads, rank)
+    shape, chunks = (heads, 2, constants["S"]), tables[4].shape[0]
+    scores = (torch.empty if covers_rows else torch.zeros)((z.shape[0], *shape), dtype=dtype, device=z.device)
+    energy = torch.empty((chunks, *shape), dtype=torch.float32, device=z.device)
+    _scores_kernel[(chunks, 2 * heads)](
+        z, wx_e, wx_r, scores, energy, *tables[3:], wx_stride, BT=tiles.tokens, NS=tiles.rank_blocks, **constants
+    )
     return scores, energy
 
 
 def score_backward(
     z: Tensor,
-    wx: Tensor,
+    wx: Tensor | tuple[Tensor, Tensor],
     grad_scores: Tensor,
     grad_energy: Tensor,
     tables: tuple[Tensor, ...],
@@ -446,25 +492,24 @@ def score_backward(
     covers_rows: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradient of z and the chunks' partial sums of those of wx and of the projection's bias."""
-    heads, p, stored = wx.shape[1], wx.shape[3], wx.shape[4]
-    _, _, _, chunk_sequence, chunk_start, chunk_end = tables
-    constants, tiles = score_arguments(z, grad_scores.dtype, heads, rank)
-    chunks, is_one_block = chunk_start.shape[0], tiles.rank_blocks == 1
+    heads, chunks = grad_scores.shape[1], tables[4].shape[0]
+    (wx_e, wx_r, wx_stride), constants, tiles = score_arguments(z, wx, grad_scores.dtype, heads, rank)
+    p, is_one_block = constants["P"], tiles.rank_blocks == 1
     # Larger ranks read z twice.
     if is_one_block and covers_rows and can_overwrite_saved():
         grad_z = z
     else:
         grad_z = (torch.empty_like if covers_rows else torch.zeros_like)(z)
-    grad_wx = torch.empty((chunks, heads, 2, p, stored), dtype=wx_grad_dtype, device=z.device)
+    grad_wx = torch.empty((chunks, heads, 2, p, constants["S"]), dtype=wx_grad_dtype, device=z.device)
     grad_bias = torch.empty((chunks, 2 * heads * p), dtype=torch.float32, device=z.device)
-    places = (chunk_sequence, chunk_start, chunk_end, wx.stride(0) if wx.shape[0] > 1 else 0)
     constants["BT"] = min(tiles.tokens, 64)
     _scores_backward_kernel[(chunks, 2 * heads)](
-        z, wx, grad_scores, grad_energy, grad_z, grad_wx, grad_bias, *places, NS=tiles.rank_blocks, **constants
-    )
+        z, wx_e, wx_r, grad_scores, grad_energy, grad_z, grad_wx, grad_bias, *tables[3:], wx_stride,
+        NS=tiles.rank_blocks, **constants,
+    )  # fmt: skip
     if not is_one_block:
         _weights_backward_kernel[(chunks, 2 * heads, tiles.rank_blocks)](
-            z, wx, grad_scores, grad_energy, grad_wx, *places, **constants
+            z, wx_e, wx_r, grad_scores, grad_energy, grad_wx, *tables[3:], wx_stride, **constants
         )
     return grad_z, grad_wx, grad_bias
 
@@ -508,14 +553,15 @@ class BidirectionalScores(torch.autograd.Function):
         *tables: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         z = F.linear(x, weight, bias) if qk is None else qk  # type: ignore[arg-type]
+        wx: Tensor | tuple[Tensor, Tensor]
         if rows is None:
-            wx, trace = pack_weights(w_e, w_r), (w_e.float() * w_r.float()).sum((1, 2))
+            wx, trace = (w_e, w_r), (w_e.float() * w_r.float()).sum((1, 2))
         else:
             origin = x if source is None else source
             wx, trace = landmark_weights(origin, rows, w_e, w_r, torch.float32 if returns_weights else dtype)  # type: ignore[arg-type]
-        scores, energy = score_forward(z, wx, tables, dtype, w_e.shape[2], covers_rows)
+        scores, energy = score_forward(z, wx, tables, dtype, w_e.shape[0], w_e.shape[2], covers_rows)
         ctx.save_for_backward(x, weight, z, source, w_e, w_r, rows, *tables)
-        ctx.settings = (wx.dtype, is_distinct, covers_rows, is_single_chunk, qk is None, bias is not None)
+        ctx.settings = (torch.float32 if returns_weights else dtype, is_distinct, covers_rows, is_single_chunk, qk is None, bias is not None)
         return scores, segment_sum(energy, tables[2], is_single_chunk), trace, wx if returns_weights else None
 
     @staticmethod
@@ -526,22 +572,17 @@ class BidirectionalScores(torch.autograd.Function):
         x, weight, z, source, w_e, w_r, rows, *tables = ctx.saved_tensors
         dtype, is_distinct, covers_rows, is_single_chunk, projects, has_bias = ctx.settings
         rank, origin = w_e.shape[2], x if source is None else source
-        if rows is None:
-            wx = pack_weights(w_e, w_r)
-        else:
-            wx, _ = landmark_weights(origin, rows, w_e, w_r, dtype)
+        wx = (w_e, w_r) if rows is None else landmark_weights(origin, rows, w_e, w_r, dtype)[0]
         is_own = rows is not None and is_single_chunk  # a chunk's sum is the gradient of its sequence's weights
         grad_z, grad_wx, grad_bias = score_backward(
             z, wx, grad_scores.contiguous(), grad_energy.contiguous(), tuple(tables),
-            wx.dtype if is_own else torch.float32, rank, covers_rows,
+            dtype if is_own else torch.float32, rank, covers_rows,
         )  # fmt: skip
         grad_x = grad_weight = grad_source = None
         if projects:
             grad_x, grad_weight = grad_z @ weight, grad_z.mT @ x
-        if rows is None:
-            grad_w = grad_wx.sum(0)
-        else:
-            grad_wx = segment_sum(grad_wx, tables[2], is_single_chunk, wx.dtype)
+        if rows is not None:
+            grad_wx = segment_sum(grad_wx, tables[2], is_single_chunk, dtype)
             if grad_weights is not None:
                 grad_wx = grad_wx + grad_weights
             if source is not None or not projects:
@@ -549,9 +590,8 @@ class BidirectionalScores(torch.autograd.Function):
             add_landmark_gradients(
                 rows, w_e, w_r, grad_wx, grad_x if grad_source is None else grad_source, is_distinct
             )
-            grad_w = landmark_weight_gradients(origin, rows, w_e, grad_wx)
-        grad_e = torch.addcmul(grad_w[:, 0, :, :rank], grad_trace[:, None, None], w_r.float()).to(w_e.dtype)
-        grad_r = torch.addcmul(grad_w[:, 1, :, :rank], grad_trace[:, None, None], w_e.float()).to(w_r.dtype)
+            grad_wx = landmark_weight_gradients(origin, rows, w_e, grad_wx)
+        grad_e, grad_r = finish_weights(grad_wx, w_e, w_r, grad_trace.contiguous())
         if source is None and not projects:
             grad_x, grad_source = grad_source, None
         return (

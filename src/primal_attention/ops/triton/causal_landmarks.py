@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..landmarks import landmark_indices
-from .bidirectional import load_score_gradient
+from .bidirectional import finish_weights, load_score_gradient
 from .causal_sum import _carries_kernel, powers
 from .common import (
     CHUNK,
@@ -488,14 +488,14 @@ class CausalLandmarkScores(torch.autograd.Function):
         _add_rows_kernel[(batch, ceil_div(n, 32), heads)](
             grad_rows, rows, grad_x, n, HEADS=heads, P=p, BN=32, BP=power_of_two(p)
         )
-        total_w = grad_w.sum(0)
+        grad_e, grad_r = finish_weights(grad_w, w_e, w_r, grad_trace.contiguous())
         return (
             grad_x,
             grad_z.mT @ x if projects else None,
             grad_bias.sum(0).to(z.dtype) if has_bias else None,
             None if projects else grad_z,
-            torch.addcmul(total_w[:, 0, :, :rank], grad_trace[:, None, None], w_r.float()).to(w_e.dtype),
-            torch.addcmul(total_w[:, 1, :, :rank], grad_trace[:, None, None], w_e.float()).to(w_r.dtype),
+            grad_e,
+            grad_r,
             None if log_decay is None else total_decay,
             grad_initial if has_initial else None,
             *(None,) * (6 + len(tables)),

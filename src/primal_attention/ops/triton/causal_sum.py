@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from .bidirectional import load_score_gradient, load_weights, pack_weights
+from .bidirectional import finish_weights, load_score_gradient, load_weights
 from .common import (
     CHUNK,
     Tiles,
@@ -148,7 +148,7 @@ def last_row(sums, left, BT: tl.constexpr):
 
 @triton.jit
 def _causal_scores_kernel(
-    qk, wx, carries, final, scores, energy, log_decay, chunk_start, chunk_end,
+    qk, w_e, w_r, carries, final, scores, energy, log_decay, chunk_start, chunk_end,
     HEADS: tl.constexpr, P: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr,
     BT: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, NS: tl.constexpr, HAS_CARRY_IN: tl.constexpr,
     WRITES_FINAL: tl.constexpr, DECAY: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.constexpr,
@@ -162,9 +162,10 @@ def _causal_scores_kernel(
     fade = powers(rate, t + 1, DECAY)
     own = chunk.to(tl.int64) * (2 * HEADS) + lane
     qk += (side * HEADS + head) * P
+    weights = (w_e if side == 0 else w_r) + head * (P * RANK)
     for block in tl.static_range(NS):
         s = block * BS + tl.arange(0, BS)
-        w = load_weights(wx + lane * (P * S), block, qk, P, S, BP, BS)
+        w = load_weights(weights, block, qk, P, RANK, BP, BS)
         total = tl.zeros((BS,), tl.float32)
         carry = load_carry(carries, own, P, BP, HAS_CARRY_IN)
         for first in range(start, end, BT):
@@ -186,7 +187,7 @@ def _causal_scores_kernel(
 
 @triton.jit
 def _sums_gradient(
-    z, w, wx, carry, grad_scores, grad_energy, triangle, fade, row, live,
+    z, w, weights, carry, grad_scores, grad_energy, triangle, fade, row, live,
     HEADS: tl.constexpr, P: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr,
     BT: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, NS: tl.constexpr,
     DECAY: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.constexpr,
@@ -201,7 +202,7 @@ def _sums_gradient(
     de = load_score_gradient(grad_scores, grad_energy, e, row, live, s, HEADS, S, RANK)
     grad = dot(de.to(z.dtype), tl.trans(w), PRECISION)
     for block in tl.static_range(1, NS):
-        w_block = load_weights(wx, block, grad_scores, P, S, BP, BS)
+        w_block = load_weights(weights, block, grad_scores, P, RANK, BP, BS)
         e = tl.where(live[:, None], dot(phi, w_block, PRECISION), 0.0)
         de = load_score_gradient(grad_scores, grad_energy, e, row, live, block * BS + s, HEADS, S, RANK)
         grad += dot(de.to(z.dtype), tl.trans(w_block), PRECISION)
@@ -214,7 +215,7 @@ def _sums_gradient(
 
 @triton.jit
 def _causal_backward_sums_kernel(
-    qk, wx, carries, grad_scores, grad_energy, grad_sums, block_carries, sums, grad_wx,
+    qk, w_e, w_r, carries, grad_scores, grad_energy, grad_sums, block_carries, sums, grad_wx,
     log_decay, chunk_sequence, chunk_start, chunk_end,
     HEADS: tl.constexpr, P: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr, BLOCKS: tl.constexpr,
     BT: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, NS: tl.constexpr, HAS_CARRY_IN: tl.constexpr,
@@ -232,10 +233,10 @@ def _causal_backward_sums_kernel(
     rate = tl.load(log_decay + lane // 2) if DECAY else 0.0
     triangle = lower_triangle(rate, BT, DECAY)
     fade = powers(rate, t + 1, DECAY)
-    wx += lane * (P * S)
+    weights = (w_e if lane % 2 == 0 else w_r) + lane // 2 * (P * RANK)
     grad_scores += lane * S
     grad_energy += (sequence * (2 * HEADS) + lane) * S
-    w = load_weights(wx, 0, qk, P, S, BP, BS)
+    w = load_weights(weights, 0, qk, P, RANK, BP, BS)
     sum_w = tl.zeros((BS, BP), tl.float32)
     parts = tl.zeros((BT, BP), tl.float32)
     own = chunk.to(tl.int64) * (2 * HEADS) + lane
@@ -249,7 +250,7 @@ def _causal_backward_sums_kernel(
             tl.store(block_carries + carry_place, carry, mask=p < P)
             carry_place += 2 * HEADS * P
         rows, phi, grad, de = _sums_gradient(
-            z, w, wx, carry, grad_scores, grad_energy, triangle, fade, row, live,
+            z, w, weights, carry, grad_scores, grad_energy, triangle, fade, row, live,
             HEADS, P, S, RANK, BT, BP, BS, NS, DECAY, PRECISION, FINE,
         )  # fmt: skip
         carry = last_row(rows, end - first, BT)
@@ -269,7 +270,7 @@ def _causal_backward_sums_kernel(
 
 @triton.jit
 def _causal_backward_rows_kernel(
-    qk, wx, block_carries, after, grad_scores, grad_energy, grad_qk, grad_bias, grad_decay,
+    qk, w_e, w_r, block_carries, after, grad_scores, grad_energy, grad_qk, grad_bias, grad_decay,
     log_decay, chunk_sequence, chunk_start, chunk_end,
     HEADS: tl.constexpr, P: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr, BLOCKS: tl.constexpr,
     BT: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, NS: tl.constexpr, HAS_CARRY_OUT: tl.constexpr,
@@ -284,10 +285,10 @@ def _causal_backward_rows_kernel(
     rate = tl.load(log_decay + lane // 2) if DECAY else 0.0
     triangle = lower_triangle(rate, BT, DECAY)
     fade = powers(rate, t + 1, DECAY)
-    wx += lane * (P * S)
+    weights = (w_e if lane % 2 == 0 else w_r) + lane // 2 * (P * RANK)
     grad_scores += lane * S
     grad_energy += (sequence * (2 * HEADS) + lane) * S
-    w = load_weights(wx, 0, qk, P, S, BP, BS)
+    w = load_weights(weights, 0, qk, P, RANK, BP, BS)
     sum_b = tl.zeros((BP,), tl.float32)
     sum_decay = tl.zeros((BP,), tl.float32)
     later = load_carry(after, chunk.to(tl.int64) * (2 * HEADS) + lane, P, BP, HAS_CARRY_OUT)
@@ -304,7 +305,7 @@ def _causal_backward_rows_kernel(
             carry = tl.load(block_carries + block * P + p, mask=p < P, other=0.0)
             z = tl.load(qk + place, mask=inside, other=0.0)
             sums, _, grad, _ = _sums_gradient(
-                z, w, wx, carry, grad_scores, grad_energy, triangle, fade, row, live,
+                z, w, weights, carry, grad_scores, grad_energy, triangle, fade, row, live,
                 HEADS, P, S, RANK, BT, BP, BS, NS, DECAY, PRECISION, FINE,
             )  # fmt: skip
             dz = dot(tl.trans(triangle), grad, FINE) + ahead[:, None] * later[None]
@@ -324,7 +325,7 @@ def _causal_backward_rows_kernel(
 
 @triton.jit
 def _causal_backward_weights_kernel(
-    qk, wx, carries, grad_scores, grad_energy, grad_wx, log_decay, chunk_sequence, chunk_start, chunk_end,
+    qk, w_e, w_r, carries, grad_scores, grad_energy, grad_wx, log_decay, chunk_sequence, chunk_start, chunk_end,
     HEADS: tl.constexpr, P: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr,
     BT: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, HAS_CARRY_IN: tl.constexpr,
     DECAY: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.constexpr,
@@ -338,7 +339,7 @@ def _causal_backward_weights_kernel(
     rate = tl.load(log_decay + lane // 2) if DECAY else 0.0
     triangle = lower_triangle(rate, BT, DECAY)
     fade = powers(rate, t + 1, DECAY)
-    w = load_weights(wx + lane * (P * S), block, qk, P, S, BP, BS)
+    w = load_weights((w_e if lane % 2 == 0 else w_r) + lane // 2 * (P * RANK), block, qk, P, RANK, BP, BS)
     grad_scores += lane * S
     grad_energy += (sequence * (2 * HEADS) + lane) * S
     sum_w = tl.zeros((BS, BP), tl.float32)
@@ -444,17 +445,17 @@ class CausalSumScores(torch.autograd.Function):
         *tables: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         z = F.linear(x, weight, bias) if qk is None else qk  # type: ignore[arg-type]
-        wx, trace = pack_weights(w_e, w_r), (w_e.float() * w_r.float()).sum((1, 2))
-        heads, p, stored = wx.shape[1], wx.shape[3], wx.shape[4]
+        (heads, p, rank), trace = w_e.shape, (w_e.float() * w_r.float()).sum((1, 2))
+        stored = stored_rank(rank)
         chunk_start, chunk_end = tables[4], tables[5]
-        tiles, chunks = causal_tiles(z.dtype, p, w_e.shape[2]), chunk_start.shape[0]
+        tiles, chunks = causal_tiles(z.dtype, p, rank), chunk_start.shape[0]
         new = torch.empty if covers_rows else torch.zeros
         scores = new((z.shape[0], heads, 2, stored), dtype=z.dtype, device=z.device)
         energy = torch.empty((chunks, heads, 2, stored), dtype=torch.float32, device=z.device)
         final = torch.empty((tables[0].shape[0], heads, 2, p), dtype=torch.float32, device=z.device)
         carries = chunk_carries(z, log_decay, heads, tables, is_single_chunk, initial=initial, final=final)
         _causal_scores_kernel[(chunks, 2 * heads)](
-            z, wx, carries, final, scores, energy, z if log_decay is None else log_decay, chunk_start, chunk_end,
+            z, w_e, w_r, carries, final, scores, energy, z if log_decay is None else log_decay, chunk_start, chunk_end,
             NS=tiles.rank_blocks, HAS_CARRY_IN=carries.shape[0] > 0, WRITES_FINAL=is_single_chunk,
             num_warps=max(1, tiles.warps // 2), **_constants(z, w_e, log_decay, tiles),
         )  # fmt: skip
@@ -470,8 +471,7 @@ class CausalSumScores(torch.autograd.Function):
         forbid_double_backward()
         x, weight, z, w_e, w_r, log_decay, carries, *tables = ctx.saved_tensors
         covers_rows, is_single_chunk, projects, has_bias = ctx.settings
-        wx, rank = pack_weights(w_e, w_r), w_e.shape[2]
-        heads, p, stored = wx.shape[1], wx.shape[3], wx.shape[4]
+        (heads, p, rank), stored = w_e.shape, stored_rank(w_e.shape[2])
         tiles, chunks = causal_tiles(z.dtype, p, rank), tables[4].shape[0]
         grad_scores, grad_energy = grad_scores.contiguous(), grad_energy.contiguous()
         # Initial sums that have a gradient come from the q and k of other ranks, which are read later.
@@ -489,23 +489,21 @@ class CausalSumScores(torch.autograd.Function):
         places = (z if log_decay is None else log_decay, *tables[3:])
         has_carry_in = carries.shape[0] > 0
         _causal_backward_sums_kernel[(chunks, 2 * heads)](
-            z, wx, carries, grad_scores, grad_energy, grad_z, block_carries, sums, grad_wx, *places,
+            z, w_e, w_r, carries, grad_scores, grad_energy, grad_z, block_carries, sums, grad_wx, *places,
             BLOCKS=blocks, NS=tiles.rank_blocks, HAS_CARRY_IN=has_carry_in, HAS_CARRY_OUT=not is_single_chunk,
             num_warps=tiles.warps, **constants,
         )  # fmt: skip
         after = chunk_carries(z, log_decay, heads, tuple(tables), is_single_chunk, sums=sums, reverse=True)
         _causal_backward_rows_kernel[(chunks, 2 * heads)](
-            z, wx, block_carries, after, grad_scores, grad_energy, grad_z, grad_bias, grad_decay, *places,
+            z, w_e, w_r, block_carries, after, grad_scores, grad_energy, grad_z, grad_bias, grad_decay, *places,
             BLOCKS=blocks, NS=tiles.rank_blocks, HAS_CARRY_OUT=not is_single_chunk, num_warps=tiles.warps, **constants,
         )  # fmt: skip
         if tiles.rank_blocks > 1:
             _causal_backward_weights_kernel[(chunks, 2 * heads, tiles.rank_blocks)](
-                z, wx, carries, grad_scores, grad_energy, grad_wx, *places, HAS_CARRY_IN=has_carry_in,
+                z, w_e, w_r, carries, grad_scores, grad_energy, grad_wx, *places, HAS_CARRY_IN=has_carry_in,
                 num_warps=tiles.warps, **constants,
             )  # fmt: skip
-        grad_w = grad_wx.sum(0)
-        grad_e = torch.addcmul(grad_w[:, 0, :, :rank], grad_trace[:, None, None], w_r.float()).to(w_e.dtype)
-        grad_r = torch.addcmul(grad_w[:, 1, :, :rank], grad_trace[:, None, None], w_e.float()).to(w_r.dtype)
+        grad_e, grad_r = finish_weights(grad_wx, w_e, w_r, grad_trace.contiguous())
         grad_initial = None
         if ctx.needs_input_grad[7]:
             grad_initial = _initial_gradient(grad_z, tables[0], tables[1], heads, log_decay)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from .causal_sum import CausalSumScores, TwoSidedSum
 from .common import (
     PermuteRows,
     compact,
+    forbid_double_backward,
     landmark_table,
     packed_sequences,
     stored_rank,
@@ -155,37 +156,86 @@ def _landmarks_before(
     return F.pad(state, (0, stored_rank(rank) - rank)).contiguous()
 
 
-def output_projection(scores: Tensor, weights: Weights, rank: int, dropout: float) -> Tensor:
+class OutputProjection(torch.autograd.Function):
     """y = W_out concat_h(W_o [e; r] + b_o) + b_out, (rows, H, 2, S) → (rows, d).
 
-    Where it is cheaper, both maps are folded into one matrix M_h = W_out,h W_o for the call. The column of ones in the
-    stored scores multiplies W_out,h b_o and b_out, so that the product includes both biases.
+    Where it is cheaper, both maps are folded into one matrix M_h = W_out,h W_o. The column of ones in the stored scores
+    then multiplies W_out,h b_o and b_out, and the gradient of M contains those of the biases.
     """
-    rows, heads, _, stored = scores.shape
-    w_o, b_o = weights.score_weight, weights.score_bias
-    assert w_o is not None and weights.out_weight is not None
-    p = w_o.shape[0]
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        scores: Tensor,
+        w_o: Tensor,
+        b_o: Tensor | None,
+        w_out: Tensor,
+        b_out: Tensor | None,
+        rank: int,
+        has_ones: bool,
+    ) -> Tensor:
+        rows, heads, _, stored = scores.shape
+        p = w_o.shape[0]
+        padded = w_o.new_zeros(p, 2, stored)
+        padded[:, :, :rank] = w_o.view(p, 2, rank)
+        if has_ones and b_o is not None:
+            padded[:, 0, rank] = b_o
+        padded = padded.view(p, 2 * stored)
+        is_folded = has_ones and 2 * stored * heads <= p * heads + 2 * stored and 2 * stored <= MAX_FOLDED_WIDTH
+        flat, each = scores.view(rows, -1), None
+        if is_folded:
+            matrix = (w_out.view(-1, p) @ padded).view(-1, heads * 2 * stored)  # (d, H·2S)
+            if b_out is not None:
+                matrix[:, rank] += b_out
+            y = flat @ matrix.mT
+        else:
+            matrix = None
+            each = F.linear(scores.view(rows * heads, 2 * stored), padded, None if has_ones else b_o).view(rows, -1)
+            y = F.linear(each, w_out, b_out)
+        ctx.save_for_backward(scores, padded, w_out, matrix, each)
+        ctx.settings = (rank, has_ones, b_o is not None, b_out is not None)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        forbid_double_backward()
+        scores, padded, w_out, matrix, each = ctx.saved_tensors
+        rank, has_ones, has_b_o, has_b_out = ctx.settings
+        rows, heads, _, stored = scores.shape
+        p = padded.shape[0]
+        grad_b_o = grad_b_out = None
+        if matrix is not None:
+            grad_scores = (grad @ matrix).view_as(scores)
+            grad_matrix = grad.mT @ scores.view(rows, -1)  # (d, H·2S)
+            by_head = grad_matrix.view(-1, 2 * stored)  # (d·H, 2S)
+            grad_w_out = (by_head @ padded.mT).view_as(w_out)
+            grad_padded = w_out.view(-1, p).mT @ by_head
+            grad_b_out = grad_matrix[:, rank] if has_b_out else None
+        else:
+            grad_each = grad @ w_out
+            grad_w_out = grad.mT @ each
+            grad_scores = (grad_each.view(-1, p) @ padded).view_as(scores)
+            grad_padded = grad_each.view(-1, p).mT @ scores.view(-1, 2 * stored)
+            ones = grad.new_ones(1, rows)  # a product sums the rows faster than a reduction, and in float32
+            grad_b_out = (ones @ grad)[0] if has_b_out else None
+            if has_b_o and not has_ones:
+                grad_b_o = (ones @ grad_each).view(heads, p).sum(0)
+        if has_b_o and has_ones:
+            grad_b_o = grad_padded[:, rank]
+        grad_w_o = grad_padded.view(p, 2, stored)[:, :, :rank].reshape(p, 2 * rank)
+        return grad_scores, grad_w_o, grad_b_o, grad_w_out, grad_b_out, None, None
+
+
+def output_projection(scores: Tensor, weights: Weights, rank: int, dropout: float) -> Tensor:
+    """Apply dropout and both output maps to the stored scores."""
+    has_ones = scores.shape[3] > rank
     if dropout:
         scores = F.dropout(scores, dropout)
-        if stored > rank:
+        if has_ones:
             scores[:, :, 0, rank] = 1.0
-    has_ones = stored > rank
-    empty = w_o.new_zeros(p, stored - rank - has_ones)
-    ones = [] if not has_ones else [empty.new_zeros(p, 1) if b_o is None else b_o[:, None]]
-    padded = torch.cat([w_o[:, :rank], *ones, empty, w_o[:, rank:], w_o.new_zeros(p, stored - rank)], dim=1)
-    is_folded = 2 * stored * heads <= p * heads + 2 * stored and max(p, 2 * stored) <= MAX_FOLDED_WIDTH
-    if is_folded:
-        folded = (weights.out_weight.reshape(-1, p) @ padded).view(-1, heads * 2 * stored)  # (d, H·2S)
-        bias = weights.out_bias
-        if has_ones and bias is not None:  # its gradient is then a column of the product's, not another pass over dy
-            folded[:, rank] += bias
-            bias = None
-        elif b_o is not None and not has_ones:
-            shift = weights.out_weight @ b_o.repeat(heads)
-            bias = shift if bias is None else bias + shift
-        return F.linear(scores.flatten(1), folded, bias)
-    each = F.linear(scores.flatten(2), padded, None if has_ones else b_o)  # (rows, H, p)
-    return F.linear(each.flatten(1), weights.out_weight, weights.out_bias)
+    return OutputProjection.apply(  # type: ignore[no-any-return]
+        scores, weights.score_weight, weights.score_bias, weights.out_weight, weights.out_bias, rank, has_ones
+    )
 
 
 def _split_scores(scores: Tensor, x: Tensor, order: tuple[Tensor, Tensor] | None, rank: int) -> Scores:
