@@ -4,10 +4,11 @@ WORKERS ?= 2
 PIP_ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/.stamp
-PIP := $(BIN)/python -m pip install --quiet -c constraints.txt $(PIP_ARGS)
+PIP := $(BIN)/python -m pip install --quiet $(PIP_ARGS)
+EXTRAS := dev ksvd train timeseries report language hf rl
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench docs
+.PHONY: help demo test lint bench docs lock
 
 help: ## list what make can do
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -29,12 +30,20 @@ bench: $(STAMP) ## time attention against sequence length on this machine
 docs: $(STAMP) ## run the documents' code and check every link
 	$(BIN)/python docs/check.py
 
-# torch comes first and by its pinned version, so that nothing later asks for another build of it. Its GPU builds bring
-# their own Triton; beside a CPU build the kernels are tested in Triton's interpreter.
-$(STAMP): pyproject.toml constraints.txt $(wildcard requirements-oracles.txt)
+# Everything but torch is installed by hash, from requirements-ci.txt. torch and Triton are pinned by version alone, for
+# their builds differ between machines: GPU builds of torch bring their own Triton, and beside a CPU build the kernels are
+# tested in Triton's interpreter. Needs Python 3.11 or newer.
+$(STAMP): pyproject.toml constraints.txt requirements-ci.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(PIP) torch
+	$(PIP) --require-hashes --no-deps -r requirements-ci.txt
+	$(PIP) -c constraints.txt torch
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) triton==3.6.0
-	$(PIP) -e '.[dev,ksvd,train,timeseries,report,language,hf,rl]'
-	if test -f requirements-oracles.txt; then $(PIP) -r requirements-oracles.txt; fi
+	$(PIP) --no-deps --no-build-isolation -e .
 	touch $@
+
+# The build backend and the browser's driver are in no extra of pyproject.toml. torch brings its NVIDIA packages itself.
+lock: ## write requirements-ci.txt again (needs uv)
+	printf 'hatchling\neditables\nplaywright\n' | uv pip compile --quiet --universal --generate-hashes \
+		--python-version 3.11 --no-annotate --custom-compile-command 'make lock' \
+		$(EXTRAS:%=--extra %) -c constraints.txt -o requirements-ci.txt pyproject.toml requirements-oracles.txt -
+	sed -i -E '/^(torch|triton|cuda-[^=]*|nvidia-[^=]*)==/,/[^\\]$$/d' requirements-ci.txt

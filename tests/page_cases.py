@@ -83,7 +83,15 @@ def bench() -> dict[str, Any]:
     ]
     hardware = {"device": "cpu", "cpu": "a processor", "cores": 2, "threads": 1, "load_before": 2.0}
     settings = {"dtype": "float32", "causal": False}
-    return {"format": 1, "kind": "attention", "hardware": hardware, "settings": settings, "versions": {}, "rows": rows}
+    versions = {"torch": "2"}
+    return {
+        "format": 1,
+        "kind": "attention",
+        "hardware": hardware,
+        "settings": settings,
+        "versions": versions,
+        "rows": rows,
+    }
 
 
 def demo() -> dict[str, Any]:

@@ -193,8 +193,11 @@ def test_a_run_folder_with_other_bytes_is_one_line(tmp_path: Path, capsys):
     (tmp_path / "config.yaml").write_bytes(b"\xff\xfe")
     code, _, err = run(capsys, "evaluate", str(tmp_path))
     assert (code, err.count("\n")) == (2, 1)
-    assert "config.yaml is not YAML" in err
-    for content, said in ((b"\xff\xfe", "summary.json is not JSON"), (b"[]", "summary.json is not a run's summary")):
+    assert "config.yaml is not UTF-8 text" in err
+    for content, said in (
+        (b"\xff\xfe", "summary.json is not UTF-8 text"),
+        (b"[]", "summary.json is not a run's summary"),
+    ):
         (tmp_path / "summary.json").write_bytes(content)
         with pytest.raises(RunError, match=said):
             runner.read_summary(tmp_path)

@@ -48,7 +48,9 @@ COMMANDS = {
     "table": Command("primal_attention.engine.tables.table:main", "run a table of the paper, and show it beside ours"),
     "data": Command("primal_attention.engine.arena.make_data:main", "make sets of Long-Range Arena"),
     "bench": Command("primal_attention.bench.command:main", "time attention layers on this machine", "report"),
-    "spectrum": Command("primal_attention.convert.command:main", "how fast the attention's singular values fall"),
+    "spectrum": Command(
+        "primal_attention.convert.command:main", "how fast the attention's singular values fall", "train,report"
+    ),
     "report": Command("primal_attention.report.page:main", "one HTML page of runs, to look at"),
     "info": Command("primal_attention.info:main", "versions, devices, which backend runs here and why, extras"),
 }
@@ -100,7 +102,9 @@ def call(command: Command, name: str, args: Sequence[str], resume: str) -> int:
     except ModuleNotFoundError as missing:
         return fail(f"primal {name} needs {missing.name}: {install_hint(missing.name, command.extra)}")
     try:
-        return run(args)
+        code = run(args)
+        sys.stdout.flush()
+        return code
     except (RunError, DataError) as error:
         return fail(str(error))
     except ModuleNotFoundError as missing:
@@ -114,6 +118,8 @@ def call(command: Command, name: str, args: Sequence[str], resume: str) -> int:
         return 0
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename is None:  # standard output is a file
+            with contextlib.suppress(OSError, ValueError):  # drop its buffer, which Python would write again at exit
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return fail(f"the output cannot be written ({error.strerror})")
         if not isinstance(error.filename, (str, os.PathLike)):
             raise

@@ -73,13 +73,13 @@ def test_it_runs_with_torch_alone(tmp_path):
         (["attention", "--only", "sdpaa"], "did you mean 'sdpa'?"),
         (["attention", "--out", "/proc/nowhere"], "--out /proc/nowhere cannot be written to"),
         (["decode", "--batch", "0"], "--batch must be above 0"),
-        (["plot", "no-such-file.json"], "is not the JSON of a primal bench run"),
-        (["plot", "other.json"], "other.json is not the JSON of a primal bench run"),
+        (["plot", "no-such-file.json"], "no-such-file.json does not exist"),
+        (["plot", "other.json"], "other.json: hardware is missing"),
     ],
 )
 def test_bad_input_is_one_line_and_code_two(words, said, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "other.json").write_text('{"kind": "attention", "rows": []}')
+    (tmp_path / "other.json").write_text('{"format": 1, "kind": "attention", "rows": []}')
     assert main(words) == 2
     captured = capsys.readouterr()
     assert said in captured.err

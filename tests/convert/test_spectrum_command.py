@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from pathlib import Path
 
 import numpy as np
@@ -141,6 +142,78 @@ def test_bad_input_is_one_line(workplace: Path, capsys, words, message) -> None:
     assert code == 2
     assert message in err
     assert sum(line.startswith("primal: ") for line in err.splitlines()) == 1
+
+
+CODE = "open('executed', 'w')\n"
+
+
+class Payload:
+    """Creates a file in the working directory when it is unpickled."""
+
+    def __reduce__(self):
+        return open, ("executed", "w")
+
+
+def edit(file: Path, **fields) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+def pickled_weights(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+    torch.save({"embeddings.word_embeddings.weight": Payload()}, model / "pytorch_model.bin")
+
+
+def pickled_shard(model: Path) -> None:
+    pickled_weights(model)
+    index = {"weight_map": {"embeddings.word_embeddings.weight": "pytorch_model.bin"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def shard_elsewhere(model: Path) -> None:
+    (model / "model.safetensors").rename(model.parent / "model.safetensors")
+    index = {"weight_map": {"embeddings.word_embeddings.weight": "../model.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+REFUSED = {
+    "pickled weights": (pickled_weights, "pytorch_model.bin is pickled and could run code"),
+    "a pickled shard": (pickled_shard, "must name safetensors files of this folder (got 'pytorch_model.bin')"),
+    "a shard elsewhere": (shard_elsewhere, "must name safetensors files of this folder"),
+    "no weights": (lambda model: (model / "model.safetensors").unlink(), "holds no weights"),
+    "a model of its own code": (
+        lambda model: edit(
+            model / "config.json", architectures=["Own"], auto_map={"AutoConfig": "own.Own", "AutoModel": "own.Own"}
+        ),
+        "names the model 'Own', which transformers does not have",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.replace(" ", "-"))
+def test_code_of_a_model_folder_is_never_run(workplace: Path, capfd, case) -> None:
+    damage, message = REFUSED[case]
+    save_bert(workplace / "bert")
+    (workplace / "bert" / "own.py").write_text(CODE)
+    (workplace / "text.txt").write_text(" ".join(["w1"] * 30))
+    damage(workplace / "bert")
+    capfd.readouterr()
+    code, out, err = run(capfd, "bert", "--data", "text.txt")
+    assert not (workplace / "executed").exists()
+    assert (code, out, err.count("\n")) == (2, "", 1), err
+    assert message in err
+
+
+def test_a_model_that_transformers_has_is_loaded_without_the_folders_code(workplace: Path, capfd) -> None:
+    save_bert(workplace / "bert")
+    (workplace / "bert" / "own.py").write_text(CODE)
+    own = {"AutoConfig": "own.Own", "AutoModel": "own.Own", "AutoTokenizer": ["own.Own", "own.Own"]}
+    for name in ("config.json", "tokenizer_config.json"):
+        edit(workplace / "bert" / name, auto_map=own)
+    edit(workplace / "bert" / "tokenizer_config.json", tokenizer_class="Own")
+    torch.save({"x": Payload()}, workplace / "bert" / "pytorch_model.bin")  # beside the safetensors file: not read
+    (workplace / "text.txt").write_text(" ".join(["w1"] * 30))
+    assert run(capfd, "bert", "--data", "text.txt")[0] == 0
+    assert not (workplace / "executed").exists()
 
 
 def test_layers_fall_into_three_groups() -> None:

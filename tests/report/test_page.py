@@ -201,11 +201,11 @@ FOREIGN = {
     "an empty folder": ("", "holds no run"),
     "a JSON file of something else": ('{"a": 1}', "neither a run's result nor a benchmark"),
     "a JSON list": ("[]", "neither a run's result nor a benchmark"),
-    "no JSON at all": ("hello", "cannot be read as JSON"),
-    "a benchmark without its fields": ('{"kind": "attention", "rows": [{}]}', "not a benchmark"),
-    "a demo of words": ('{"singular_values": {"primal": ["a"]}}', "not what primal demo writes"),
+    "no JSON at all": ("hello", "is not JSON"),
+    "a benchmark without its fields": ('{"kind": "attention", "format": 1, "rows": [{}]}', "hardware is missing"),
+    "a demo of words": ('{"singular_values": {"primal": ["a"]}}', "primal[0] must be a number of at least 0 (got 'a')"),
     "a result of another version": ('{"scores": {}, "format": 99}', "reads format 1"),
-    "a result without a seed": ('{"scores": {}, "format": 1, "recipe": "a", "label": "b"}', "not a run's summary"),
+    "a result without a seed": ('{"scores": {}, "format": 1, "recipe": "a", "label": "b"}', "seed is missing"),
 }
 
 

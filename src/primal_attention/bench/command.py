@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from primal_attention.bench.settings import DTYPES, BenchError, read_decay, read_length, read_width
+from primal_attention.engine.errors import RunError
 
 ABOUT = "Time attention layers on this machine."
 ATTENTION = """Time one attention layer, forward + backward: Primal with every backend that runs here, softmax attention
@@ -104,7 +104,7 @@ def main(args: Sequence[str], prog: str = "primal bench") -> int:
         found = parser(prog).parse_args(list(args))
         found.command = shlex.join([*prog.split(), *args])
         {"attention": attention, "decode": decode, "generate": generate, "plot": plot}[found.what](found)
-    except BenchError as error:
+    except (BenchError, RunError) as error:
         print(f"primal: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return 0
@@ -158,15 +158,11 @@ def generate(found: argparse.Namespace) -> None:
 
 
 def plot(found: argparse.Namespace) -> None:
-    try:
-        report = json.loads(found.file.read_text(encoding="utf-8"))
-        whole = report["kind"] in COMMANDS and {"settings", "versions", "hardware"} <= report.keys() and report["rows"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        whole = False
-    if not whole:
-        raise BenchError(f"{found.file} is not the JSON of a primal bench run")
-    from primal_attention.bench import tables
+    from primal_attention.bench import saved, tables
 
+    report = saved.read(found.file)
+    if not report["rows"]:
+        raise BenchError(f"{found.file}: rows is empty, so nothing can be drawn")
     print(tables.attention(report) if report["kind"] == "attention" else tables.decode(report))
     finish(report, found.file.with_suffix(""), plot=True, rows=False)
 

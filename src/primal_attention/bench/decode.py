@@ -21,7 +21,7 @@ from primal_attention.bench import memory, timing
 from primal_attention.bench.contenders import PRIMAL_BACKENDS, build_primal
 from primal_attention.bench.progress import Progress
 from primal_attention.bench.provenance import load, origin
-from primal_attention.bench.run import OK, SKIPPED, Timed, plain, why, write
+from primal_attention.bench.run import OK, SKIPPED, Timed, plain, why
 from primal_attention.bench.settings import (
     DEFAULT_WIDTHS,
     BenchError,
@@ -31,6 +31,7 @@ from primal_attention.bench.settings import (
     check_out,
     check_positive,
 )
+from primal_attention.engine.files import write_json
 from primal_attention.nn.rivals import attention_names, attention_traits, make_attention
 
 STRETCH = 16384  # tokens that are read at once
@@ -229,9 +230,9 @@ def run_streams(settings: DecodeSettings, field: list[Stream], kind: str) -> dic
                     report["rows"].append(dataclasses.asdict(row))
                     what = row.status if row.seconds is None else f"{1e6 * row.seconds:.3g} µs"
                     progress.advance(f"{stream.label}, d {row.embed_dim}, after {row.length}: {what}")
-                write(settings.out / f"{settings.file_name}.json", report)
+                write_json(settings.out / f"{settings.file_name}.json", report)
     report["hardware"]["load_after"] = load()
-    write(settings.out / f"{settings.file_name}.json", report)
+    write_json(settings.out / f"{settings.file_name}.json", report)
     return report
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from primal_attention.bench.provenance import device_name
 from primal_attention.bench.settings import show_length
+from primal_attention.report.figures import save
 
 # Primal is warm, softmax blue, everything else cool and thin: the comparison that matters stands out.
 STYLES: dict[str, dict[str, Any]] = {
@@ -37,7 +38,7 @@ def draw(report: dict[str, Any], file: Path) -> list[Path]:
     widths = list(dict.fromkeys((row["embed_dim"], row["num_heads"]) for row in rows))
     quantities = attention_quantities(rows) if report["kind"] == "attention" else decode_quantities(rows)
     styles = styles_of(list(dict.fromkeys(row["name"] for row in report["rows"])))
-    with plt.rc_context({"svg.hashsalt": "primal", "font.size": 10, "svg.fonttype": "none"}):
+    with plt.rc_context({"svg.hashsalt": "primal", "font.size": 10, "svg.fonttype": "none", "text.parse_math": False}):
         figure, grid = plt.subplots(
             len(widths),
             len(quantities),
@@ -54,9 +55,9 @@ def draw(report: dict[str, Any], file: Path) -> list[Path]:
         labels = [label + ending(label, report["rows"]) for label in handles]
         figure.legend(handles.values(), labels, loc="outside right center", frameon=False, fontsize=9)
         figure.suptitle(title(report), fontsize=11)
-        files = [file.with_suffix(suffix) for suffix in (".png", ".svg")]
+        files = [file.with_name(file.name + suffix) for suffix in (".png", ".svg")]
         for path in files:
-            figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
+            save(figure, path, dpi=160)
         plt.close(figure)
     return files
 
@@ -64,10 +65,10 @@ def draw(report: dict[str, Any], file: Path) -> list[Path]:
 def title(report: dict[str, Any]) -> str:
     settings = report["settings"]
     if report["kind"] != "attention":
-        model = f" by a model of {settings['layers']} layers" if report["kind"] == "generate" else ""
+        model = f" by a model of {settings.get('layers', 'several')} layers" if report["kind"] == "generate" else ""
         what = f"One more token{model} after N tokens were read"
     else:
-        what = f"One {'causal ' if settings['causal'] else ''}attention layer, forward + backward"
+        what = f"One {'causal ' if settings.get('causal') else ''}attention layer, forward + backward"
         tokens = {row["batch"] * row["length"] for row in report["rows"]}
         if len(tokens) == 1:
             what += f", {tokens.pop():,} tokens per step"

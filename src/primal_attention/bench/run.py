@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +16,7 @@ from primal_attention.bench.progress import Progress
 from primal_attention.bench.provenance import load, origin
 from primal_attention.bench.settings import Case, Settings
 from primal_attention.bench.step import Step
+from primal_attention.engine.files import write_json
 
 OK, OOM, REFUSED, UNSUPPORTED, SKIPPED, FAILED = (
     "ok",
@@ -92,9 +91,9 @@ def run(settings: Settings, everybody: Sequence[Contender] | None = None) -> dic
                     rows.append(row)
                     progress.advance(f"{contender.label}, d {case.embed_dim}, N {case.length}: {brief(row)}")
                 report["rows"] = [dataclasses.asdict(row) for row in with_ratios(rows)]
-                write(settings.out / f"{settings.file_name}.json", report)
+                write_json(settings.out / f"{settings.file_name}.json", report)
     report["hardware"]["load_after"] = load()
-    write(settings.out / f"{settings.file_name}.json", report)
+    write_json(settings.out / f"{settings.file_name}.json", report)
     return report
 
 
@@ -208,10 +207,3 @@ def plain(settings: Any) -> dict[str, Any]:
     values["device"] = str(settings.on)
     values["dtype"] = str(settings.torch_dtype).removeprefix("torch.")
     return values
-
-
-def write(path: Path, report: dict[str, Any]) -> None:
-    """Whole or not at all: a run that is stopped leaves the rows it had."""
-    temporary = path.with_name(f".{path.name}.partial")
-    temporary.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    temporary.replace(path)

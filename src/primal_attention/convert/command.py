@@ -81,8 +81,8 @@ def look(source: Source, device: torch.device) -> Spectrum:
     with Progress(len(source.batches), source.label) as bar:
         try:
             return spectrum(source.model, source.batches, step=lambda: bar.advance(source.label))
-        except ValueError as error:
-            raise RunError(f"{source.label}: {error}") from error
+        except (ValueError, RuntimeError, IndexError) as error:  # the last two: weights or inputs that do not fit
+            raise RunError(f"{source.label}: {(str(error).splitlines() or ['no reason given'])[0]}") from error
 
 
 def draw(file: Path, found: dict[str, Spectrum]) -> list[Path]:

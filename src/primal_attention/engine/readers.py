@@ -11,10 +11,8 @@ Each error names the path and, where it applies, the field. Nothing that is read
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import io
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import NoneType
@@ -22,6 +20,7 @@ from typing import IO, Any
 
 import primal_attention
 from primal_attention.engine.errors import RunError
+from primal_attention.guarded import read_cell, read_csv, read_json, read_yaml
 
 FORMAT = 1
 LARGEST_INTEGER = 2**63 - 1
@@ -99,44 +98,13 @@ def shorten(value: Any, limit: int = 60) -> str:
     return text if len(text) <= limit else text[:limit] + "…"
 
 
-def read_text(path: Path, kind: str) -> str:
-    """The content of a UTF-8 file; `kind` names the format in the error."""
-    try:
-        return path.read_bytes().decode()
-    except UnicodeDecodeError as error:
-        raise RunError(f"{path} is not {kind} ({error})") from None
-    except OSError as error:
-        raise RunError(f"{path} cannot be read ({error.strerror})") from error
-
-
-def read_json(path: Path) -> Any:
-    """The content of a JSON file."""
-    try:
-        return json.loads(read_text(path, "JSON"))
-    except (ValueError, RecursionError) as error:
-        raise RunError(f"{path} is not JSON ({_reason(error)})") from None
-
-
 def read_config(path: Path) -> dict[str, Any]:
     """The content of config.yaml, with the recipe as a plain table under "config"."""
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        """Without aliases: nested ones grow exponentially as soon as they are printed."""
-
-        def compose_node(self, parent: Any, index: Any) -> Any:
-            if self.check_event(yaml.AliasEvent):
-                raise yaml.YAMLError("it has an alias")
-            return super().compose_node(parent, index)
-
     if not path.exists():
         raise _not_a_run(path.parent)
     if path.stat().st_size > MAX_CONFIG_BYTES:
         raise RunError(f"{path} is not a run's configuration: it has more than {MAX_CONFIG_BYTES} bytes")
-    try:
-        content = yaml.load(read_text(path, "YAML"), Loader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: impossible dates, huge numbers
-        raise RunError(f"{path} is not YAML ({_reason(error)})") from None
+    content = read_yaml(path)
     if not isinstance(content, dict) or "format" not in content:
         raise RunError(f"{path} is not a run's configuration")
     check_format(content, path)
@@ -154,30 +122,16 @@ def read_metrics(path: Path) -> Table:
     """The columns of metrics.csv; an empty cell is None. A run without a finished epoch has no file and no columns."""
     if not path.exists():
         return {}
-    reader = csv.reader(io.StringIO(read_text(path, "CSV"), newline=""), strict=True)
-    table: Table = {}
-    try:
-        header = next(reader, [])
-        table = {name: [] for name in header}
-        if "epoch" not in table or len(table) != len(header):
-            raise RunError(f"{path} is not a table of metrics: its first line must name each column once, with epoch")
-        for row in reader:
-            if len(row) != len(header):
-                raise RunError(f"{path} line {reader.line_num} has {len(row)} cells, the header {len(header)}")
-            for name, cell in zip(header, row, strict=True):
-                table[name].append(_number(cell, f"{path} line {reader.line_num}: {shorten(name)}"))
-            if not (table["epoch"][-1] or 0.5).is_integer():
-                raise RunError(f"{path} line {reader.line_num}: epoch is not a whole number")
-    except csv.Error as error:
-        raise RunError(f"{path} is not CSV ({error})") from None
+    header, rows = read_csv(path)
+    if "epoch" not in header:
+        raise RunError(f"{path}: the column epoch is missing")
+    table: Table = {name: [] for name in header}
+    for line, row in enumerate(rows, start=2):
+        for name, cell in zip(header, row, strict=True):
+            table[name].append(read_cell(cell, f"{path} line {line}: {shorten(name)}"))
+        if not (table["epoch"][-1] or 0.5).is_integer():
+            raise RunError(f"{path} line {line}: epoch is not a whole number")
     return table
-
-
-def _number(cell: str, where: str) -> float | None:
-    try:
-        return float(cell) if cell else None
-    except ValueError:
-        raise RunError(f"{where} is not a number (got {shorten(cell)})") from None
 
 
 def read_summary(path: Path) -> dict[str, Any]:

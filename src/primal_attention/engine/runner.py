@@ -306,5 +306,5 @@ def load_weights(model: torch.nn.Module, file: Path) -> None:
     try:
         model.load_state_dict(read_weights(file))
     except RuntimeError as error:
-        reason = str(error).splitlines()[-1].strip()
+        reason = str(error).splitlines()[-1].strip()[:200]
         raise RunError(f"{file} does not fit the model of its config.yaml ({reason})") from error

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from primal_attention.engine.files import write_atomically
+
 COLOURS = {"primal": "#c2410c", "softmax": "#1d4ed8"}
 NAMES = {"primal": "Primal-Attention", "softmax": "softmax attention"}
 
@@ -56,14 +58,18 @@ def singular_value_decay(axis: Any, values: Mapping[str, Sequence[float]]) -> No
 
 def demo(file: Path, seconds: Mapping[str, Mapping[int, float]], sigma: Mapping[str, Sequence[float]]) -> Path:
     """The demo's picture: cost against length, and how fast the singular values fall."""
+    import matplotlib.pyplot as plt
+
     figure, (left, right) = _axes("Primal-Attention and softmax attention, JapaneseVowels")
     time_against_length(left, seconds)
     singular_value_decay(right, sigma)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f".{file.stem}.partial.png")
-    figure.savefig(temporary, dpi=150)
-    temporary.replace(file)
-    import matplotlib.pyplot as plt
-
+    save(figure, file)
     plt.close(figure)
     return file
+
+
+def save(figure: Any, file: Path, dpi: int = 150) -> None:
+    """Write a figure as PNG or SVG, by the suffix of `file`; the same figure gives the same bytes."""
+    form = file.suffix.removeprefix(".")
+    metadata = {"Date": None} if form == "svg" else None
+    write_atomically(file, lambda stream: figure.savefig(stream, format=form, dpi=dpi, metadata=metadata))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from primal_attention.engine.errors import RunError
+from primal_attention.guarded import Number, check, read_cell, read_csv, read_json
 
-Table = dict[str, list[float | None]]
 Spectrum = dict[str, list[float]]
-BENCH_FIELDS = {"name", "label", "embed_dim", "num_heads", "batch", "length", "status", "seconds"}
-BENCH_KINDS = ("attention", "decode")
 
 
 @dataclass(frozen=True)
@@ -26,13 +22,6 @@ class Numbers:
     content: Mapping[str, Any]
 
 
-def read_json(file: Path) -> Any:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RunError(f"{file} cannot be read as JSON ({error})") from error
-
-
 def number_at(content: Any, keys: Sequence[str]) -> float | None:
     """A number by its path in nested tables; None where there is none, or none that can be drawn."""
     for key in keys:
@@ -40,45 +29,16 @@ def number_at(content: Any, keys: Sequence[str]) -> float | None:
     return float(content) if isinstance(content, (int, float)) and math.isfinite(content) else None
 
 
-def benchmark(content: dict[str, Any], file: Path) -> Numbers:
-    rows = content["rows"]
-    fits = isinstance(rows, list) and all(isinstance(row, dict) and set(row) >= BENCH_FIELDS for row in rows)
-    if not fits or not isinstance(content.get("hardware"), dict) or not isinstance(content.get("settings"), dict):
-        raise RunError(f"{file} is not a benchmark that this version can read")
-    return Numbers(str(file), content)
-
-
 def demo(content: dict[str, Any], file: Path) -> Numbers:
-    try:
-        numbers = {
-            "singular_values": decay(content["singular_values"]),
-            "seconds": {
-                str(name): {int(n): float(s) for n, s in points.items()}
-                for name, points in content.get("seconds", {}).items()
-            },
-        }
-    except (TypeError, ValueError, AttributeError) as error:
-        raise RunError(f"{file} is not what primal demo writes ({error})") from error
+    check(content, {"seconds?": {...: {...: Number(above=0)}}}, file)
+    seconds = content.get("seconds", {})
+    if not all(n.isdecimal() for points in seconds.values() for n in points):
+        raise RunError(f"{file}: seconds must name the lengths as whole numbers")
+    numbers = {
+        "singular_values": decay(content["singular_values"], file),
+        "seconds": {name: {int(n): float(s) for n, s in points.items()} for name, points in seconds.items()},
+    }
     return Numbers(str(file), numbers)
-
-
-def read_table(file: Path) -> Table:
-    """Columns of metrics.csv; a run that has not ended its first epoch has none."""
-    if not file.exists():
-        return {}
-    table: Table = {}
-    with file.open(encoding="utf-8", newline="") as lines:
-        reader = csv.reader(lines)
-        header = next(reader, [])
-        for row in reader:
-            if len(row) != len(header):
-                raise RunError(f"{file} line {reader.line_num} has {len(row)} cells, the header {len(header)}")
-            for name, cell in zip(header, row, strict=True):
-                try:
-                    table.setdefault(name, []).append(float(cell) if cell else None)
-                except ValueError:
-                    raise RunError(f"{file} line {reader.line_num}: {name} is no number ({cell!r})") from None
-    return table
 
 
 def read_spectrum(folder: Path) -> Spectrum:
@@ -91,37 +51,42 @@ def read_spectrum(folder: Path) -> Spectrum:
     if file.exists():
         content = read_json(file)
         values = content.get("singular_values") if isinstance(content, dict) else content
-        try:
-            return decay(values if isinstance(values, dict) else {"all layers": values})
-        except (TypeError, ValueError) as error:
-            raise RunError(f"{file} holds no singular values ({error})") from error
+        return decay(values if isinstance(values, dict) else {"singular_values": values}, file)
     file = folder / "spectrum.csv"
     return spectrum_table(file) if file.exists() else {}
 
 
 def spectrum_table(file: Path) -> Spectrum:
+    header, lines = read_csv(file)
+    for name in ("index", "value"):
+        if name not in header:
+            raise RunError(f"{file}: the column {name} is missing")
+    rows = []
+    for number, cells in enumerate(lines, start=2):
+        row = dict(zip(header, cells, strict=True))
+        index, value = (read_cell(row[name], f"{file} line {number}: {name}") for name in ("index", "value"))
+        if index is None or value is None:
+            raise RunError(f"{file} line {number} needs numbers in the columns index and value")
+        rows.append((index, row.get("layer") or "all layers", row.get("head") or "", value))
     layers: dict[str, dict[str, list[float]]] = {}
-    try:
-        with file.open(encoding="utf-8", newline="") as lines:
-            rows = sorted(csv.DictReader(lines), key=lambda row: int(row["index"]))
-        for row in rows:
-            heads = layers.setdefault(row.get("layer") or "all layers", {})
-            heads.setdefault(row.get("head") or "", []).append(float(row["value"]))
-        return decay({layer: list(heads.values()) for layer, heads in layers.items()})
-    except (KeyError, TypeError, ValueError) as error:
-        raise RunError(f"{file} needs numbers in the columns index and value ({error})") from error
+    for _, layer, head, value in sorted(rows, key=lambda row: row[0]):
+        layers.setdefault(layer, {}).setdefault(head, []).append(value)
+    return decay({layer: list(heads.values()) for layer, heads in layers.items()}, file)
 
 
-def decay(values: Mapping[str, Any]) -> Spectrum:
+def decay(values: Mapping[str, Any], file: Path) -> Spectrum:
     """σ_i / σ_1 by name, the mean over heads where a name has several lists."""
+    sigma = Number(least=0)
     found: Spectrum = {}
     for name, lists in values.items():
-        if not isinstance(lists, list) or not lists:
-            raise ValueError(f"{name} has none")
-        heads = [[float(v) for v in head] for head in (lists if isinstance(lists[0], list) else [lists])]
-        if any(not head or not all(math.isfinite(v) and v >= 0 for v in head) for head in heads):
-            raise ValueError(f"{name} has values that are negative or not finite")
+        several = isinstance(lists, list) and bool(lists) and isinstance(lists[0], list)
+        check(lists, [[sigma]] if several else [sigma], file, name)
+        heads = lists if several else [lists]
+        if not all(heads):
+            raise RunError(f"{file}: {name} has no singular values")
         shares = [[v / (head[0] or 1.0) for v in head] for head in heads]
         count = min(map(len, shares))
         found[str(name)] = [sum(head[i] for head in shares) / len(shares) for i in range(count)]
+    if not found:
+        raise RunError(f"{file} holds no singular values")
     return found

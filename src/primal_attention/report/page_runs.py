@@ -18,20 +18,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from primal_attention.bench import saved
 from primal_attention.engine.errors import RunError
+from primal_attention.engine.readers import Table, read_metrics
+from primal_attention.guarded import Number, check, read_json, read_yaml
 from primal_attention.report.page_numbers import (
-    BENCH_KINDS,
     Numbers,
     Spectrum,
-    Table,
-    benchmark,
     demo,
     number_at,
-    read_json,
     read_spectrum,
-    read_table,
 )
+from primal_attention.report.results import SUMMARY, complete
 
+BENCH_KINDS = ("attention", "decode")
+CONFIG = {
+    "benchmark": str,
+    "recipe?": (str, None),
+    "command?": (str, None),
+    "commit?": (str, None),
+    "config": {"seed?": Number(integer=True, least=0), "data?": dict, "model?": dict, "optim?": dict, "trainer?": dict},
+}
+RESULT = {**SUMMARY, "label": str, "seed": SUMMARY["seed?"]}
 RUN_FILES = ("config.yaml", "summary.json", "metrics.csv")
 
 
@@ -136,7 +144,7 @@ def take(place: Path, found: Found, *, asked_for: bool) -> None:
     if isinstance(content, dict) and "scores" in content:
         found.runs.append(result(content, place))
     elif isinstance(content, dict) and content.get("kind") in BENCH_KINDS and "rows" in content:
-        found.benches.append(benchmark(content, place))
+        found.benches.append(Numbers(str(place), saved.check_report(content, place)))
     elif isinstance(content, dict) and isinstance(content.get("singular_values"), dict):
         found.demos.append(demo(content, place))
     elif asked_for:
@@ -154,56 +162,40 @@ def without_copies(runs: Sequence[Run]) -> list[Run]:
 
 
 def read_run(folder: Path) -> Run:
-    from primal_attention.engine.folder import check_format
-
     about = read_config(folder)
     summary: dict[str, Any] = {}
     if (file := folder / "summary.json").exists():  # else the run has not finished: its curves are still worth a look
         summary = read_json(file)
-        check_summary(summary, file)
-        check_format(summary, file)
+        check_summary(summary, SUMMARY, file)
         summary.pop("config", None)  # the same again
     config = about["config"]
     return Run(
         place=str(folder),
-        recipe=str(about.get("recipe") or about.get("benchmark")),
+        recipe=str(about.get("recipe") or about["benchmark"]),
         label=str(summary.get("label") or label_of(config)),
-        seed=seed_of(config, folder),
+        seed=config.get("seed", 0),
         summary=summary,
         config=config,
-        settings=filled_in(about.get("benchmark"), config),
-        command=str(about.get("command") or command_of(str(about.get("recipe")), config)),
-        commit=str(about.get("commit") or summary.get("commit") or ""),
-        metrics=read_table(folder / "metrics.csv"),
-        validation=read_table(folder / "validation" / "metrics.csv"),
+        settings=complete(about["benchmark"], config),
+        command=about.get("command") or command_of(str(about.get("recipe")), config),
+        commit=about.get("commit") or summary.get("commit") or "",
+        metrics=read_metrics(folder / "metrics.csv"),
+        validation=read_metrics(folder / "validation" / "metrics.csv"),
         spectrum=read_spectrum(folder),
         in_folder=True,
     )
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    import yaml
-
     from primal_attention.engine.folder import check_format
 
     file = folder / "config.yaml"
-    try:
-        about = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise RunError(f"{folder} is not a run folder: it has no config.yaml") from None
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise RunError(f"{file} cannot be read ({' '.join(str(error).split())})") from error
-    if not isinstance(about, dict) or "format" not in about or not isinstance(about.get("config"), dict):
-        raise RunError(f"{file} is not a run's configuration")
+    if not file.exists():
+        raise RunError(f"{folder} is not a run folder: it has no config.yaml")
+    about = read_yaml(file, {"format": ...})
     check_format(about, file)
+    check(about, CONFIG, file)
     return about
-
-
-def seed_of(config: Mapping[str, Any], folder: Path) -> int:
-    seed = config.get("seed", 0)
-    if not isinstance(seed, int):
-        raise RunError(f"{folder / 'config.yaml'}: the seed must be a whole number (got {seed!r})")
-    return seed
 
 
 def label_of(config: Mapping[str, Any]) -> str:
@@ -211,19 +203,6 @@ def label_of(config: Mapping[str, Any]) -> str:
     model = config.get("model")
     names = model.get("attention") if isinstance(model, dict) else None
     return "-".join(map(str, names)) if isinstance(names, list) else str(names or "run")
-
-
-def filled_in(benchmark: Any, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    from primal_attention.engine.config import from_plain, to_plain
-    from primal_attention.engine.registry import RECIPES
-
-    kind = RECIPES.get(str(benchmark))
-    if kind is None or not config:
-        return config
-    try:
-        return to_plain(from_plain(kind, config))
-    except RunError:  # fields that this version does not know: compare what is there
-        return config
 
 
 def command_of(recipe: str, config: Mapping[str, Any]) -> str:
@@ -249,30 +228,26 @@ def command_of(recipe: str, config: Mapping[str, Any]) -> str:
     return shlex.join(words)
 
 
-def check_summary(content: Any, file: Path) -> None:
-    scores = content.get("scores") if isinstance(content, dict) else None
-    if not isinstance(scores, dict) or not all(isinstance(score, dict) for score in scores.values()):
-        raise RunError(f"{file} is not a run's summary: it has no scores")
+def check_summary(content: Any, schema: Any, file: Path) -> None:
+    from primal_attention.engine.folder import check_format
+
+    check(content, {"format": ...}, file)
+    check_format(content, file)
+    check(content, schema, file)
 
 
 def result(content: dict[str, Any], file: Path) -> Run:
-    from primal_attention.engine.folder import check_format
-
-    check_summary(content, file)
-    check_format(content, file)
-    config = content["config"] if isinstance(content.get("config"), dict) else None
-    try:
-        recipe = str(content.get("recipe") or content["benchmark"])
-        return Run(
-            place=str(file),
-            recipe=recipe,
-            label=str(content["label"]),
-            seed=int(content["seed"]),
-            summary={key: value for key, value in content.items() if key != "config"},
-            config=config,
-            settings=filled_in(content.get("benchmark"), config or {}),
-            command=str(content.get("command") or (command_of(recipe, config) if config else "")),
-            commit=str(content.get("commit") or ""),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise RunError(f"{file} is not a run's summary ({type(error).__name__}: {error})") from error
+    check_summary(content, RESULT, file)
+    config = content.get("config")
+    recipe = content.get("recipe") or content.get("benchmark") or ""
+    return Run(
+        place=str(file),
+        recipe=recipe,
+        label=content["label"],
+        seed=content["seed"],
+        summary={key: value for key, value in content.items() if key != "config"},
+        config=config,
+        settings=complete(content.get("benchmark"), config or {}),
+        command=content.get("command") or (command_of(recipe, config) if config else ""),
+        commit=content.get("commit") or "",
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -11,8 +10,41 @@ from typing import Any
 
 from primal_attention.engine.errors import RunError
 from primal_attention.engine.folder import check_format
+from primal_attention.guarded import Number, check, read_json
 
 PROTOCOLS = ("best_on_test", "last", "validation_chosen")
+NUMBER, COUNT = Number(finite=False), Number(integer=True, least=0)
+SUMMARY = {
+    "scores": {...: {...: (NUMBER, str, None)}},
+    "recipe?": (str, None),
+    "benchmark?": str,
+    "label?": str,
+    "seed?": COUNT,
+    "config?": (dict, None),
+    "test?": {...: (NUMBER, str, None)},
+    "epochs?": COUNT,
+    "parameters?": (COUNT, None),
+    "primal_layers?": COUNT,
+    "objective?": ({...: (NUMBER, None)}, None),
+    "seconds_per_epoch?": Number(above=0),
+    "peak_memory_bytes?": (COUNT, None),
+    "device?": str,
+    "torch?": str,
+    "version?": str,
+    "command?": (str, None),
+    "commit?": (str, None),
+    "data?": {
+        "set?": str,
+        "max_length?": COUNT,
+        "test_cases?": COUNT,
+        "transitions?": COUNT,
+        "bytes_seen?": COUNT,
+        "tokens_per_epoch?": COUNT,
+        "images_per_epoch?": COUNT,
+    },
+}
+NEEDED = ("recipe", "label", "config", "benchmark", "seed", "seconds_per_epoch", "peak_memory_bytes", "device")
+RESULT = {**SUMMARY, **{name: SUMMARY[f"{name}?"] for name in NEEDED}, "recipe": str, "config": dict}
 
 
 @dataclass(frozen=True)
@@ -38,7 +70,8 @@ class Result:
     def accuracy(self, protocol: str) -> float | None:
         """Per cent, or None where this run did not follow the protocol."""
         score = self.scores.get(protocol)
-        return None if score is None else 100.0 * score["accuracy"]
+        value = None if score is None else score.get("accuracy")
+        return 100.0 * value if isinstance(value, (int, float)) else None
 
 
 @dataclass(frozen=True)
@@ -70,28 +103,38 @@ def read(folder: Path) -> list[Result]:
 
 def read_file(file: Path) -> Result | None:
     """The result in a file, or None if it holds something else or says nothing about its settings."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RunError(f"{file} cannot be read as JSON ({error}): remove it, and the run writes it again") from error
+    content = read_json(file)
     if not isinstance(content, dict) or not {"scores", "recipe", "label", "config"} <= content.keys():
         return None
     check_format(content, file)
+    check(content, RESULT, file)
+    data = content.get("data", {})
+    return Result(
+        file=file,
+        recipe=content["recipe"],
+        seed=content["seed"],
+        scores=content["scores"],
+        config=complete(content["benchmark"], content["config"]),
+        benchmark=content["benchmark"],
+        seconds_per_epoch=content["seconds_per_epoch"],
+        peak_memory_bytes=content["peak_memory_bytes"],
+        device=content["device"],
+        length=data.get("max_length"),
+        commit=content.get("commit"),
+        parameters=content.get("parameters"),
+        data=data,
+    )
+
+
+def complete(benchmark: Any, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration with the fields that are younger than the run, at the values that leave it as it was."""
+    from primal_attention.engine.config import from_plain, to_plain
+    from primal_attention.engine.registry import RECIPES
+
+    kind = RECIPES.get(str(benchmark))
+    if kind is None or not config:
+        return config
     try:
-        return Result(
-            file=file,
-            recipe=content["recipe"],
-            seed=content["seed"],
-            scores=content["scores"],
-            config=content["config"],
-            benchmark=content["benchmark"],
-            seconds_per_epoch=content["seconds_per_epoch"],
-            peak_memory_bytes=content["peak_memory_bytes"],
-            device=content["device"],
-            length=content.get("data", {}).get("max_length"),
-            commit=content.get("commit"),
-            parameters=content.get("parameters"),
-            data=content.get("data", {}),
-        )
-    except KeyError as missing:
-        raise RunError(f"{file} lacks {missing.args[0]!r}: it is no result of this version") from None
+        return to_plain(from_plain(kind, config))
+    except RunError:  # fields that this version does not know: compare what is there
+        return config

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from primal_attention.report.figures import save
+
 COLOURS = ("#1d4ed8", "#c2410c", "#0d9488", "#7c3aed", "#64748b", "#be185d")
 GROUPS = ("shallow", "middle", "deep")
 EXPLAINED = 0.999  # where every curve is above it, nothing is left to see
@@ -129,12 +131,9 @@ def _pyplot() -> Any:
 
 def _save(figure: Any, file: Path) -> list[Path]:
     plt = _pyplot()
-    file.parent.mkdir(parents=True, exist_ok=True)
     files = [file.with_name(file.name + suffix) for suffix in (".png", ".svg")]
     with plt.rc_context({"svg.hashsalt": "primal", "svg.fonttype": "none"}):
         for path in files:
-            temporary = path.with_name(f".{path.stem}.partial{path.suffix}")
-            figure.savefig(temporary, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
-            temporary.replace(path)
+            save(figure, path)
     plt.close(figure)
     return files

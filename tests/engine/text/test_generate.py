@@ -92,7 +92,7 @@ def test_bad_input_is_one_line(run: Path, capsys: pytest.CaptureFixture[str], tm
     assert "temperature must be at least 0 (got -1.0)" in line("--prompt", "a", "--temperature", "-1")
     assert "--tokens must be at least 1 (got 0)" in line("--prompt", "a", "--tokens", "0")
     assert "--device must be cpu, cuda or cuda:N (got 'tpuu')" in line("--prompt", "a", "--device", "tpuu")
-    assert "cannot be read" in line("--prompt-file", str(tmp_path / "nothing.txt"))
+    assert "nothing.txt does not exist" in line("--prompt-file", str(tmp_path / "nothing.txt"))
     assert "is not a run folder: it has no config.yaml" in line("--prompt", "a", of=tmp_path)
     assert "did you mean --temperature?" in line("--prompt", "a", "--temperatur", "1")
 

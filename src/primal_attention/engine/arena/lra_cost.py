@@ -11,7 +11,6 @@ padding included; it is never compiled.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -34,11 +33,24 @@ from primal_attention.engine.files import write_json
 from primal_attention.engine.graphed import RecordedStep
 from primal_attention.engine.module import Batch
 from primal_attention.engine.optimizer import make_optimizer
+from primal_attention.guarded import COUNT, Number, read_json
 from primal_attention.report import paper_lra as paper
 from primal_attention.report.lra import PUBLISHED
 
 ATTENTIONS = (*paper.SECONDS, PUBLISHED)
 KIND = "lra-cost"
+COST = {
+    "kind": frozenset({KIND}),
+    "task": frozenset(paper.TASKS),
+    "attention": str,
+    "length": COUNT,
+    "eager": Number(above=0),
+    "graph": (Number(above=0), None),
+    "peak_bytes": (Number(above=0), None),
+    "device": str,
+    "torch": str,
+    "commit?": (str, None),
+}
 
 
 class Shape:
@@ -207,7 +219,7 @@ def run(
 def read(results: Path, tasks: Sequence[str], attentions: Sequence[str]) -> list[dict[str, Any]]:
     """What was measured, in the order that was asked for."""
     files = [place(results, task, attention) for task in tasks for attention in attentions]
-    return [json.loads(file.read_text()) for file in files if file.exists()]
+    return [read_json(file, COST) for file in files if file.exists()]
 
 
 def say(cost: Mapping[str, Any]) -> None:

@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import functools
 import gc
-import json
 import os
 import shlex
 import signal
@@ -34,6 +33,7 @@ from primal_attention.data.uea import available, default_folder
 from primal_attention.engine.errors import RunError
 from primal_attention.engine.files import write_json
 from primal_attention.engine.headline import headline
+from primal_attention.guarded import read_json
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,10 @@ def _engine() -> tuple[Any, Any]:
 def run_job(job: Job) -> Outcome:
     """Train one job, or take its result if it is there. Errors are told, not raised: the others go on."""
     if job.result.exists():
-        return Outcome(job, summary=json.loads(job.result.read_text()))
+        try:
+            return Outcome(job, summary=read_json(job.result, {"scores": {...: dict}}))
+        except RunError as error:
+            return Outcome(job, error=str(error))
     registry, runner = _engine()
     from primal_attention.engine.config import override
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from primal_attention.data.vocabulary import UNKNOWN
 from primal_attention.engine.errors import RunError
 from primal_attention.engine.flags import parse, read_device
+from primal_attention.guarded import read_text
 
 if TYPE_CHECKING:
     from primal_attention.data.vocabulary import Vocabulary
@@ -84,12 +85,13 @@ def read_prompts(found: Arguments) -> list[str]:
     """The texts to continue, none of them empty."""
     texts = list(found.prompt)
     if found.prompt_file is not None:
-        try:
-            texts.append(found.prompt_file.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise RunError(f"--prompt-file {found.prompt_file} cannot be read ({error})") from None
+        texts.append(read_text(found.prompt_file, pipes=True))
+        if not texts[-1]:
+            raise RunError(f"{found.prompt_file} is empty: it needs the beginning of a text, a word at least")
     if not texts:
         raise RunError('no prompt: give the beginning of a text with --prompt "…" or --prompt-file FILE')
+    if any("\ud800" <= letter <= "\udfff" for text in texts for letter in text):  # how Python holds foreign bytes
+        raise RunError("--prompt is not UTF-8 text")
     if not all(texts):
         raise RunError("the prompt is empty: give the beginning of a text, a word at least")
     return texts
