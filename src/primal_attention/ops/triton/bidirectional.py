@@ -31,6 +31,7 @@ from .common import (
     dot,
     forbid_double_backward,
     inverse_norms,
+    matmul_to,
     multiprocessors,
     power_of_two,
     precision,
@@ -514,6 +515,43 @@ def score_backward(
     return grad_z, grad_wx, grad_bias
 
 
+def project(
+    x: Tensor | None, weight: Tensor | None, bias: Tensor | None, qk: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return q and k (rows, 2d) in `dtype`, unless they are given in float32 sums, and x and the weight in `dtype`."""
+    x = None if x is None else x.to(dtype)
+    if qk is not None:
+        return qk, x, None
+    assert x is not None and weight is not None
+    weight = weight.to(dtype)
+    return F.linear(x, weight, None if bias is None else bias.to(dtype)), x, weight
+
+
+def input_gradient(grad_z: Tensor, weight: Tensor, spent: Tensor) -> Tensor:
+    """Return grad_z @ weight, in the memory of `spent` (a gradient that is read already) if it has the size."""
+    shape = (grad_z.shape[0], weight.shape[1])
+    if can_overwrite_saved() and spent.is_contiguous() and spent.numel() == shape[0] * shape[1]:
+        return torch.mm(grad_z, weight, out=spent.view(shape))
+    return grad_z @ weight
+
+
+def projection_gradients(
+    dtypes: list[torch.dtype],
+    grad_x: Tensor | None,
+    grad_z: Tensor,
+    x: Tensor | None,
+    weight: Tensor | None,
+    grad_bias: Tensor,
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of x, weight, bias and qk in `dtypes`. grad_bias: partial sums (chunks, 2d)."""
+    grad_x = None if grad_x is None else grad_x.to(dtypes[0])
+    if weight is None:
+        return grad_x, None, None, grad_z.to(dtypes[3])
+    assert x is not None
+    of_bias = None if dtypes[2] is None else grad_bias.sum(0).to(dtypes[2])
+    return grad_x, matmul_to(grad_z.mT, x, dtypes[1]), of_bias, None
+
+
 class BidirectionalScores(torch.autograd.Function):
     """Scores (rows, H, 2, S), energies (B, H, 2, S), traces (H,) and, if requested, wx of the bidirectional modes.
 
@@ -552,16 +590,18 @@ class BidirectionalScores(torch.autograd.Function):
         is_single_chunk: bool,
         *tables: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        z = F.linear(x, weight, bias) if qk is None else qk  # type: ignore[arg-type]
+        ctx.dtypes = [None if t is None else t.dtype for t in (x, weight, bias, qk, source)]
+        z, x, weight = project(x, weight, bias, qk, dtype)
         wx: Tensor | tuple[Tensor, Tensor]
         if rows is None:
             wx, trace = (w_e, w_r), (w_e.float() * w_r.float()).sum((1, 2))
         else:
+            source = None if source is None else source.to(dtype)
             origin = x if source is None else source
             wx, trace = landmark_weights(origin, rows, w_e, w_r, torch.float32 if returns_weights else dtype)  # type: ignore[arg-type]
         scores, energy = score_forward(z, wx, tables, dtype, w_e.shape[0], w_e.shape[2], covers_rows)
         ctx.save_for_backward(x, weight, z, source, w_e, w_r, rows, *tables)
-        ctx.settings = (torch.float32 if returns_weights else dtype, is_distinct, covers_rows, is_single_chunk, qk is None, bias is not None)
+        ctx.settings = (torch.float32 if returns_weights else dtype, is_distinct, covers_rows, is_single_chunk)
         return scores, segment_sum(energy, tables[2], is_single_chunk), trace, wx if returns_weights else None
 
     @staticmethod
@@ -570,7 +610,7 @@ class BidirectionalScores(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         forbid_double_backward()
         x, weight, z, source, w_e, w_r, rows, *tables = ctx.saved_tensors
-        dtype, is_distinct, covers_rows, is_single_chunk, projects, has_bias = ctx.settings
+        dtype, is_distinct, covers_rows, is_single_chunk = ctx.settings
         rank, origin = w_e.shape[2], x if source is None else source
         wx = (w_e, w_r) if rows is None else landmark_weights(origin, rows, w_e, w_r, dtype)[0]
         is_own = rows is not None and is_single_chunk  # a chunk's sum is the gradient of its sequence's weights
@@ -578,29 +618,21 @@ class BidirectionalScores(torch.autograd.Function):
             z, wx, grad_scores.contiguous(), grad_energy.contiguous(), tuple(tables),
             dtype if is_own else torch.float32, rank, covers_rows,
         )  # fmt: skip
-        grad_x = grad_weight = grad_source = None
-        if projects:
-            grad_x, grad_weight = grad_z @ weight, grad_z.mT @ x
+        grad_x = None if weight is None else input_gradient(grad_z, weight, grad_scores)
+        grad_source = None
         if rows is not None:
             grad_wx = segment_sum(grad_wx, tables[2], is_single_chunk, dtype)
             if grad_weights is not None:
                 grad_wx = grad_wx + grad_weights
-            if source is not None or not projects:
-                grad_source = torch.zeros_like(origin)
+            if source is not None:
+                grad_source = torch.zeros_like(source)
+            elif grad_x is None:
+                grad_x = torch.zeros_like(x)
             add_landmark_gradients(
                 rows, w_e, w_r, grad_wx, grad_x if grad_source is None else grad_source, is_distinct
             )
             grad_wx = landmark_weight_gradients(origin, rows, w_e, grad_wx)
         grad_e, grad_r = finish_weights(grad_wx, w_e, w_r, grad_trace.contiguous())
-        if source is None and not projects:
-            grad_x, grad_source = grad_source, None
-        return (
-            grad_x,
-            grad_weight,
-            grad_bias.sum(0).to(z.dtype) if has_bias else None,
-            None if projects else grad_z,
-            grad_source,
-            grad_e,
-            grad_r,
-            *(None,) * (6 + len(tables)),
-        )
+        of_projection = projection_gradients(ctx.dtypes, grad_x, grad_z, x, weight, grad_bias)
+        grad_source = None if grad_source is None else grad_source.to(ctx.dtypes[4])
+        return *of_projection, grad_source, grad_e, grad_r, *(None,) * (6 + len(tables))

@@ -22,14 +22,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn import functional as F
 
 from ..landmarks import landmark_indices
-from .bidirectional import finish_weights, load_score_gradient
+from .bidirectional import finish_weights, input_gradient, load_score_gradient, project, projection_gradients
 from .causal_sum import _carries_kernel, powers
 from .common import (
     CHUNK,
-    can_overwrite_saved,
     ceil_div,
     dot,
     forbid_double_backward,
@@ -394,6 +392,7 @@ class CausalLandmarkScores(torch.autograd.Function):
         grid: positions of the landmarks, (n,).
         marks_before: the number of landmarks before each position, (max_length + 1,).
         offset: the position of each sequence's first row, (B,); None for zero.
+        dtype: of the products and scores.
         covers_rows: the sequences cover every row.
         is_single_chunk: every sequence has one chunk.
         tables: the tensors of `Sequences`.
@@ -414,11 +413,13 @@ class CausalLandmarkScores(torch.autograd.Function):
         grid: Tensor,
         marks_before: Tensor,
         offset: Tensor | None,
+        dtype: torch.dtype,
         covers_rows: bool,
         is_single_chunk: bool,
         *tables: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        z = F.linear(x, weight, bias) if qk is None else qk  # type: ignore[arg-type]
+        ctx.dtypes = [None if t is None else t.dtype for t in (x, weight, bias, qk)]
+        z, x, weight = project(x, weight, bias, qk, dtype)  # type: ignore[assignment]
         (heads, n, rank), chunks, constants = w_e.shape, tables[4].shape[0], _constants(z, w_e, log_decay, offset)
         p, stored = constants["P"], constants["S"]
         rate, offsets = z if log_decay is None else log_decay, rows if offset is None else offset
@@ -443,7 +444,7 @@ class CausalLandmarkScores(torch.autograd.Function):
         ctx.save_for_backward(
             x, weight, z, w_e, w_r, log_decay, states, scores, rows, grid, marks_before, offset, *tables
         )
-        ctx.settings = (covers_rows, is_single_chunk, qk is None, bias is not None)
+        ctx.settings = (covers_rows, is_single_chunk)
         trace = (w_e.float() * w_r.float()).sum((1, 2))
         return scores, segment_sum(energy, tables[2], is_single_chunk), trace
 
@@ -453,7 +454,7 @@ class CausalLandmarkScores(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         forbid_double_backward()
         x, weight, z, w_e, w_r, log_decay, states, scores, rows, grid, marks_before, offset, *tables = ctx.saved_tensors
-        covers_rows, is_single_chunk, projects, has_bias = ctx.settings
+        covers_rows, is_single_chunk = ctx.settings
         (heads, n, rank), chunks, constants = w_e.shape, tables[4].shape[0], _constants(z, w_e, log_decay, offset)
         p, stored, batch = constants["P"], constants["S"], rows.shape[0]
         rate, offsets = z if log_decay is None else log_decay, rows if offset is None else offset
@@ -484,19 +485,12 @@ class CausalLandmarkScores(torch.autograd.Function):
             *common, scores, grad_scores, grad_energy, carries, grad_initial, grad_rows, grad_w, offsets, rate,
             tables[0], tables[2], *places, HAS_CARRY_OUT=not is_single_chunk, HAS_INITIAL=has_initial, **constants,
         )  # fmt: skip
-        grad_x = grad_z @ weight if projects else torch.zeros_like(x)
+        grad_x = torch.zeros_like(x) if weight is None else input_gradient(grad_z, weight, grad_scores)
         _add_rows_kernel[(batch, ceil_div(n, 32), heads)](
             grad_rows, rows, grad_x, n, HEADS=heads, P=p, BN=32, BP=power_of_two(p)
         )
         grad_e, grad_r = finish_weights(grad_w, w_e, w_r, grad_trace.contiguous())
-        return (
-            grad_x,
-            grad_z.mT @ x if projects else None,
-            grad_bias.sum(0).to(z.dtype) if has_bias else None,
-            None if projects else grad_z,
-            grad_e,
-            grad_r,
-            None if log_decay is None else total_decay,
-            grad_initial if has_initial else None,
-            *(None,) * (6 + len(tables)),
-        )
+        of_projection = projection_gradients(ctx.dtypes, grad_x, grad_z, x, weight, grad_bias)
+        of_decay = None if log_decay is None else total_decay
+        of_initial = grad_initial if has_initial else None
+        return *of_projection, grad_e, grad_r, of_decay, of_initial, *(None,) * (7 + len(tables))

@@ -21,9 +21,15 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn import functional as F
 
-from .bidirectional import finish_weights, load_score_gradient, load_weights
+from .bidirectional import (
+    finish_weights,
+    input_gradient,
+    load_score_gradient,
+    load_weights,
+    project,
+    projection_gradients,
+)
 from .common import (
     CHUNK,
     Tiles,
@@ -424,6 +430,7 @@ class CausalSumScores(torch.autograd.Function):
         w_r: (H, p, s).
         log_decay: log γ, (H,); None for the running mean.
         initial: the sums before the first token, (B, H, 2, p) float32.
+        dtype: of the products and scores.
         covers_rows: the sequences cover every row.
         is_single_chunk: every sequence has one chunk.
         tables: the tensors of `Sequences`.
@@ -440,11 +447,13 @@ class CausalSumScores(torch.autograd.Function):
         w_r: Tensor,
         log_decay: Tensor | None,
         initial: Tensor | None,
+        dtype: torch.dtype,
         covers_rows: bool,
         is_single_chunk: bool,
         *tables: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        z = F.linear(x, weight, bias) if qk is None else qk  # type: ignore[arg-type]
+        ctx.dtypes = [None if t is None else t.dtype for t in (x, weight, bias, qk)]
+        z, projected, weight = project(x if qk is None else None, weight, bias, qk, dtype)
         (heads, p, rank), trace = w_e.shape, (w_e.float() * w_r.float()).sum((1, 2))
         stored = stored_rank(rank)
         chunk_start, chunk_end = tables[4], tables[5]
@@ -459,8 +468,8 @@ class CausalSumScores(torch.autograd.Function):
             NS=tiles.rank_blocks, HAS_CARRY_IN=carries.shape[0] > 0, WRITES_FINAL=is_single_chunk,
             num_warps=max(1, tiles.warps // 2), **_constants(z, w_e, log_decay, tiles),
         )  # fmt: skip
-        ctx.save_for_backward(x if qk is None else None, weight, z, w_e, w_r, log_decay, carries, *tables)
-        ctx.settings = (covers_rows, is_single_chunk, qk is None, bias is not None)
+        ctx.save_for_backward(projected, weight, z, w_e, w_r, log_decay, carries, *tables)
+        ctx.settings = (covers_rows, is_single_chunk)
         ctx.mark_non_differentiable(final)
         return scores, segment_sum(energy, tables[2], is_single_chunk), trace, final
 
@@ -470,7 +479,7 @@ class CausalSumScores(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         forbid_double_backward()
         x, weight, z, w_e, w_r, log_decay, carries, *tables = ctx.saved_tensors
-        covers_rows, is_single_chunk, projects, has_bias = ctx.settings
+        covers_rows, is_single_chunk = ctx.settings
         (heads, p, rank), stored = w_e.shape, stored_rank(w_e.shape[2])
         tiles, chunks = causal_tiles(z.dtype, p, rank), tables[4].shape[0]
         grad_scores, grad_energy = grad_scores.contiguous(), grad_energy.contiguous()
@@ -507,17 +516,10 @@ class CausalSumScores(torch.autograd.Function):
         grad_initial = None
         if ctx.needs_input_grad[7]:
             grad_initial = _initial_gradient(grad_z, tables[0], tables[1], heads, log_decay)
-        return (
-            grad_z @ weight if projects else None,
-            grad_z.mT @ x if projects else None,
-            grad_bias.sum(0).to(z.dtype) if has_bias else None,
-            None if projects else grad_z,
-            grad_e,
-            grad_r,
-            None if log_decay is None else grad_decay.sum((0, 2)),
-            grad_initial,
-            *(None,) * (2 + len(tables)),
-        )
+        grad_x = None if weight is None else input_gradient(grad_z, weight, grad_scores)
+        of_projection = projection_gradients(ctx.dtypes, grad_x, grad_z, x, weight, grad_bias)
+        of_decay = None if log_decay is None else grad_decay.sum((0, 2))
+        return *of_projection, grad_e, grad_r, of_decay, grad_initial, *(None,) * (3 + len(tables))
 
 
 def _constants(z: Tensor, w_e: Tensor, log_decay: Tensor | None, tiles: Tiles) -> dict[str, Any]:

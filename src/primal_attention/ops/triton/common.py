@@ -37,6 +37,16 @@ def can_overwrite_saved() -> bool:
     return keep_graph is not None and not keep_graph()
 
 
+HAS_OUT_DTYPE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
+
+
+def matmul_to(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a @ b in `dtype`; 16-bit products become float32 without an intermediate rounding where torch can."""
+    if HAS_OUT_DTYPE and a.is_cuda and a.dtype != dtype == torch.float32 and not torch.compiler.is_compiling():
+        return torch.mm(a, b, out_dtype=dtype)
+    return (a @ b).to(dtype)
+
+
 # Sequence tables
 
 

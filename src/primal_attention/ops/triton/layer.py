@@ -17,6 +17,7 @@ from .common import (
     compact,
     forbid_double_backward,
     landmark_table,
+    matmul_to,
     packed_sequences,
     stored_rank,
     uniform_landmark_table,
@@ -46,8 +47,7 @@ def fused_attention(
 ) -> Output:
     """Compute a layer by the kernels; the arguments of `ops.primal.attend`."""
     dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-    x, qk = x.to(dtype), None if qk is None else qk.to(dtype)
-    weights = _cast_maps(weights, dtype)
+    qk = None if qk is None else qk.to(dtype)
     log_decay = None if decay is None else decay.float().log()
     if isinstance(state, RunningState) and x.shape[1] == 1 and valid is None and weights.out_weight is not None:
         return _decode_one_token(x, weights, qk, log_decay, state)
@@ -83,12 +83,12 @@ def fused_attention(
             rows = torch.where((local >= 0) & (local < sequences.lengths[:, None]), first - offset[:, None], -1)
         scores, energy, total_trace = CausalLandmarkScores.apply(
             flat, weights.qk_weight, weights.qk_bias, z, weights.w_e, weights.w_r, log_decay, initial, rows, grid,
-            marks_before, offset, *layout,
+            marks_before, offset, dtype, *layout,
         )  # fmt: skip
     elif mode.data_dependent or (not mode.causal and decay is None):
         rows, origin, is_distinct = None, None, False
         if mode.data_dependent and boundary.landmark_rows is not None:
-            origin = boundary.landmark_rows.to(dtype).reshape(-1, x.shape[-1])
+            origin = boundary.landmark_rows.reshape(-1, x.shape[-1])
             rows = torch.arange(len(origin), device=x.device).view(-1, mode.landmarks)
             is_distinct = True
         elif mode.data_dependent and is_uniform and shift is None:
@@ -108,13 +108,14 @@ def fused_attention(
             past = state if isinstance(state, RunningState) else boundary.past
             initial = None if past is None else torch.stack([past.query_sum, past.key_sum], dim=2).float()
             scores, energy, total_trace, final = CausalSumScores.apply(
-                flat, weights.qk_weight, weights.qk_bias, z, weights.w_e, weights.w_r, log_decay, initial, *layout
+                flat, weights.qk_weight, weights.qk_bias, z, weights.w_e, weights.w_r, log_decay, initial,
+                dtype, *layout,
             )
             after = _running_state(final, tokens, decay, past) if need_state else None
         else:
             if z is None:
                 assert weights.qk_weight is not None
-                z = F.linear(flat, weights.qk_weight, weights.qk_bias)
+                z = F.linear(flat, weights.qk_weight, weights.qk_bias).to(dtype)
             edges = [
                 None if s is None else torch.stack([s.query_sum, s.key_sum], dim=2).float()
                 for s in (boundary.past, boundary.future)
@@ -129,14 +130,6 @@ def fused_attention(
         y = y if order is None else PermuteRows.apply(y, *reversed(order))
     by_head = _split_scores(scores, x, order, rank) if need_scores or y is None else None
     return Output(y, energy, total_trace, by_head, after, is_fused=True)
-
-
-def _cast_maps(weights: Weights, dtype: torch.dtype) -> Weights:
-    """Cast the linear maps. W_e and W_r keep their dtype: the kernels convert them, and J uses them unrounded."""
-    qk, qk_bias, w_e, w_r, *output = (
-        w if w is None or w is weights.w_e or w is weights.w_r else w.to(dtype) for w in weights
-    )
-    return Weights(qk, qk_bias, w_e, w_r, *output)  # type: ignore[arg-type]
 
 
 def _landmarks_before(
@@ -175,32 +168,31 @@ class OutputProjection(torch.autograd.Function):
         has_ones: bool,
     ) -> Tensor:
         rows, heads, _, stored = scores.shape
-        p = w_o.shape[0]
-        padded = w_o.new_zeros(p, 2, stored)
-        padded[:, :, :rank] = w_o.view(p, 2, rank)
+        p, dtype = w_o.shape[0], scores.dtype
+        ctx.dtypes = [None if t is None else t.dtype for t in (w_o, b_o, w_out, b_out)]
+        padded = F.pad(w_o.to(dtype).view(p, 2, rank), (0, stored - rank)).view(p, 2 * stored)
         if has_ones and b_o is not None:
-            padded[:, 0, rank] = b_o
-        padded = padded.view(p, 2 * stored)
+            padded[:, rank] = b_o
+        w_out, each, matrix = w_out.to(dtype), None, None
         is_folded = has_ones and 2 * stored * heads <= p * heads + 2 * stored and 2 * stored <= MAX_FOLDED_WIDTH
-        flat, each = scores.view(rows, -1), None
         if is_folded:
             matrix = (w_out.view(-1, p) @ padded).view(-1, heads * 2 * stored)  # (d, H·2S)
             if b_out is not None:
                 matrix[:, rank] += b_out
-            y = flat @ matrix.mT
+            y = scores.view(rows, -1) @ matrix.mT
         else:
-            matrix = None
-            each = F.linear(scores.view(rows * heads, 2 * stored), padded, None if has_ones else b_o).view(rows, -1)
-            y = F.linear(each, w_out, b_out)
+            b_o = None if has_ones or b_o is None else b_o.to(dtype)
+            each = F.linear(scores.view(rows * heads, 2 * stored), padded, b_o).view(rows, -1)
+            y = F.linear(each, w_out, None if b_out is None else b_out.to(dtype))
         ctx.save_for_backward(scores, padded, w_out, matrix, each)
-        ctx.settings = (rank, has_ones, b_o is not None, b_out is not None)
+        ctx.settings = (rank, has_ones)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         forbid_double_backward()
         scores, padded, w_out, matrix, each = ctx.saved_tensors
-        rank, has_ones, has_b_o, has_b_out = ctx.settings
+        (rank, has_ones), (of_w_o, of_b_o, of_w_out, of_b_out) = ctx.settings, ctx.dtypes
         rows, heads, _, stored = scores.shape
         p = padded.shape[0]
         grad_b_o = grad_b_out = None
@@ -208,21 +200,24 @@ class OutputProjection(torch.autograd.Function):
             grad_scores = (grad @ matrix).view_as(scores)
             grad_matrix = grad.mT @ scores.view(rows, -1)  # (d, H·2S)
             by_head = grad_matrix.view(-1, 2 * stored)  # (d·H, 2S)
-            grad_w_out = (by_head @ padded.mT).view_as(w_out)
-            grad_padded = w_out.view(-1, p).mT @ by_head
-            grad_b_out = grad_matrix[:, rank] if has_b_out else None
+            grad_w_out = matmul_to(by_head, padded.mT, of_w_out).view_as(w_out)
+            # One product per head, then their sum: a single product would run on one multiprocessor.
+            each_w_o = w_out.view(heads, -1, p).mT @ by_head.view(heads, -1, 2 * stored)
+            grad_padded = each_w_o.sum(0, dtype=torch.float32)
+            grad_b_out = grad_matrix[:, rank] if of_b_out else None
         else:
             grad_each = grad @ w_out
-            grad_w_out = grad.mT @ each
+            grad_w_out = matmul_to(grad.mT, each, of_w_out)
             grad_scores = (grad_each.view(-1, p) @ padded).view_as(scores)
             grad_padded = grad_each.view(-1, p).mT @ scores.view(-1, 2 * stored)
-            ones = grad.new_ones(1, rows)  # a product sums the rows faster than a reduction, and in float32
-            grad_b_out = (ones @ grad)[0] if has_b_out else None
-            if has_b_o and not has_ones:
-                grad_b_o = (ones @ grad_each).view(heads, p).sum(0)
-        if has_b_o and has_ones:
-            grad_b_o = grad_padded[:, rank]
-        grad_w_o = grad_padded.view(p, 2, stored)[:, :, :rank].reshape(p, 2 * rank)
+            ones = grad.new_ones(1, rows)  # a product adds the rows faster than a reduction, and in float32
+            grad_b_out = (ones @ grad)[0] if of_b_out else None
+            if of_b_o and not has_ones:
+                grad_b_o = (ones @ grad_each).view(heads, p).sum(0).to(of_b_o)
+        if of_b_o and has_ones:
+            grad_b_o = grad_padded[:, rank].to(of_b_o)
+        grad_w_o = grad_padded.view(p, 2, stored)[:, :, :rank].to(of_w_o).reshape(p, 2 * rank)
+        grad_b_out = None if grad_b_out is None else grad_b_out.to(of_b_out)
         return grad_scores, grad_w_o, grad_b_o, grad_w_out, grad_b_out, None, None
 
 
