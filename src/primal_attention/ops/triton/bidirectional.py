@@ -123,11 +123,16 @@ def _scores_kernel(
 
 
 @triton.jit
+def load_energy_gradient(grad_energy, s, RANK: tl.constexpr):
+    """2 g_E of a block of directions."""
+    return 2.0 * tl.load(grad_energy + s, mask=s < RANK, other=0.0)
+
+
+@triton.jit
 def load_score_gradient(
-    grad_scores, grad_energy, e, row, live, s, HEADS: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr
+    grad_scores, twice, e, row, live, s, HEADS: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr
 ):  # fmt: skip
     """de = gradient of the scores + 2 g_E ⊙ e. Columns beyond the rank have no direction and no gradient."""
-    twice = 2.0 * tl.load(grad_energy + s, mask=s < RANK, other=0.0)
     de = tl.load(
         grad_scores + row[:, None] * (2 * HEADS * S) + s[None], mask=live[:, None] & (s[None] < RANK), other=0.0
     ).to(tl.float32)  # fmt: skip
@@ -152,8 +157,9 @@ def _scores_backward_kernel(
     wx = (wx_e if lane % 2 == 0 else wx_r) + sequence * wx_stride + lane // 2 * HEAD_STRIDE
     grad_scores += lane * S
     grad_energy += (sequence * (2 * HEADS) + lane) * S
-    if NS == 1:
+    if NS == 1:  # outside of the loop: its loads would not be pipelined
         w_first, factor = scale_weights(load_weights(wx, 0, grad_scores, P, COLUMNS, BP, BS))
+        twice = load_energy_gradient(grad_energy, tl.arange(0, BS), RANK)
     sum_w = tl.zeros((BP, BS), tl.float32)
     sum_b = tl.zeros((BP,), tl.float32)
     for first in range(start, end, BT):
@@ -171,13 +177,12 @@ def _scores_backward_kernel(
                 w = w_first
             else:
                 w, factor = scale_weights(load_weights(wx, block, grad_scores, P, COLUMNS, BP, BS))
+                twice = load_energy_gradient(grad_energy, block * BS + tl.arange(0, BS), RANK)
             if z.dtype == kind:
                 e = dot(z, w, PRECISION) * (inverse * factor)[:, None]
             else:
                 e = dot(phi, w, PRECISION) * factor
-            de = load_score_gradient(
-                grad_scores, grad_energy, e, row, live, block * BS + tl.arange(0, BS), HEADS, S, RANK
-            )
+            de = load_score_gradient(grad_scores, twice, e, row, live, block * BS + tl.arange(0, BS), HEADS, S, RANK)
             along += tl.sum(e * de, 1)
             if z.dtype == kind:
                 du = (de * inverse[:, None]).to(kind)
@@ -224,6 +229,7 @@ def _weights_backward_kernel(
     w, factor = scale_weights(load_weights(wx, block, grad_scores, P, COLUMNS, BP, BS))
     grad_scores += lane * S
     grad_energy += (sequence * (2 * HEADS) + lane) * S
+    twice = load_energy_gradient(grad_energy, s, RANK)
     sum_w = tl.zeros((BP, BS), tl.float32)
     for first in range(start, end, BT):
         row = first + t
@@ -233,7 +239,7 @@ def _weights_backward_kernel(
         inverse, _ = inverse_norms(z)
         phi = (z * inverse[:, None]).to(kind)
         e = dot(phi, w, PRECISION) * factor
-        de = load_score_gradient(grad_scores, grad_energy, e, row, live, s, HEADS, S, RANK)
+        de = load_score_gradient(grad_scores, twice, e, row, live, s, HEADS, S, RANK)
         sum_w += dot(tl.trans(phi), de.to(kind), PRECISION)
     tl.store(
         grad_wx + (chunk.to(tl.int64) * (2 * HEADS) + lane) * (P * S) + p[:, None] * S + s[None],

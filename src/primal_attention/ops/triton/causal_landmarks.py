@@ -24,7 +24,14 @@ import triton.language as tl
 from torch import Tensor
 
 from ..landmarks import landmark_indices
-from .bidirectional import finish_weights, input_gradient, load_score_gradient, project, projection_gradients
+from .bidirectional import (
+    finish_weights,
+    input_gradient,
+    load_energy_gradient,
+    load_score_gradient,
+    project,
+    projection_gradients,
+)
 from .causal_sum import _carries_kernel, powers
 from .common import (
     CHUNK,
@@ -182,7 +189,7 @@ def _rows_backward_kernel(
     column = (side * HEADS + head) * P + p
     scores += lane * S
     grad_scores += lane * S
-    grad_energy += (sequence * (2 * HEADS) + lane) * S
+    twice = load_energy_gradient(grad_energy + (sequence * (2 * HEADS) + lane) * S, s, RANK)
     sum_b = tl.zeros((BP,), tl.float32)
     sum_decay = tl.zeros((BT,), tl.float32)
     for first in range(start, end, BT):
@@ -198,7 +205,7 @@ def _rows_backward_kernel(
         e = tl.load(
             scores + row[:, None] * (2 * HEADS * S) + s[None], mask=live[:, None] & (s[None] < RANK), other=0.0
         ).to(tl.float32)  # fmt: skip
-        de = load_score_gradient(grad_scores, grad_energy, e, row, live, s, HEADS, S, RANK)
+        de = load_score_gradient(grad_scores, twice, e, row, live, s, HEADS, S, RANK)
         narrow = de.to(kind)
         fade = powers(rate, t + 1, DECAY)
         dphi = dot(narrow, tl.trans(state.to(kind)), PRECISION) * fade[:, None]
@@ -263,7 +270,7 @@ def _landmarks_backward_kernel(
     qk += (side * HEADS + head) * P
     scores += lane * S
     grad_scores += lane * S
-    grad_energy += (sequence * (2 * HEADS) + lane) * S
+    twice = load_energy_gradient(grad_energy + (sequence * (2 * HEADS) + lane) * S, s, RANK)
     blocks = tl.cdiv(end - start, BT)
     for back in range(blocks):
         first = start + (blocks - 1 - back) * BT
@@ -277,7 +284,7 @@ def _landmarks_backward_kernel(
         e = tl.load(
             scores + row[:, None] * (2 * HEADS * S) + s[None], mask=live[:, None] & (s[None] < RANK), other=0.0
         ).to(tl.float32)  # fmt: skip
-        de = load_score_gradient(grad_scores, grad_energy, e, row, live, s, HEADS, S, RANK)
+        de = load_score_gradient(grad_scores, twice, e, row, live, s, HEADS, S, RANK)
         narrow = de.to(kind)
         end_mark = tl.load(marks_before + tl.minimum(begin + count, max_length))
         for mark in range(tl.load(marks_before + tl.minimum(begin, max_length)), end_mark, BN):

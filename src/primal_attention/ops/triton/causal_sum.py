@@ -25,6 +25,7 @@ from torch import Tensor
 from .bidirectional import (
     finish_weights,
     input_gradient,
+    load_energy_gradient,
     load_score_gradient,
     load_weights,
     project,
@@ -193,24 +194,25 @@ def _causal_scores_kernel(
 
 @triton.jit
 def _sums_gradient(
-    z, w, weights, carry, grad_scores, grad_energy, triangle, fade, row, live,
+    z, w, weights, carry, grad_scores, grad_energy, twice, triangle, fade, row, live,
     HEADS: tl.constexpr, P: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr,
     BT: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, NS: tl.constexpr,
     DECAY: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
-    """The sums s of a block, φ, ds, and de of the last block of directions. w: the first block of the weights."""
+    """The sums s of a block, φ, ds, and de of the last block of directions. w, twice: of the first block."""
     sums = triangular_sums(z, triangle, DECAY, PRECISION, FINE) + fade[:, None] * carry[None]
     inverse, above = inverse_norms(sums)
     unit = sums * inverse[:, None]
     phi = unit.to(z.dtype)
     s = tl.arange(0, BS)
     e = tl.where(live[:, None], dot(phi, w, PRECISION), 0.0)
-    de = load_score_gradient(grad_scores, grad_energy, e, row, live, s, HEADS, S, RANK)
+    de = load_score_gradient(grad_scores, twice, e, row, live, s, HEADS, S, RANK)
     grad = dot(de.to(z.dtype), tl.trans(w), PRECISION)
     for block in tl.static_range(1, NS):
         w_block = load_weights(weights, block, grad_scores, P, RANK, BP, BS)
         e = tl.where(live[:, None], dot(phi, w_block, PRECISION), 0.0)
-        de = load_score_gradient(grad_scores, grad_energy, e, row, live, block * BS + s, HEADS, S, RANK)
+        more = load_energy_gradient(grad_energy, block * BS + s, RANK)
+        de = load_score_gradient(grad_scores, more, e, row, live, block * BS + s, HEADS, S, RANK)
         grad += dot(de.to(z.dtype), tl.trans(w_block), PRECISION)
     # φ·grad equals e·de, but is computed from the rounded grad: ds must be orthogonal to s beyond rounding, because the
     # gradient of log γ is a sum of ds_i · s_{i−1}.
@@ -243,6 +245,7 @@ def _causal_backward_sums_kernel(
     grad_scores += lane * S
     grad_energy += (sequence * (2 * HEADS) + lane) * S
     w = load_weights(weights, 0, qk, P, RANK, BP, BS)
+    twice = load_energy_gradient(grad_energy, tl.arange(0, BS), RANK)
     sum_w = tl.zeros((BS, BP), tl.float32)
     parts = tl.zeros((BT, BP), tl.float32)
     own = chunk.to(tl.int64) * (2 * HEADS) + lane
@@ -256,7 +259,7 @@ def _causal_backward_sums_kernel(
             tl.store(block_carries + carry_place, carry, mask=p < P)
             carry_place += 2 * HEADS * P
         rows, phi, grad, de = _sums_gradient(
-            z, w, weights, carry, grad_scores, grad_energy, triangle, fade, row, live,
+            z, w, weights, carry, grad_scores, grad_energy, twice, triangle, fade, row, live,
             HEADS, P, S, RANK, BT, BP, BS, NS, DECAY, PRECISION, FINE,
         )  # fmt: skip
         carry = last_row(rows, end - first, BT)
@@ -295,6 +298,7 @@ def _causal_backward_rows_kernel(
     grad_scores += lane * S
     grad_energy += (sequence * (2 * HEADS) + lane) * S
     w = load_weights(weights, 0, qk, P, RANK, BP, BS)
+    twice = load_energy_gradient(grad_energy, tl.arange(0, BS), RANK)
     sum_b = tl.zeros((BP,), tl.float32)
     sum_decay = tl.zeros((BP,), tl.float32)
     later = load_carry(after, chunk.to(tl.int64) * (2 * HEADS) + lane, P, BP, HAS_CARRY_OUT)
@@ -311,7 +315,7 @@ def _causal_backward_rows_kernel(
             carry = tl.load(block_carries + block * P + p, mask=p < P, other=0.0)
             z = tl.load(qk + place, mask=inside, other=0.0)
             sums, _, grad, _ = _sums_gradient(
-                z, w, weights, carry, grad_scores, grad_energy, triangle, fade, row, live,
+                z, w, weights, carry, grad_scores, grad_energy, twice, triangle, fade, row, live,
                 HEADS, P, S, RANK, BT, BP, BS, NS, DECAY, PRECISION, FINE,
             )  # fmt: skip
             dz = dot(tl.trans(triangle), grad, FINE) + ahead[:, None] * later[None]
@@ -347,7 +351,7 @@ def _causal_backward_weights_kernel(
     fade = powers(rate, t + 1, DECAY)
     w = load_weights((w_e if lane % 2 == 0 else w_r) + lane // 2 * (P * RANK), block, qk, P, RANK, BP, BS)
     grad_scores += lane * S
-    grad_energy += (sequence * (2 * HEADS) + lane) * S
+    twice = load_energy_gradient(grad_energy + (sequence * (2 * HEADS) + lane) * S, s, RANK)
     sum_w = tl.zeros((BS, BP), tl.float32)
     own = chunk.to(tl.int64) * (2 * HEADS) + lane
     carry = load_carry(carries, own, P, BP, HAS_CARRY_IN)
@@ -360,7 +364,7 @@ def _causal_backward_weights_kernel(
         inverse, _ = inverse_norms(sums)
         phi = (sums * inverse[:, None]).to(z.dtype)
         e = tl.where(live[:, None], dot(phi, w, PRECISION), 0.0)
-        de = load_score_gradient(grad_scores, grad_energy, e, row, live, s, HEADS, S, RANK)
+        de = load_score_gradient(grad_scores, twice, e, row, live, s, HEADS, S, RANK)
         sum_w += dot(tl.trans(de.to(phi.dtype)), phi, PRECISION)
     fits = (p[None] < P) & (s[:, None] < S)
     tl.store(grad_wx + own * (P * S) + p[None] * S + s[:, None], sum_w, mask=fits)
