@@ -10,7 +10,6 @@ from torch import Tensor
 
 from closeness import assert_close, rms_ratio
 from kernel_cases import CANCELLED, SAME, Layer, Results, make, results, tokens, twin
-from primal_attention.ops.kernels import running_wide
 
 # What the kernels may lose against the equations in the same dtype. The ratio of two errors of a handful of numbers is
 # a matter of luck: a GPU compares them over many inputs, and the interpreter, which is slow, gives them more room.
@@ -43,18 +42,13 @@ def several(layer: Layer, inputs: list[Tensor], **keywords: bool) -> Results:
 
 @pytest.mark.usefixtures("bfloat16_rounds")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
-@pytest.mark.parametrize("mode", ["data_dependent", "plain", "causal", "learned_decay", "growing_decay"])
+@pytest.mark.parametrize(
+    "mode", ["data_dependent", "plain", "two_sided", "causal", "learned_decay", "causal_landmarks_decay"]
+)
 def test_the_kernels_are_as_exact_as_the_equations_in_the_same_dtype(
     device: torch.device, mode: str, dtype: torch.dtype
 ) -> None:
     as_exact_as_the_equations(make(mode, heads=4, max_length=40).to(device, dtype), 40, dtype)
-
-
-@pytest.mark.usefixtures("bfloat16_rounds")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
-def test_the_widest_heads_with_growing_weights_are_too(device: torch.device, dtype: torch.dtype) -> None:
-    layer = make("growing_decay", head_dim=256, rank=200, heads=1, max_length=40).to(device, dtype)
-    as_exact_as_the_equations(layer, 40, dtype)
 
 
 def as_exact_as_the_equations(layer: Layer, length: int, dtype: torch.dtype) -> None:
@@ -99,19 +93,6 @@ def test_where_tf32_is_allowed_the_kernels_lose_nothing_by_it(
     allowed = limits(truth, eager, TF32 if device.type == "cuda" else 0.0)
     for name, value in fused.items():
         assert_close(value, truth[name], max(allowed[name], CANCELLED.get(name, SAME)), name)
-
-
-def test_products_of_operands_rounded_to_tf32_are_right_on_average(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As the causal kernels of wide heads form them. Operands cut off would make J a thousandth too small."""
-    monkeypatch.setattr(running_wide, "quick_precision", lambda dtype: "rounded")
-    layer = make("causal", head_dim=64, rank=96, heads=1).to(device)
-    inputs = [tokens(layer, 2, 40) for _ in range(2)]
-    truth, fused = (several(one, inputs, scored=False) for one in (twin(layer), layer))
-    assert_close(fused["J"], truth["J"], TF32 / 8, "J")
-    for name, value in fused.items():
-        assert_close(value, truth[name], TF32, name)
 
 
 def test_autocast_runs_the_kernels_in_its_dtype(device: torch.device) -> None:

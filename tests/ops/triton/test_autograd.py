@@ -1,4 +1,4 @@
-"""The kernels as autograd sees them: repeatable, sparing, checkpointed, and honest about second derivatives."""
+"""Autograd on the kernels: reproducibility, saved tensors, checkpointing, second derivatives."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch.utils.checkpoint import checkpoint
 
 from closeness import assert_close
 from kernel_cases import SAME, Layer, Results, assert_same, make, results, tokens, twin
-from primal_attention.ops.kernels import sequences
+from primal_attention.ops.triton import common
 
 
-@pytest.mark.parametrize("mode", ["data_dependent", "plain", "learned_decay", "growing_decay"])
+@pytest.mark.parametrize("mode", ["data_dependent", "plain", "learned_decay", "causal_landmarks_decay"])
 def test_two_runs_are_bit_identical(device: torch.device, mode: str) -> None:
     # A GPU runs many blocks at once in no fixed order; the interpreter has one order, and a short input serves it.
     length = 3000 if device.type == "cuda" else 9
@@ -22,11 +22,11 @@ def test_two_runs_are_bit_identical(device: torch.device, mode: str) -> None:
         assert torch.equal(value, second[name]), name
 
 
-@pytest.mark.parametrize("mode", ["data_dependent", "plain", "causal", "growing"])
+@pytest.mark.parametrize("mode", ["data_dependent", "plain", "causal", "causal_landmarks"])
 def test_training_goes_on_where_inference_mode_has_been(device: torch.device, mode: str) -> None:
     """Tables are made once for a shape, and autograd keeps none that were made in inference mode."""
-    sequences._cached_uniform.cache_clear()
-    sequences._cached_landmarks.cache_clear()
+    common._cached_uniform_sequences.cache_clear()
+    common._cached_landmark_table.cache_clear()
     layer = make(mode, heads=1).to(device)
     x = tokens(layer, 2, 7)
     with torch.inference_mode():
@@ -35,7 +35,7 @@ def test_training_goes_on_where_inference_mode_has_been(device: torch.device, mo
     assert torch.isfinite(layer.qk_proj.weight.grad).all()
 
 
-@pytest.mark.parametrize("mode", ["data_dependent", "plain", "learned_decay", "growing"])
+@pytest.mark.parametrize("mode", ["data_dependent", "plain", "learned_decay", "causal_landmarks"])
 @pytest.mark.parametrize("of", ["y", "objective", "a plain sum"])
 def test_a_second_derivative_raises_instead_of_coming_out_as_zero(device: torch.device, mode: str, of: str) -> None:
     """Even of a sum, whose gradient is a constant and would let torch's own check pass."""
@@ -43,7 +43,7 @@ def test_a_second_derivative_raises_instead_of_coming_out_as_zero(device: torch.
     x = tokens(layer, 1, 5).requires_grad_()
     y = layer(x)
     losses = {"y": y.square().sum(), "objective": layer.objective.square().sum(), "a plain sum": layer.objective.sum()}
-    with pytest.raises(RuntimeError, match="differentiate twice"):
+    with pytest.raises(RuntimeError, match="differentiated twice"):
         torch.autograd.grad(losses[of], x, create_graph=True)
 
 
@@ -61,7 +61,7 @@ def test_a_graph_that_is_kept_can_be_walked_again(device: torch.device, mode: st
 
 
 @pytest.mark.usefixtures("unwritten_memory_is_nan")
-@pytest.mark.parametrize("mode", ["data_dependent", "learned_decay", "growing"])
+@pytest.mark.parametrize("mode", ["data_dependent", "learned_decay", "causal_landmarks"])
 @pytest.mark.parametrize("of", ["y", "objective"])
 def test_a_loss_of_one_result_alone_has_its_gradients(device: torch.device, mode: str, of: str) -> None:
     """A result that the loss does not hold sends no gradient back: its kernel must not wait for one."""
@@ -83,7 +83,7 @@ def test_a_loss_of_one_result_alone_has_its_gradients(device: torch.device, mode
     assert_same(gradients(layer), truth)
 
 
-@pytest.mark.parametrize("mode", ["data_dependent", "causal", "growing"])
+@pytest.mark.parametrize("mode", ["data_dependent", "causal", "causal_landmarks"])
 def test_frozen_parameters_get_no_gradient_and_change_no_other(device: torch.device, mode: str) -> None:
     layer = make(mode, heads=1).to(device)
     x = tokens(layer, 2, 7)
@@ -97,7 +97,7 @@ def test_frozen_parameters_get_no_gradient_and_change_no_other(device: torch.dev
         assert (parameter.grad is not None) == (parameter.requires_grad and name != "sqrt_lambda"), name
 
 
-@pytest.mark.parametrize("mode", ["data_dependent", "learned_decay", "growing"])
+@pytest.mark.parametrize("mode", ["data_dependent", "learned_decay", "causal_landmarks"])
 def test_activation_checkpointing_changes_nothing(device: torch.device, mode: str) -> None:
     layer = make(mode, heads=1).to(device)
     x = tokens(layer, 2, 7).requires_grad_()
@@ -111,7 +111,7 @@ def test_activation_checkpointing_changes_nothing(device: torch.device, mode: st
         assert torch.equal(plain, recomputed)
 
 
-@pytest.mark.parametrize("mode", ["data_dependent", "learned_decay", "growing"])
+@pytest.mark.parametrize("mode", ["data_dependent", "learned_decay", "causal_landmarks"])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_recomputing_keeps_less_and_changes_nothing(device: torch.device, mode: str, dropout: float) -> None:
     """Of what has at least the size of x, x alone is kept."""
@@ -156,7 +156,7 @@ def test_dropout_falls_on_the_scores_alone(device: torch.device, rank: int) -> N
         assert_close(layer(x), kept(x), SAME, "y of scores that are all zero")
 
 
-@pytest.mark.parametrize("mode", ["data_dependent", "learned_decay", "growing"])
+@pytest.mark.parametrize("mode", ["data_dependent", "learned_decay", "causal_landmarks"])
 def test_evaluation_without_gradients_gives_the_same_output(device: torch.device, mode: str) -> None:
     layer = make(mode, heads=1).to(device)
     x = tokens(layer, 2, 7)

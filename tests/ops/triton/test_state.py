@@ -7,7 +7,7 @@ import torch
 
 from closeness import assert_close
 from kernel_cases import SAME, Layer, make, tokens, twin
-from primal_attention.ops.reference import RunningState
+from primal_attention.ops.types import RunningState
 
 RUNNING = ["causal", "learned_decay", "fixed_decay"]
 
@@ -85,7 +85,7 @@ def test_padding_in_a_stretch_leaves_the_state_alone(device: torch.device, mode:
     assert_same_state(after, true_after)
 
 
-@pytest.mark.parametrize("mode", ["causal", "growing"])
+@pytest.mark.parametrize("mode", ["causal", "causal_landmarks"])
 def test_gradients_through_a_state_are_refused_in_one_line(device: torch.device, mode: str) -> None:
     layer = make(mode).to(device)
     x = tokens(layer, 2, 5).requires_grad_()
@@ -112,7 +112,7 @@ def test_auto_takes_gradients_through_a_state_by_the_equations(device: torch.dev
 
 @torch.no_grad()
 def test_the_growing_mode_streams_by_the_equations(device: torch.device) -> None:
-    layer = make("growing").to(device).eval()
+    layer = make("causal_landmarks").to(device).eval()
     with pytest.raises(ValueError, match="streams through the equations"):
         layer(tokens(layer, 2, 5), return_state=True)
     layer.backend = "auto"

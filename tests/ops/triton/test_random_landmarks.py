@@ -1,4 +1,4 @@
-"""sampling="random": the kernels and the lean path take the rows that the equations take, and give the same."""
+"""sampling="random": the kernels take the same landmark rows as the reference."""
 
 from __future__ import annotations
 

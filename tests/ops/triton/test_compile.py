@@ -1,4 +1,5 @@
-"""torch.compile takes the fused layer whole, and one graph serves all lengths."""
+"""torch.compile traces the fused layer without graph breaks, and one graph serves all lengths. GPU only: interpreted
+kernels cannot be compiled."""
 
 from __future__ import annotations
 
@@ -13,8 +14,14 @@ from closeness import assert_close
 from kernel_cases import SAME, assert_same, make, results, tokens, twin
 
 
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
 class Compiled:
-    """A layer behind torch.compile that `results` can look at."""
+    """A compiled layer with the attributes that `results` reads."""
 
     def __init__(self, layer: torch.nn.Module, backend: Any) -> None:
         self.layer, self.call = layer, torch.compile(layer, fullgraph=True, dynamic=True, backend=backend)
@@ -31,7 +38,7 @@ def _fresh_compiler() -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("mode", ["data_dependent", "learned_decay", "growing_decay"])
+@pytest.mark.parametrize("mode", ["data_dependent", "learned_decay", "causal_landmarks_decay"])
 def test_one_graph_serves_all_lengths(device: torch.device, mode: str) -> None:
     layer = make(mode, heads=1).to(device)
     plain = twin(layer, torch.float32, "fused")
@@ -55,7 +62,7 @@ def test_a_layer_that_recomputes_compiles(device: torch.device, mode: str) -> No
     assert_same(found, results(plain, x, scored=False))
 
 
-@pytest.mark.parametrize("mode", ["data_dependent", "growing"])
+@pytest.mark.parametrize("mode", ["data_dependent", "causal_landmarks"])
 def test_packed_input_compiles(device: torch.device, mode: str) -> None:
     layer = make(mode, heads=1).to(device)
     plain = twin(layer, torch.float32, "fused")

@@ -1,4 +1,4 @@
-"""Where the kernels run, and what makes their mistakes show."""
+"""Fixtures of the kernel tests: the device, NaNs in unwritten memory, short chunks, bfloat16 rounding."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from primal_attention.ops import backends
+from primal_attention.ops.primal import is_interpreting
 
 if find_spec("triton") is None:
     collect_ignore_glob = ["test_*.py"]
@@ -21,15 +21,15 @@ def device() -> torch.device:
     """The GPU, or the CPU through Triton's interpreter."""
     if torch.cuda.is_available():
         return torch.device("cuda")
-    if not backends.interpreting():
+    if not is_interpreting():
         pytest.skip("no CUDA device, and TRITON_INTERPRET is not 1")
     return torch.device("cpu")
 
 
 @pytest.fixture
 def unwritten_memory_is_nan() -> Iterator[None]:
-    """Fill what torch.empty and its kin return with NaN: a kernel that forgets a corner hands it on."""
-    torch.use_deterministic_algorithms(True, warn_only=True)  # which torch asks for before it fills
+    """Fill new memory with NaN, so that elements that a kernel does not write show."""
+    torch.use_deterministic_algorithms(True, warn_only=True)  # a precondition of the fill
     assert torch.empty(1).isnan()
     yield
     torch.use_deterministic_algorithms(False)
@@ -38,20 +38,20 @@ def unwritten_memory_is_nan() -> Iterator[None]:
 @pytest.fixture
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """Chunks of 64 rows instead of 1024, so that short sequences have several."""
-    import primal_attention.ops.fused  # noqa: F401  (loads all kernels)
-    from primal_attention.ops.kernels import sequences
+    import primal_attention.ops.triton.layer  # noqa: F401  (imports all kernels)
+    from primal_attention.ops.triton import common
 
-    holders = [m for name, m in sys.modules.items() if name.startswith(sequences.__package__) and hasattr(m, "CHUNK")]
-    for module in holders:
+    package = common.__package__
+    for module in [m for name, m in sys.modules.items() if name.startswith(package) and hasattr(m, "CHUNK")]:
         monkeypatch.setattr(module, "CHUNK", 64)
-    sequences._cached_uniform.cache_clear()
+    common._cached_uniform_sequences.cache_clear()
     yield 64
-    sequences._cached_uniform.cache_clear()
+    common._cached_uniform_sequences.cache_clear()
 
 
 @pytest.fixture
 def bfloat16_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter cuts float32 off where hardware rounds it to bfloat16: let it round."""
+    """Round float32 to bfloat16 as hardware does; Triton's interpreter truncates."""
     import triton.language as tl
     from triton.runtime import interpreter
 

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from kernel_cases import MODES, assert_as_truth, make, results, tokens
-from primal_attention.ops.kernels import scan
+from primal_attention.ops.triton import causal_sum
 
 pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan", "short_chunks")
 
 PLACES = [(mode, "hole") for mode in MODES]
-PLACES += [(mode, where) for mode in ("data_dependent", "learned_decay", "growing") for where in ("right", "left")]
+PLACES += [(mode, where) for mode in ("data_dependent", "learned_decay", "causal_landmarks") for where in ("right", "left")]
 
 
 def padding(lengths: list[int], width: int, where: str) -> Tensor:
@@ -45,18 +45,17 @@ def test_padded_input_matches_and_what_stands_in_the_padding_is_never_read(
 
 
 @pytest.mark.parametrize("mode", ["causal", "learned_decay"])
-@pytest.mark.parametrize(("rank", "scored"), [(24, False), (5, True)], ids=["wide", "narrow"])
 def test_sequences_of_one_chunk_need_no_scan_over_chunks(
-    monkeypatch: pytest.MonkeyPatch, device: torch.device, mode: str, rank: int, scored: bool
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, mode: str
 ) -> None:
     """Left padding as in reinforcement learning; one of the sequences is empty."""
-    for kernel in ("_chunk_sums", "_carries"):
-        monkeypatch.setattr(scan, kernel, None)
-    layer = make(mode, rank=rank).to(device)
+    for kernel in ("_chunk_sums_kernel", "_carries_kernel"):
+        monkeypatch.setattr(causal_sum, kernel, None)
+    layer = make(mode, rank=24).to(device)
     mask = padding([60, 0, 5, 33], 60, "left").to(device)
     x = tokens(layer, *mask.shape)
     x[mask] = float("nan")
-    assert_as_truth(layer, x, mask, scored=scored)
+    assert_as_truth(layer, x, mask, scored=False)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -67,9 +66,9 @@ def test_packed_input_matches(device: torch.device, mode: str) -> None:
     assert_as_truth(layer, tokens(layer, 139), cu_seqlens=cu_seqlens)
 
 
-@pytest.mark.parametrize("mode", ["data_dependent", "learned_decay", "growing"])
+@pytest.mark.parametrize("mode", ["data_dependent", "learned_decay", "causal_landmarks"])
 def test_packed_input_without_tokens_gives_no_rows(device: torch.device, mode: str) -> None:
-    layer = make(mode).to(device)
+    layer = make(mode, backend="auto").to(device)
     found = results(layer, tokens(layer, 0), cu_seqlens=torch.tensor([0, 0], dtype=torch.int32, device=device))
     assert found["y"].shape == (0, 32)
     assert found["e"].shape == (2, 0, 5)
