@@ -1,4 +1,4 @@
-"""Layers and comparisons for the tests of the lean path."""
+"""Layers and comparisons for the tests of the CPU path."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def make(mode: str, d: int = 24, heads: int = 3, **keywords: Any) -> PrimalAttention:
-    merged = {"rank": 5, "landmarks": 20, "dtype": torch.float64, "backend": "lean", **MODES[mode], **keywords}
+    merged = {"rank": 5, "landmarks": 20, "dtype": torch.float64, "backend": "cpu", **MODES[mode], **keywords}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a rank above the head width is allowed
         return PrimalAttention(d, heads, **merged)
@@ -56,7 +56,7 @@ def results(
 
 
 def assert_same(layer: PrimalAttention, x: Tensor, mask: Tensor | None = None, **keywords: Any) -> None:
-    ours, theirs = (results(layer, backend, x, mask, **keywords) for backend in ("lean", "reference"))
+    ours, theirs = (results(layer, backend, x, mask, **keywords) for backend in ("cpu", "reference"))
     for name, value in ours.items():
         assert value.dtype == theirs[name].dtype, name
         room = 10 if name in ("J", "gradient of sqrt_lambda") else 1  # J, which scales its gradient, is a difference
