@@ -19,11 +19,12 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .. import reference
 from ..feature_maps import accumulation_dtype
 from ..types import Mode, Output, RunningState, Scores, State, Weights
-from .matmul import accumulate_column_sums, accumulate_linear, linear
+from .matmul import accumulate_column_sums, accumulate_linear, linear_into
 from .output import OutputGradients, make_output_map
 from .scores import ProjectionWeights, decay_factors, landmark_positions, project, project_backward, running_sum_
 
@@ -45,21 +46,9 @@ def cpu_attention(
     need_scores: bool = False,
     need_state: bool = False,
 ) -> Output:
-    """Compute a layer as `reference.attention` does, with the cosine map; no causal data-dependent mode.
+    """Compute a layer with the arguments of `reference.attention`; qk must be None, the feature map is the cosine.
 
-    Args:
-        x: (B, N, d).
-        weights: parameters of the layer, all maps included.
-        mode: the mode of the layer.
-        qk: must be None; the layer projects x itself.
-        valid: (B, N) bool, True at tokens.
-        decay: γ of each head, (H,); causal only.
-        state: the state before the first token (causal).
-        shift: jitter of the landmarks.
-        dropout: rate of the dropout on the scores.
-        trace: the weights under the trace of J.
-        need_scores: return the scores.
-        need_state: return the state after the last token (causal).
+    The causal data-dependent mode is not supported. Scores and state are None unless requested.
     """
     assert qk is None
     plain_weights, device = weights, x.device.type
@@ -71,11 +60,9 @@ def cpu_attention(
     inputs = (x.contiguous(), decay, start, *weights)
     has_backward = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
     with _no_autocast(device):
-        positions, is_empty = (None, None)
-        if mode.data_dependent:
-            positions, is_empty = landmark_positions(x, valid, mode.landmarks, shift)
+        positions = landmark_positions(x, valid, mode.landmarks, shift) if mode.data_dependent else None
         call = Call(mode, dropout, need_scores, need_state, has_backward)
-        y, energy, scores, sums = Layer.apply(call, valid, positions, is_empty, *inputs)
+        y, energy, scores, sums = Layer.apply(call, valid, positions, *inputs)
         if trace == "weights" or not mode.data_dependent:
             traced = reference.weight_trace(plain_weights.w_e, plain_weights.w_r)
         else:
@@ -87,7 +74,8 @@ def cpu_attention(
         if sums is not None:
             ones = sums.new_ones(1).expand(x.shape[0], mode.heads, x.shape[1], 1)
             weight = reference.running_sum(ones, decay, valid, None if past is None else past.weight[..., None])
-            final = RunningState(*sums.chunk(2, dim=1), weight[:, :, -1, 0].clone())
+            query_sum, key_sum = sums.chunk(2, dim=1)
+            final = RunningState(query_sum, key_sum, weight[:, :, -1, 0].clone())
     return Output(y, energy, traced, None if scores is None else Scores(*scores.mT.unbind(1)), final)
 
 
@@ -106,7 +94,6 @@ class Inputs(NamedTuple):
 
     valid: Tensor | None
     positions: Tensor | None  # of the landmarks
-    is_empty: Tensor | None
     x: Tensor
     decay: Tensor | None
     start: Tensor | None  # running sums before the first token, (B, 2H, p)
@@ -136,7 +123,6 @@ class Layer(torch.autograd.Function):
         call: Call,
         valid: Tensor | None,
         positions: Tensor | None,
-        is_empty: Tensor | None,
         x: Tensor,
         decay: Tensor | None,
         start: Tensor | None,
@@ -147,25 +133,24 @@ class Layer(torch.autograd.Function):
         assert weights.qk_weight is not None
         (batch, length, d), heads, rank = x.shape, call.mode.heads, weights.w_e.shape[2]
         dtype = accumulation_dtype(x.dtype)
-        projection = ProjectionWeights(x, positions, is_empty, weights.w_e, weights.w_r)
+        projection = ProjectionWeights(x, positions, valid, weights.w_e, weights.w_r)
         output = make_output_map(weights, heads, batch * length)
         factors = None if decay is None else decay_factors(decay, valid, batch, length, dtype)
 
         energy = x.new_zeros(batch, 2, heads, rank, dtype=dtype)
         all_scores = x.new_empty(batch, 2, heads, rank, length) if call.need_scores else None
         sums = x.new_empty(batch, 2 * heads, d // heads, dtype=dtype) if call.need_state else None
-        blocks = list(split_blocks(batch, length, 2 * (d + heads * rank)))
-        y = x.new_empty(x.shape) if len(blocks) != 1 else None
+        y = torch.empty_like(x)
         saved: list[Tensor | None] = []
         carry = None
-        for block in blocks:
+        for block in split_blocks(batch, length, 2 * (d + heads * rank)):
             padding = block.padding(valid)
-            z = linear(block.rows_of(x, padding), weights.qk_weight, weights.qk_bias)
+            z = F.linear(block.rows_of(x, padding), weights.qk_weight, weights.qk_bias)
             if call.mode.causal:
                 z = z.to(dtype)
                 if padding is not None:
                     z.masked_fill_(padding, 0.0)
-                if block.is_first:
+                if block.n0 == 0:
                     carry = None if start is None else start[block.sequences]
                 tokens = z.view(*block.shape, 2 * heads, -1)
                 carry = running_sum_(tokens, None if factors is None else block.of(factors), carry)
@@ -183,35 +168,30 @@ class Layer(torch.autograd.Function):
                 block.scores_of(all_scores).copy_(by_sequence)
             dropped = draw_dropout_mask(scores.shape, call.dropout, x.device) if call.dropout else None
             tensors = SavedBlock(z, inverse, scores, dropped)
-            rows = output.forward(tensors.drop(scores, call.dropout))
+            rows = block.rows_of(y)
+            output.forward(tensors.drop(scores, call.dropout), rows)
             if padding is not None:
                 rows.masked_fill_(padding, 0.0)
-            if y is None:
-                y = rows.view(x.shape)
-            else:
-                block.rows_of(y).copy_(rows)
             if call.has_backward:
                 saved.extend(tensors)
         if call.has_backward:
             ctx.call = call
-            ctx.save_for_backward(valid, positions, is_empty, x, decay, start, *parameters, *saved)
+            ctx.save_for_backward(valid, positions, x, decay, start, *parameters, *saved)
         return y, energy.transpose(1, 2), all_scores, sums
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError("a fast path cannot be differentiated twice: build the layer with backend='reference'")
-        with _no_autocast(ctx.saved_tensors[3].device.type):
-            backward = _Backward(ctx.call, ctx.saved_tensors, ctx.needs_input_grad[4:], grads)
-            return None, None, None, None, *backward.run()
+        with _no_autocast(ctx.saved_tensors[2].device.type):
+            backward = _Backward(ctx.call, ctx.saved_tensors, ctx.needs_input_grad[3:], grads)
+            return None, None, None, *backward.run()
 
 
 class _Backward:
     """The backward pass of `Layer`: accumulates the gradients block by block, in reverse order if causal."""
 
-    def __init__(
-        self, call: Call, saved: Sequence[Any], needs: Sequence[bool], grads: Sequence[Tensor | None]
-    ) -> None:
+    def __init__(self, call: Call, saved: Sequence[Any], needs: Sequence[bool], grads: Sequence[Tensor | None]) -> None:
         fields = len(Inputs._fields)
         first = fields + len(Weights._fields)
         self.call, self.needs, self.inputs = call, needs, Inputs(*saved[:fields])
@@ -220,9 +200,7 @@ class _Backward:
         self.x = x = self.inputs.x
         self.heads, self.dtype = call.mode.heads, accumulation_dtype(x.dtype)
         batch, length, _ = x.shape
-        self.projection = ProjectionWeights(
-            x, self.inputs.positions, self.inputs.is_empty, weights.w_e, weights.w_r
-        )
+        self.projection = ProjectionWeights(x, self.inputs.positions, self.inputs.valid, weights.w_e, weights.w_r)
         self.output = make_output_map(weights, self.heads, batch * length)
         self.factors = self.next_factors = None
         if self.inputs.decay is not None:
@@ -249,7 +227,7 @@ class _Backward:
         (batch, length, d), rank = self.x.shape, self.weights.w_e.shape[2]
         blocks = list(enumerate(split_blocks(batch, length, 2 * (d + self.heads * rank))))
         for i, block in reversed(blocks) if self.call.mode.causal else blocks:
-            self._add_block(block, self.saved[i], None if block.is_first else self.saved[i - 1].z)
+            self._add_block(block, self.saved[i], self.saved[i - 1].z if block.n0 else None)
         grad_e, grad_r = self.projection.backward(self.grad_w_x, self.grad_x)
         output = self.output.gradients() if self.needs_output else OutputGradients()
         grads = (
@@ -273,11 +251,7 @@ class _Backward:
         rounded = grad_z.to(self.x.dtype)
         if self.grad_x is not None:
             assert self.weights.qk_weight is not None
-            grad_x = linear(rounded, self.weights.qk_weight.t())
-            if len(self.saved) == 1:
-                self.grad_x = grad_x.view(self.x.shape)
-            else:
-                block.rows_of(self.grad_x).copy_(grad_x)
+            linear_into(block.rows_of(self.grad_x), rounded, self.weights.qk_weight.t())
         if self.needs_qk:
             self.grad_qk = accumulate_linear(self.grad_qk, rounded.t(), block.rows_of(self.x, padding).t())
         if self.needs_qk_bias:
@@ -303,11 +277,11 @@ class _Backward:
 
     def _sum_backward(self, grad: Tensor, sums: Tensor, previous_sums: Tensor | None, block: Block) -> None:
         """Replace the gradient of the running sums, (B, N, 2H, p), by that of their terms."""
-        if block.is_last:
+        if block.n1 == self.x.shape[1]:
             self.carry = None if self.grad_sums is None else self.grad_sums[block.sequences]
         factors = None if self.next_factors is None else block.of(self.next_factors)
         self.carry = running_sum_(grad, factors, self.carry, reverse=True)
-        if block.is_first and self.grad_start is not None:
+        if block.n0 == 0 and self.grad_start is not None:
             factor = 1.0 if self.factors is None else self.factors[block.sequences, 0]
             self.grad_start[block.sequences] = factor * self.carry
         if not self.needs_decay:
@@ -339,14 +313,6 @@ class Block(NamedTuple):
     @property
     def sequences(self) -> slice:
         return slice(self.b0, self.b1)
-
-    @property
-    def is_first(self) -> bool:
-        return self.n0 == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.n1 == self.length
 
     def of(self, per_token: Tensor) -> Tensor:
         """Return the block's part of a (B, N, …) tensor."""

@@ -15,9 +15,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..types import Weights
-from .matmul import accumulate_column_sums, accumulate_linear, linear, transpose_copy
+from .matmul import accumulate_column_sums, accumulate_linear, linear_into, transpose_copy
 from .scores import is_long
 
 
@@ -30,26 +31,22 @@ class OutputGradients(NamedTuple):
     out_bias: Tensor | None = None
 
 
-def make_output_map(weights: Weights, heads: int, rows: int) -> FoldedOutput | TwoStepOutput:
-    """Return the form that needs fewer multiplications for a forward and a backward pass over `rows` tokens."""
-    assert weights.score_weight is not None and weights.out_weight is not None
-    d, columns = weights.out_weight.shape[0], weights.score_weight.shape[1]
-    # M is formed in both passes, and its gradient is split by two products of the same size.
-    folded = 3 * rows * d * heads * columns + 4 * d * d * columns
-    two_step = 3 * rows * d * d + 4 * rows * d * columns
-    return FoldedOutput(weights, heads) if folded < two_step else TwoStepOutput(weights, heads)
-
-
-class FoldedOutput:
-    """Both maps as one matrix M."""
+class OutputMap:
+    """The parameters of the output projection."""
 
     def __init__(self, weights: Weights, heads: int) -> None:
-        assert weights.score_weight is not None and weights.out_weight is not None
+        assert weights.score_weight is not None
+        assert weights.out_weight is not None
         self.heads, self.w_o, self.b_o = heads, weights.score_weight, weights.score_bias
         self.w_out, self.b_out = weights.out_weight, weights.out_bias
         self.w_out_by_head = self.w_out.t().unflatten(0, (heads, -1))  # (H, p, d), a view
-        self.grad_map: Tensor | None = None
-        self.grad_shift: Tensor | None = None
+
+
+class FoldedOutput(OutputMap):
+    """Both maps as one matrix M."""
+
+    grad_map: Tensor | None = None
+    grad_shift: Tensor | None = None
 
     @cached_property
     def map(self) -> Tensor:
@@ -64,9 +61,9 @@ class FoldedOutput:
         b_o = self.b_o.repeat(self.heads)
         return self.w_out @ b_o if self.b_out is None else torch.addmv(self.b_out, self.w_out, b_o)
 
-    def forward(self, scores: Tensor) -> Tensor:
-        """Return y, (g·m, d)."""
-        return linear(_token_rows(scores), self.map.t(), self.shift)
+    def forward(self, scores: Tensor, y: Tensor) -> None:
+        """Write the output to y, (g·m, d)."""
+        linear_into(y, _token_rows(scores), self.map.t(), self.shift)
 
     def backward(self, grad_y: Tensor, scores: Tensor, needs_weights: bool) -> Tensor:
         """Return the gradient of the scores and accumulate those of the maps."""
@@ -79,8 +76,8 @@ class FoldedOutput:
                 self.grad_map = accumulate_linear(self.grad_map, _token_rows(scores).t(), grad_y.t())
             self.grad_shift = accumulate_column_sums(self.grad_shift, grad_y)
         if g == 1:
-            return linear(self.map, grad_y).view(scores.shape)
-        return transpose_copy(linear(grad_y, self.map).view(g, m, -1)).view(scores.shape)
+            return F.linear(self.map, grad_y).view(scores.shape)
+        return transpose_copy(F.linear(grad_y, self.map).view(g, m, -1)).view(scores.shape)
 
     def gradients(self) -> OutputGradients:
         if self.grad_map is None or self.grad_shift is None:
@@ -99,28 +96,24 @@ class FoldedOutput:
         )
 
 
-class TwoStepOutput:
+class TwoStepOutput(OutputMap):
     """One map after the other. The backward pass recomputes the heads' outputs between them."""
 
-    def __init__(self, weights: Weights, heads: int) -> None:
-        assert weights.score_weight is not None and weights.out_weight is not None
-        self.heads, self.w_o, self.b_o = heads, weights.score_weight, weights.score_bias
-        self.w_out, self.b_out = weights.out_weight, weights.out_bias
-        self.grads = OutputGradients()
+    grads = OutputGradients()
 
     def _apply_heads(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Return [e; r] of each head, (g·m·H, 2s), and the heads' outputs, (g·m, d)."""
         both = _token_rows(scores.transpose(1, 2)).view(-1, self.w_o.shape[1])
-        return both, linear(both, self.w_o, self.b_o).view(-1, self.w_out.shape[1])
+        return both, F.linear(both, self.w_o, self.b_o).view(-1, self.w_out.shape[1])
 
-    def forward(self, scores: Tensor) -> Tensor:
-        """Return y, (g·m, d)."""
-        return linear(self._apply_heads(scores)[1], self.w_out, self.b_out)
+    def forward(self, scores: Tensor, y: Tensor) -> None:
+        """Write the output to y, (g·m, d)."""
+        linear_into(y, self._apply_heads(scores)[1], self.w_out, self.b_out)
 
     def backward(self, grad_y: Tensor, scores: Tensor, needs_weights: bool) -> Tensor:
         """Return the gradient of the scores and accumulate those of the maps."""
         g, sides, heads, rank, m = scores.shape
-        grad_heads = linear(grad_y, self.w_out.t()).view(-1, self.w_o.shape[0])  # (g·m·H, p)
+        grad_heads = F.linear(grad_y, self.w_out.t()).view(-1, self.w_o.shape[0])  # (g·m·H, p)
         if needs_weights:
             both, outputs = self._apply_heads(scores)
             self.grads = OutputGradients(
@@ -129,7 +122,7 @@ class TwoStepOutput:
                 accumulate_linear(self.grads.out_weight, grad_y.t(), outputs.t()),
                 accumulate_column_sums(self.grads.out_bias, grad_y),
             )
-        grad = transpose_copy(linear(grad_heads, self.w_o.t()).view(g, m, -1))
+        grad = transpose_copy(F.linear(grad_heads, self.w_o.t()).view(g, m, -1))
         return grad.view(g, heads, sides, rank, m).transpose(1, 2).contiguous()
 
     def gradients(self) -> OutputGradients:
@@ -139,3 +132,14 @@ class TwoStepOutput:
 def _token_rows(scores: Tensor) -> Tensor:
     """(g, …, m) → (g·m, …): one row per token."""
     return transpose_copy(scores.flatten(1, -2)).flatten(0, 1)
+
+
+def make_output_map(weights: Weights, heads: int, rows: int) -> FoldedOutput | TwoStepOutput:
+    """Return the form that needs fewer multiplications for a forward and a backward pass over `rows` tokens."""
+    assert weights.score_weight is not None
+    p, columns = weights.score_weight.shape
+    d = heads * p
+    # M is formed in both passes, and its gradient is split by two products of the same size.
+    folded = 3 * rows * d * heads * columns + 4 * d * d * columns
+    two_step = 3 * rows * d * d + 4 * rows * d * columns
+    return FoldedOutput(weights, heads) if folded < two_step else TwoStepOutput(weights, heads)

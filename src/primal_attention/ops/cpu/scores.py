@@ -31,16 +31,13 @@ def is_long(g: int, m: int) -> bool:
 # Projection weights
 
 
-def landmark_positions(
-    x: Tensor, valid: Tensor | None, landmarks: int, shift: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Return the landmarks of each sequence among the rows of all tokens, (B, n), and which sequences are empty, (B,)."""
+def landmark_positions(x: Tensor, valid: Tensor | None, landmarks: int, shift: Tensor | None) -> Tensor:
+    """Return the landmarks of each sequence as rows of the flat input, (B, n). Those of empty sequences are unused."""
     batch, length, _ = x.shape
     offset = torch.arange(batch, device=x.device)[:, None] * length
     if valid is None:
-        return landmark_indices(length, landmarks, x.device, shift) + offset, None
-    lengths = valid.sum(dim=1)
-    return position_of_rank(valid, ragged_landmark_indices(lengths, landmarks, shift)) + offset, lengths == 0
+        return landmark_indices(length, landmarks, x.device, shift) + offset
+    return position_of_rank(valid, ragged_landmark_indices(valid.sum(dim=1), landmarks, shift)) + offset
 
 
 class ProjectionWeights:
@@ -50,18 +47,17 @@ class ProjectionWeights:
         w_x: W_{e|X}ᵀ and W_{r|X}ᵀ, (B or 1, 2, H, s, p).
     """
 
-    def __init__(
-        self, x: Tensor, positions: Tensor | None, is_empty: Tensor | None, w_e: Tensor, w_r: Tensor
-    ) -> None:
+    def __init__(self, x: Tensor, positions: Tensor | None, valid: Tensor | None, w_e: Tensor, w_r: Tensor) -> None:
         dtype, heads = accumulation_dtype(x.dtype), w_e.shape[0]
-        self.w_e, self.w_r, self.positions, self.is_empty = w_e.to(dtype), w_r.to(dtype), positions, is_empty
+        self.w_e, self.w_r, self.positions = w_e.to(dtype), w_r.to(dtype), positions
         if positions is None:
             self.w_x = torch.stack([self.w_e.mT, self.w_r.mT])[None]
             return
         (batch, _, d), p = x.shape, x.shape[2] // heads
         rows = x.view(-1, d).index_select(0, positions.view(-1)).to(dtype).view(*positions.shape, heads, p)
-        if is_empty is not None:
-            rows.masked_fill_(is_empty[:, None, None, None], 0.0)
+        self.is_empty = None if valid is None else ~valid.any(dim=1)[:, None, None, None]
+        if self.is_empty is not None:
+            rows.masked_fill_(self.is_empty, 0.0)
         self.rows = rows.permute(2, 1, 0, 3).flatten(2)  # f(X_h) of all sequences side by side, (H, n, B·p)
         sides = (torch.bmm(w.mT, self.rows).unflatten(2, (batch, p)) for w in (self.w_e, self.w_r))  # (H, s, B, p)
         self.w_x = torch.stack([side.permute(2, 0, 1, 3) for side in sides], 1)
@@ -85,7 +81,7 @@ class ProjectionWeights:
         (batch, _, d), (heads, landmarks, _) = grad_x.shape, grad_rows.shape
         rows = grad_rows.view(heads, landmarks, batch, d // heads).permute(2, 1, 0, 3)
         if self.is_empty is not None:
-            rows = rows.masked_fill(self.is_empty[:, None, None, None], 0.0)
+            rows = rows.masked_fill(self.is_empty, 0.0)
         rows = rows.reshape(batch * landmarks, d).to(grad_x.dtype)
         grad_x.view(-1, d).index_add_(0, self.positions.view(-1), rows)
 
@@ -95,14 +91,10 @@ class ProjectionWeights:
 
 def project(z: Tensor, w_x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the scores, (g, 2, H, s, m), and 1/‖z‖, (g, 2H, m). z: (g, m, 2H, p), w_x: (g, 2, H, s, p)."""
-    norm = torch.linalg.vector_norm(z, dim=-1).transpose(1, 2)
-    inverse = torch.clamp(norm, min=EPS, out=norm.new_empty(norm.shape)).reciprocal_()
-    scale = inverse
-    if torch.compiler.is_compiling() or (norm.numel() and norm.amax() > HUGE_NORM):
-        # A power of two, so that the scaling is exact.
-        factor = torch.where(norm > HUGE_NORM, HUGE_SCALE, 1.0).to(z.dtype)
+    scale = inverse = _inverse_norm(z)
+    if (factor := _huge_factor(inverse)) is not None:
         z = z * factor.transpose(1, 2)[..., None]
-        scale = torch.linalg.vector_norm(z, dim=-1).transpose(1, 2).clamp(min=EPS).reciprocal()
+        scale = _inverse_norm(z)
         inverse = scale * factor
     (g, channels, m), w = inverse.shape, w_x.flatten(1, 2)
     scores = z.new_empty(g, channels, w.shape[2], m)
@@ -110,7 +102,7 @@ def project(z: Tensor, w_x: Tensor) -> tuple[Tensor, Tensor]:
         for i in range(g):
             torch.bmm(w[i], z[i].permute(1, 2, 0), out=scores[i])
     else:
-        torch.bmm(w.flatten(0, 1), _by_channel(z).mT, out=scores.view(g * channels, -1, m))
+        torch.bmm(w.flatten(0, 1), z.transpose(1, 2).flatten(0, 1).mT, out=scores.view(g * channels, -1, m))
     scores.mul_(scale[:, :, None])
     return scores.view(*w_x.shape[:4], m), inverse
 
@@ -118,6 +110,8 @@ def project(z: Tensor, w_x: Tensor) -> tuple[Tensor, Tensor]:
 def project_backward(grad: Tensor, z: Tensor, w_x: Tensor, inverse: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of z and w_x. grad: that of the scores, overwritten. Shapes as in `project`."""
     (g, channels, m), w = inverse.shape, w_x.flatten(1, 2)
+    if (factor := _huge_factor(inverse)) is not None:
+        z, inverse = z * factor.transpose(1, 2)[..., None], inverse / factor
     radial = (grad * scores).sum(3).view(g, channels, m).mul_(inverse).mul_(inverse)  # ⟨g, e⟩ / ‖z‖²
     radial.masked_fill_(inverse >= 1 / EPS, 0.0)  # below the floor of ‖z‖ the divisor is a constant
     scaled = grad.view(g, channels, -1, m).mul_(inverse[:, :, None])
@@ -129,15 +123,26 @@ def project_backward(grad: Tensor, z: Tensor, w_x: Tensor, inverse: Tensor, scor
             grad_z[i].transpose(0, 1).baddbmm_(scaled[i].mT, w[i], beta=-1)
     else:
         flat = scaled.flatten(0, 1)
-        torch.bmm(flat, _by_channel(z), out=grad_w.flatten(0, 1))
+        torch.bmm(flat, z.transpose(1, 2).flatten(0, 1), out=grad_w.flatten(0, 1))
         projected = torch.bmm(flat.mT, w.flatten(0, 1)).view(g, channels, m, -1)
         torch.sub(projected.transpose(1, 2), grad_z, out=grad_z)
+    if factor is not None:
+        grad_z.mul_(factor.transpose(1, 2)[..., None])
     return grad_z, grad_w.view(w_x.shape)
 
 
-def _by_channel(z: Tensor) -> Tensor:
-    """(g, m, 2H, p) → (g·2H, m, p)."""
-    return z.transpose(1, 2).flatten(0, 1)
+def _inverse_norm(z: Tensor) -> Tensor:
+    """1/‖z‖, (g, m, 2H, p) → (g, 2H, m)."""
+    norm = torch.linalg.vector_norm(z, dim=-1).transpose(1, 2)
+    return torch.clamp(norm, min=EPS, out=norm.new_empty(norm.shape)).reciprocal_()
+
+
+def _huge_factor(inverse: Tensor) -> Tensor | None:
+    """Return HUGE_SCALE where ‖z‖ is huge and 1 elsewhere, or None if no row is. As in `feature_maps.cosine`."""
+    is_huge = inverse < 1 / HUGE_NORM
+    if not torch.compiler.is_compiling() and not is_huge.any():
+        return None
+    return torch.where(is_huge, HUGE_SCALE, 1.0).to(inverse.dtype)
 
 
 # Running sums
@@ -150,11 +155,7 @@ def running_sum_(s: Tensor, factors: Tensor | None, carry: Tensor | None, revers
     adds the last sum of the previous chunk. The number of calls grows with √N. Only earlier terms are added to later
     ones, so a NaN cannot propagate to earlier tokens, as it would through a triangular matrix product.
 
-    Args:
-        s: z, (B, N, C, p), overwritten.
-        factors: f, (B, N, C, 1), None for ones.
-        carry: the sum before the first token, (B, C, p).
-        reverse: start at the last token.
+    s: z, (B, N, C, p), overwritten; factors: f, (B, N, C, 1), None for ones; carry: the initial sum, (B, C, p).
     """
     length = s.shape[1]
     chunk = isqrt(length)
