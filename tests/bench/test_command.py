@@ -23,7 +23,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 def test_attention_from_end_to_end(tmp_path, capsys):
-    words = ["attention", *TINY, "--only", "sdpa", "primal-lean", "--landmarks", "5", "--out", str(tmp_path)]
+    words = ["attention", *TINY, "--only", "sdpa", "primal-cpu", "--landmarks", "5", "--out", str(tmp_path)]
     assert cli.main(["bench", *words]) == 0
     out = capsys.readouterr().out
     assert "SDPA's time ÷ this one's" in out

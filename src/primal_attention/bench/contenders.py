@@ -17,10 +17,10 @@ from primal_attention.bench.published import PublishedPrimal
 from primal_attention.bench.settings import BenchError, Case, primal_keywords
 from primal_attention.nn.primal import PrimalAttention
 from primal_attention.nn.rivals import attention_names, attention_traits, make_attention
-from primal_attention.ops import backends
+from primal_attention.ops.primal import is_interpreting
 
 Kind = Literal["softmax", "primal", "published", "rival", "fla"]
-PRIMAL_BACKENDS = ("fused", "lean", "compiled", "reference")
+PRIMAL_BACKENDS = ("fused", "cpu", "compiled", "reference")
 # Layers of flash-linear-attention by the names it gives them; all are causal.
 FLA_LAYERS = {
     "fla-linear": "LinearAttention",
@@ -75,7 +75,7 @@ def published() -> Contender:
 
 
 def build_primal(case: Case, backend: str) -> PrimalAttention:
-    if backend == "fused" and case.device.type == "cpu" and backends.interpreting():
+    if backend == "fused" and case.device.type == "cpu" and is_interpreting():
         raise CannotRunError("Triton's interpreter is for testing kernels: its times mean nothing")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a large rank is odd, not wrong

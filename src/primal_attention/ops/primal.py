@@ -74,7 +74,7 @@ def attend(
         need_scores: return the scores.
         need_state: return the state after the last token.
     """
-    check_shapes(x, weights, mode)
+    check_shapes(x, weights, mode, decay)
     chosen = choose_backend(backend, x, weights, mode, feature_map, qk, decay, state, need_state, boundary)
     common: dict[str, Any] = {"qk": qk, "decay": decay, "shift": shift, "dropout": dropout, "trace": trace}
     if chosen == "fused":
@@ -116,6 +116,9 @@ def compute_objective(
     """Return J of each sample, (B,), from the energies and traces of a layer. tokens: (B,) or one number."""
     energy, trace = result.energy, result.trace
     assert energy is not None and trace is not None
+    heads, rank = energy.shape[1], energy.shape[3]  # the fused kernels store a rank that is rounded up
+    if sqrt_lambda.shape != (heads, min(sqrt_lambda.shape[-1], rank) if result.is_fused else rank):
+        raise ValueError(f"sqrt_lambda must have shape {(heads, rank)} (got {tuple(sqrt_lambda.shape)})")
     if not result.is_fused:
         return reference.objective(energy, trace, sqrt_lambda, tokens, form)
     if trace.ndim == 2:
@@ -127,7 +130,7 @@ def compute_objective(
         return Objective.apply(energy, sqrt_lambda, trace, lengths, length, form == "sum")  # type: ignore[no-any-return]
 
 
-def check_shapes(x: Tensor, weights: Weights, mode: Mode) -> None:
+def check_shapes(x: Tensor, weights: Weights, mode: Mode, decay: Tensor | None = None) -> None:
     """Raise if a parameter does not fit x and the mode. The kernels read memory by these shapes."""
     d, heads, rank = x.shape[-1], mode.heads, weights.w_e.shape[-1]
     p = d // heads
@@ -136,6 +139,8 @@ def check_shapes(x: Tensor, weights: Weights, mode: Mode) -> None:
     for name, weight, shape in zip(Weights._fields, weights, shapes, strict=True):
         if weight is not None and weight.shape != shape:
             raise ValueError(f"{name} must have shape {shape} (got {tuple(weight.shape)})")
+    if decay is not None and decay.shape != (heads,):
+        raise ValueError(f"decay must have shape {(heads,)} (got {tuple(decay.shape)})")
 
 
 @lru_cache(maxsize=1)
