@@ -8,7 +8,7 @@ they are sums over the past, with h linear in the token, and each token first su
 
 This is one step of least squares per token towards e = h_r at the keys. W_r and r are the same with queries and keys,
 h_r and h_e exchanged. W_{e|X≤i} = Σ_j (γ_{j+1} ⋯ γ_i) φ(k_j) h̃_jᵀ is still a sum over the data with one dual vector per
-token, and e_i = Σ_{j≤i} κ(x_i, x_j) h̃_j. `ops/delta_rule.py` has the equations and chooses between them and the kernels.
+token, and e_i = Σ_{j≤i} κ(x_i, x_j) h̃_j. `ops/delta_rule.py` has the equations and the choice of the backend.
 
 Around the rule the layer has what language models need: short causal convolutions with SiLU on q, k and h, an RMS norm
 of each head's scores, because their scale varies, and a gate on the scores before W_o.
@@ -31,7 +31,7 @@ from .primal import PrimalAttention, couple_gradients, is_plain_linear
 
 
 class DeltaState(NamedTuple):
-    """Streaming state: the projection weights after the last token. Its size does not depend on the number of tokens."""
+    """Streaming state: the projection weights after the last token. Its size does not depend on the token count."""
 
     w_e_x: Tensor  # (B, H, p, s)
     w_r_x: Tensor  # (B, H, p, s)

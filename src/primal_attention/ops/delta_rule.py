@@ -14,8 +14,8 @@ Chunks of C tokens turn the recurrence into matrix products. With G_i = Σ_{j≤
 
 Every exponent is ≤ 0, so nothing overflows. `triton/delta_rule.py` computes the same in a few launches.
 
-Yang et al., "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", 2024; with decay, "Gated Delta
-Networks: Improving Mamba2 with Delta Rule", 2025.
+Yang et al., "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", 2024; with decay, "Gated
+Delta Networks: Improving Mamba2 with Delta Rule", 2025.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def recurrence(
 ) -> tuple[Tensor, Tensor]:
     """y (…, N, s) and the last W (…, p, s), token by token.
 
-    q, k: (…, N, p); v: (…, N, s); log_decay, beta: (…, N); initial: the W before the first token, (…, p, s). The leading
-    dimensions of log_decay and initial may broadcast.
+    q, k: (…, N, p); v: (…, N, s); log_decay, beta: (…, N); initial: the W before the first token, (…, p, s). The
+    leading dimensions of log_decay and initial may broadcast.
     """
     dtype = accumulation_dtype(log_decay.dtype)
     w = _initial(k, v, initial, dtype)

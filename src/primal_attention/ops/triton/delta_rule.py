@@ -134,10 +134,10 @@ def _triangular_inverse_kernel(
 ):  # fmt: skip
     """T of each chunk."""
     lane, chunk = tl.program_id(0) // chunks, tl.program_id(0) % chunks
-    own, other, _, decay_row, exists = chunk_places(lane, chunk, length, HEADS, C)
+    own, other, _score_row, decay_row, exists = chunk_places(lane, chunk, length, HEADS, C)
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None]
     key = load_rows(phi, other, exists, 0, 2 * HEADS, P, C, BP)
-    total, last = load_decay(log_decay, decay_row, exists, HEADS, C)
+    total, _last = load_decay(log_decay, decay_row, exists, HEADS, C)
     strength = tl.load(beta + own + tl.arange(0, C) * (2 * HEADS), mask=exists, other=0.0)
     overlap = dot(key, tl.trans(key), PRECISION) * decay_between(total, C, False) * strength[:, None]
     solve = unit_lower_inverse(overlap, C, LEVELS, FINE)
@@ -356,8 +356,8 @@ class DeltaRule(torch.autograd.Function):
     def backward(ctx: Any, grad_scores: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
         forbid_double_backward()
         phi, h, log_decay, beta, initial, inverse = ctx.saved_tensors
-        batch, length, _, heads, p = phi.shape
-        rank, (lanes, chunks) = h.shape[-1], inverse.shape[:2]
+        length, heads, p, rank = phi.shape[1], phi.shape[3], phi.shape[4], h.shape[-1]
+        lanes, chunks = inverse.shape[:2]
         tiles = delta_tiles(phi.dtype, p, rank, phi.device)
         grad_scores, grad_final = grad_scores.contiguous(), grad_final.contiguous()
         states = torch.empty((lanes, chunks, rank, p), dtype=phi.dtype, device=phi.device)  # Wᵀ before each chunk
@@ -436,7 +436,7 @@ def _delta_features_kernel(
     c = convolve(z + token * COLUMNS, weight, bias, row, first, column, w < WIDTH, COLUMNS, K)
     a = c * tl.sigmoid(c)
     if IS_NORMALISED:
-        inverse, above = inverse_norms(a)
+        inverse, _above = inverse_norms(a)
         a *= inverse[:, None]
     place = out + (token * LANES + lane) * WIDTH + t[:, None] * (LANES * WIDTH) + w[None]
     tl.store(place, a.to(out.dtype.element_ty), mask=(first + t < length)[:, None] & (w[None] < WIDTH))
