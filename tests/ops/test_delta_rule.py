@@ -261,7 +261,7 @@ def test_autocast_is_as_accurate_as_the_reference(device: torch.device) -> None:
         assert actual["y"].dtype == torch.bfloat16
         assert actual["w_e"].dtype == actual["J"].dtype == torch.float32
         errors.append({name: rms_ratio(actual[name], value) for name, value in expected.items()})
-    # The kernels round less often, but not each of their results is closer. A mean over few numbers is a matter of chance.
+    # The kernels round less often, but not each result is closer; errors of few numbers are a matter of chance.
     for name, error in errors[0].items():
         if expected[name].numel() < 8:
             continue

@@ -49,7 +49,6 @@ from .common import (
     inverse_norms,
     power_of_two,
     precision,
-    shared_memory,
 )
 
 CHUNK = 32  # tokens
@@ -310,15 +309,14 @@ def _delta_gradients_kernel(
     tl.store(grad_decay + place, tl.cumsum(grad_total, 0, reverse=True) + grad_last, mask=exists)
 
 
-def delta_tiles(dtype: torch.dtype, head_dim: int, rank: int, device: torch.device) -> Tiles:
-    """Tiles of the scans: `rank` columns of W per program. float32 products use registers instead of tensor cores."""
-    width, full = power_of_two(head_dim), power_of_two(rank)
-    if dtype == torch.float32:
-        block = min(full, 16)
-        return Tiles(CHUNK, width, block, ceil_div(rank, block), 8, 1)
-    block = min(full, 32)
-    stages = 2 if shared_memory(device) >= 96 * 2**10 else 1
-    return Tiles(CHUNK, width, block, ceil_div(rank, block), 4, stages)
+def delta_tiles(dtype: torch.dtype, head_dim: int, rank: int) -> Tiles:
+    """Tiles of the scans: `rank` columns of W per program. float32 products use registers instead of tensor cores.
+
+    At most 54 KiB of shared memory, which every GPU of compute capability 8.0 or higher has.
+    """
+    width, is_float32 = power_of_two(head_dim), dtype == torch.float32
+    block = min(power_of_two(rank), 16 if is_float32 else 32)
+    return Tiles(CHUNK, width, block, ceil_div(rank, block), 8 if is_float32 else 4, 1 if is_float32 else 2)
 
 
 class DeltaRule(torch.autograd.Function):
@@ -358,7 +356,7 @@ class DeltaRule(torch.autograd.Function):
         phi, h, log_decay, beta, initial, inverse = ctx.saved_tensors
         length, heads, p, rank = phi.shape[1], phi.shape[3], phi.shape[4], h.shape[-1]
         lanes, chunks = inverse.shape[:2]
-        tiles = delta_tiles(phi.dtype, p, rank, phi.device)
+        tiles = delta_tiles(phi.dtype, p, rank)
         grad_scores, grad_final = grad_scores.contiguous(), grad_final.contiguous()
         states = torch.empty((lanes, chunks, rank, p), dtype=phi.dtype, device=phi.device)  # Wᵀ before each chunk
         updates = torch.empty((lanes, chunks, CHUNK, rank), dtype=phi.dtype, device=phi.device)  # U
@@ -396,7 +394,7 @@ def _launch_scan(
     writes_scores: bool,
 ) -> None:
     heads, p, rank = phi.shape[3], phi.shape[4], h.shape[-1]
-    tiles = delta_tiles(phi.dtype, p, rank, phi.device)
+    tiles = delta_tiles(phi.dtype, p, rank)
     _delta_scan_kernel[(inverse.shape[0], tiles.rank_blocks)](
         phi, h, log_decay, beta, inverse, final if initial is None else initial, scores, final, states, updates,
         phi.shape[1], inverse.shape[1], HEADS=heads, P=p, S=rank, BP=tiles.width, BS=tiles.rank, C=CHUNK,
