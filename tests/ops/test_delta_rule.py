@@ -248,6 +248,16 @@ def test_a_layer_streams(device: torch.device) -> None:
         assert_close(actual, other, SAME)
 
 
+@torch.no_grad()
+def test_hooked_maps_are_called(device: torch.device) -> None:
+    layer, x = make_layer().to(device), torch.randn(1, 9, 16, device=device)
+    expected, calls = layer(x), []
+    for module in (layer.qk_proj, layer.dual_proj):
+        module.register_forward_hook(lambda module, args, result: calls.append(module))
+    assert_close(layer(x), expected, SAME)
+    assert calls == [layer.qk_proj, layer.dual_proj]
+
+
 @pytest.mark.usefixtures("bfloat16_rounds")
 def test_autocast_is_as_accurate_as_the_reference(device: torch.device) -> None:
     fused, x = make_layer(2), torch.randn(1, 40, 32)

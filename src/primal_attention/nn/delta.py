@@ -139,7 +139,7 @@ class DeltaPrimalAttention(PrimalAttention):
             self._set_objective(None)  # drop the previous graph first, as in PrimalAttention
         fused = x.shape[1] > 1 and delta_rule.uses_kernels(self.backend, x, self.head_dim, self.rank)
 
-        z = self._projections(x)
+        z = self._projections(x, fused)
         phi, h = self._features(z, None if state is None else state.conv, fused)
         log_decay, beta = self._log_decay(x), self.write_proj(x).to(accumulation_dtype(x.dtype)).sigmoid()
         if layout is not None:  # padding neither decays nor updates W
@@ -169,12 +169,12 @@ class DeltaPrimalAttention(PrimalAttention):
             extras.append(DeltaState(final[:, 0], final[:, 1], conv, self._state_label()))
         return (y, *extras) if extras else y
 
-    def _projections(self, x: Tensor) -> Tensor:
+    def _projections(self, x: Tensor, fused: bool = False) -> Tensor:
         """[q; k; h_r; h_e] before the convolution, (B, N, 2d + 2Hs)."""
         qk, dual = self.qk_proj, self.dual_proj
-        if not (is_plain_linear(qk) and is_plain_linear(dual)):
+        if not (fused and is_plain_linear(qk) and is_plain_linear(dual)):
             return torch.cat([qk(x), dual(x)], dim=-1)
-        # Concatenating the weights is cheaper than concatenating the results.
+        # For long input, concatenating the weights is cheaper than concatenating the results.
         bias = None if qk.bias is None else torch.cat([qk.bias, qk.bias.new_zeros(dual.out_features)])
         return F.linear(x, torch.cat([qk.weight, dual.weight]), bias)
 
