@@ -95,7 +95,7 @@ def test_splitting_and_joining_are_inverse(mesh):
         (lambda: nn.Sequential(nn.Linear(8, 8), nn.Conv1d(8, 8, 3)), "'1'"),
         (lambda: LanguageModel(LanguageConfig(9, ("softmax",), 8, 2, 1, 16)), "blocks.0.attention"),
         (
-            lambda: LanguageModel(LanguageConfig(9, ("primal",), 8, 2, 1, 16, primal_mode="selective", rank=2)),
+            lambda: LanguageModel(LanguageConfig(9, ("primal",), 8, 2, 1, 16, primal_mode="delta", rank=2)),
             "blocks.0",
         ),
     ],

@@ -24,7 +24,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "softmax": ("softmax (KV cache)", {"attention": ("softmax",)}),
     "primal-mean": ("Primal, mean", {"primal_mode": "mean", "positions": "sinusoidal"}),
     "primal-decay": ("Primal, decay + conv + gate", {"primal_mode": "decay", "conv": 4, "gate": True}),
-    "primal-dual": ("Primal, dual + conv + gate", {"primal_mode": "dual", "conv": 4, "gate": True}),
     "primal-delta": ("Primal, delta + conv + gate", {"primal_mode": "delta", "conv": 4, "gate": True}),
 }
 

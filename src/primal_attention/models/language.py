@@ -11,7 +11,7 @@ The default sizes are the paper's for WikiText-103: 6 layers, width 512, 8 heads
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +19,13 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from primal_attention.nn.cached import CachedSoftmaxAttention
+from primal_attention.nn.checks import one_of
 from primal_attention.nn.decoder import BlockState, DecoderBlock
 from primal_attention.nn.delta import DeltaPrimalAttention
 from primal_attention.nn.encoder import attention_names
 from primal_attention.nn.rivals import make_attention
 from primal_attention.nn.rivals.base import Padding
 from primal_attention.nn.rotary import sinusoids
-from primal_attention.nn.selective import DualPrimalAttention, SelectivePrimalAttention
 
 if TYPE_CHECKING:
     from primal_attention.parallel.context import Context
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 LOGITS = 2**29  # numbers: more logits than these are never held at once
 NOTHING = -100
 
-PrimalMode = Literal["mean", "landmarks", "decay", "selective", "dual", "delta"]
+PrimalMode = Literal["mean", "landmarks", "decay", "delta"]
 Positions = Literal["rotary", "sinusoidal", "none"]
 
 
@@ -51,9 +51,8 @@ class LanguageConfig:
     activation: Literal["gelu", "relu"] = "gelu"
     dropout: float = 0.0
     primal_mode: PrimalMode = "mean"
-    """mean: the paper's running mean; landmarks: causal and data-dependent; decay: a learned fading per head;
-    selective: a fading that each token sets; dual: the same, with projection weights that the tokens write; delta: the
-    same, where a token replaces what stood at its place."""
+    """mean: the paper's running mean; landmarks: causal and data-dependent; decay: a learned decay per head; delta:
+    projection weights that follow the delta rule."""
     primal_heads: int | None = None
     """Heads of the Primal layers, for more time scales of decay; None is num_heads."""
     rank: int = 30
@@ -68,6 +67,13 @@ class LanguageConfig:
     """A multiplicative gate on each Primal layer's output, in delta layers on the scores."""
     positions: Positions = "rotary"
     """rotary: in the softmax layers; sinusoidal: added to the embeddings."""
+
+
+def check_primal_mode(mode: str) -> None:
+    """Raise for a mode that does not exist, or no longer does."""
+    if mode in ("selective", "dual"):
+        raise ValueError(f"attention {mode!r} was removed; use 'decay' or 'delta'")
+    one_of("primal_mode", mode, get_args(PrimalMode))
 
 
 class LanguageState(NamedTuple):
@@ -85,14 +91,12 @@ def causal_attention(name: str, config: LanguageConfig) -> nn.Module:
         )
     if name != "primal":
         return make_attention(name, config.embed_dim, config.num_heads, causal=True)
+    check_primal_mode(config.primal_mode)
     heads = config.primal_heads or config.num_heads
     if config.primal_mode == "delta":
         return DeltaPrimalAttention(
             config.embed_dim, heads, rank=config.rank, conv=config.conv, gate=config.gate, dropout=config.dropout
         )
-    if config.primal_mode in ("selective", "dual"):
-        kind = DualPrimalAttention if config.primal_mode == "dual" else SelectivePrimalAttention
-        return kind(config.embed_dim, heads, rank=config.rank)
     keywords: dict[str, Any] = {"rank": config.rank, "causal": True, "data_dependent": False}
     if config.primal_mode == "landmarks":
         keywords |= {"data_dependent": True, "landmarks": config.landmarks, "max_length": config.max_length}
