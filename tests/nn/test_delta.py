@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from primal_attention import ksvd_loss
-from primal_attention.nn.conv import ShiftedProducts
+from primal_attention.nn.blocks import ShiftedProducts
 from primal_attention.nn.delta import DeltaPrimalAttention
 from primal_attention.ops.written import corrected_weights, unit_lower_inverse
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from closeness import assert_close
 from primal_attention import PrimalAttention
 from primal_attention.ops.feature_maps import positive_random
+from primal_attention.ops.landmarks import landmark_indices
 from primal_attention.ops.reference import split_heads
-from primal_attention.ops.sampling import landmark_indices
 from primal_cases import MAX_LENGTH, MODES, MODES_AND_DECAYS, inputs, make
 
 SAME = 1e-12  # float64, the same sums in another order

@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from primal_attention import ksvd_loss
 from primal_attention.models.classifier import MaskedBatchNorm
-from primal_attention.nn.encoder import EncoderBlock
+from primal_attention.nn.blocks import EncoderBlock
 from primal_attention.parallel import Context, context_parallel, shard
-from primal_attention.parallel.traffic import Traffic
+from primal_attention.parallel.collectives import Traffic
 from primal_cases import MODES_AND_DECAYS, inputs, make
 
 Wrap = Callable[[nn.Module, DeviceMesh], nn.Module]
@@ -119,6 +119,8 @@ FUSED = [
     ("causal", "learned", False),
     ("causal", "learned", True),
     ("causal_data_dependent", "learned", True),
+    ("plain", "learned", False),
+    ("plain", "learned", True),
 ]
 
 
