@@ -54,7 +54,7 @@ def test_logits_are_the_language_models() -> None:
 
 
 def test_what_a_checkpoint_lacks_is_as_in_a_new_model(tmp_path: Path) -> None:
-    model = make("dual-conv-gate")
+    model = make("decay-conv-gate")
     weights = model.state_dict()
     lost = "model.blocks.0.attention.decay_logit"  # starts at its own places, not at random
     with torch.no_grad():
@@ -63,7 +63,7 @@ def test_what_a_checkpoint_lacks_is_as_in_a_new_model(tmp_path: Path) -> None:
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert set(info["missing_keys"]) == {lost}
     found = loaded.state_dict()
-    assert torch.equal(found[lost], make("dual-conv-gate").state_dict()[lost])
+    assert torch.equal(found[lost], make("decay-conv-gate").state_dict()[lost])
     assert all(torch.equal(found[k], v) for k, v in weights.items() if k != lost)
 
 

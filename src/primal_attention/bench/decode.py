@@ -125,11 +125,11 @@ def streams(settings: DecodeSettings) -> list[Stream]:
             )
     for name in attention_names():
         if name != "primal" and attention_traits(name).streams:
-            found.append(
-                Stream(
-                    name, name, "baseline", lambda cases, name=name: read_stream(build_baseline(name, cases[-1]), cases)
-                )  # type: ignore[misc]
-            )
+
+            def read(cases: list[Case], name: str = name) -> Reader:
+                return read_stream(build_baseline(name, cases[-1]), cases)
+
+            found.append(Stream(name, name, "baseline", read))
     if settings.only:
         return chosen(found, settings.only)
     return [s for s in found if settings.baselines or s.kind != "baseline"]
