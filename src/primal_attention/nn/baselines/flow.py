@@ -48,7 +48,7 @@ class FlowAttention(BaselineAttention):
         return y * conserved_in.sigmoid().unsqueeze(-1).to(dtype)
 
     def _causal(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # Padding stands behind every token here: what it adds to a running sum is never seen.
+        # Padding stands behind all tokens, so no token reads its part of a running sum.
         count = torch.arange(1, q.shape[2] + 1, device=q.device, dtype=q.dtype)
         incoming = _flow(q, k.cumsum(2), self.eps)
         outgoing = _flow(k, q.cumsum(2), self.eps)

@@ -98,7 +98,7 @@ class LongformerAttention(BaselineAttention):
         end = length if tokens.lengths is None else tokens.lengths.view(-1, 1, 1, 1)
         # Global tokens are not seen a second time through the window.
         window = ((query - key).abs() <= half) & (key >= self.global_tokens) & (key < end)
-        # A slot behind the end may see itself, so that its softmax, which nobody reads, is not over nothing.
+        # A slot behind the end may see itself, so that its softmax, which is discarded, is not empty.
         window = window | ((query == key) & (query >= end))
         if not self.global_tokens:
             return window
