@@ -22,8 +22,8 @@ MODES: dict[str, dict[str, Any]] = {
 }
 CAUSAL = [name for name, keywords in MODES.items() if keywords.get("causal")]
 
-# (mode, decay): decay exists in the causal modes only.
-MODES_AND_DECAYS = [(name, None) for name in MODES] + [(name, "learned") for name in CAUSAL]
+# (mode, decay): every mode has a decay but the data-dependent one that is not causal.
+MODES_AND_DECAYS = [(name, None) for name in MODES] + [(name, "learned") for name in MODES if name != "data_dependent"]
 CAUSAL_AND_DECAYS = [case for case in MODES_AND_DECAYS if case[0] in CAUSAL]
 
 

@@ -11,7 +11,7 @@ from primal_attention.bench.settings import BenchError
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory) -> decode.DecodeSettings:
     return decode.DecodeSettings(
-        lengths=(32, 128), widths=((16, 2),), rank=4, batch=2, seconds=0.01, rivals=True, device="cpu",
+        lengths=(32, 128), widths=((16, 2),), rank=4, batch=2, seconds=0.01, baselines=True, device="cpu",
         out=tmp_path_factory.mktemp("decode"),
     )  # fmt: skip
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from primal_attention import PrimalAttention, ksvd_loss
-from primal_attention.nn.conv import ShiftedProducts
+from primal_attention.nn.blocks import ShiftedProducts
 from primal_attention.nn.delta import DeltaPrimalAttention
 from primal_attention.ops.delta_rule import recurrence
 

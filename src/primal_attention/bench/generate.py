@@ -15,8 +15,8 @@ from primal_attention.bench.decode import DecodeSettings, Reader, Stream, chosen
 from primal_attention.bench.settings import BenchError, Case
 from primal_attention.models import generation
 from primal_attention.models.language import LanguageConfig, LanguageModel, LanguageState
-from primal_attention.nn.cached import CacheState
-from primal_attention.nn.decoder import BlockState
+from primal_attention.nn.baselines.softmax import CacheState
+from primal_attention.nn.blocks import BlockState
 
 VOCABULARY = 8192
 LENGTHS = tuple(1024 * 4**k for k in range(6))  # 1K … 1M

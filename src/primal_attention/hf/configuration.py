@@ -9,8 +9,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from primal_attention.models.language import LanguageConfig, check_primal_mode
+from primal_attention.nn.blocks import attention_names
 from primal_attention.nn.checks import one_of
-from primal_attention.nn.encoder import attention_names
 
 # transformers' names of what LanguageConfig calls otherwise; the other fields have one name for both.
 NAMES = {

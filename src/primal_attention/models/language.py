@@ -18,14 +18,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from primal_attention.nn.cached import CachedSoftmaxAttention
+from primal_attention.nn.baselines import make_attention
+from primal_attention.nn.baselines.softmax import CachedSoftmaxAttention
+from primal_attention.nn.blocks import BlockState, DecoderBlock, attention_names
 from primal_attention.nn.checks import one_of
-from primal_attention.nn.decoder import BlockState, DecoderBlock
 from primal_attention.nn.delta import DeltaPrimalAttention
-from primal_attention.nn.encoder import attention_names
-from primal_attention.nn.rivals import make_attention
-from primal_attention.nn.rivals.base import Padding
-from primal_attention.nn.rotary import sinusoids
+from primal_attention.nn.padding import Padding
 
 if TYPE_CHECKING:
     from primal_attention.parallel.context import Context
@@ -252,7 +250,7 @@ class LanguageModel(nn.Module):
         if self.config.positions == "sinusoidal":
             place = torch.arange(tokens.shape[1], device=tokens.device)[None]
             place = place if state is None else place + state.position[:, None]
-            place = place if self.context is None else place + self.context.at(tokens).before[:, None]
+            place = place if self.context is None else place + self.context.locate(tokens).offset[:, None]
             x = x + sinusoids(place, self.config.embed_dim).to(x.dtype)
         return self.dropout(x)
 
@@ -291,6 +289,17 @@ class LanguageModel(nn.Module):
         if self.context is not None:  # the mean over the tokens of all ranks, the same on each of them
             total, count = self.context.sum(total), self.context.sum(count)
         return total / count.clamp(min=1)
+
+
+def sinusoids(positions: Tensor, embed_dim: int) -> Tensor:
+    """Position embeddings of the original Transformer: (B or 1, N) → (B or 1, N, embed_dim).
+
+    The layout is that of fairseq: all sines, then all cosines, wave lengths from 2π to 2π·10⁴, first position 2.
+    """
+    half = max(embed_dim // 2, 1)
+    speed = 10_000.0 ** (-torch.arange(half, device=positions.device, dtype=torch.float32) / max(half - 1, 1))
+    angle = (positions[..., None] + 2).float() * speed
+    return torch.cat([angle.sin(), angle.cos(), torch.zeros_like(angle[..., : embed_dim % 2])], dim=-1)
 
 
 def _nats(x: Tensor, embedding: Tensor, targets: Tensor) -> Tensor:

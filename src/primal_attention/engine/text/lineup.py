@@ -1,4 +1,4 @@
-"""The models of the language table: softmax, every causal mode of Primal-Attention, what goes beyond it, and rivals.
+"""The models of the language table: softmax, every causal mode of Primal-Attention, what goes beyond it, and baselines.
 
 All have as many parameters as softmax's model: what their attention saves goes to the feed-forward width. The most
 telling ones come first, so that a grid that is cut off has said the most.

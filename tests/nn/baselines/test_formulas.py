@@ -1,4 +1,4 @@
-"""Rivals against their published formulas, written out with N×N matrices and loops, and the limits they must meet."""
+"""Baselines against their published formulas, written out with N×N matrices and loops, and their known limits."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from closeness import assert_close, rms_ratio
-from primal_attention.nn.rivals import make_attention
-from primal_attention.nn.rivals.base import Tokens
-from primal_attention.nn.rivals.flow import flows
-from primal_attention.nn.rivals.landmarks import iterative_pinv, means, newton_inverse
-from primal_attention.nn.rivals.soft import gaussian_kernel
-from primal_attention.nn.rivals.yoso import collision_probability, hash_codes
+from primal_attention.nn.baselines import make_attention
+from primal_attention.nn.baselines.flow import flows
+from primal_attention.nn.baselines.nystrom import iterative_pinv, means
+from primal_attention.nn.baselines.soft import gaussian_kernel, newton_inverse
+from primal_attention.nn.baselines.yoso import collision_probability, hash_codes
+from primal_attention.nn.padding import Tokens
 
 DIM, HEADS, WIDTH = 16, 2, 8
 EXACT = 1e-10  # float64, the same sums in another order
@@ -201,7 +201,7 @@ class TestYoso:
     def test_blocks_of_queries_do_not_show(self, monkeypatch: pytest.MonkeyPatch) -> None:
         attn, x = build("yoso"), tokens(2, 40)
         whole = attn(x)
-        monkeypatch.setattr("primal_attention.nn.rivals.yoso.BLOCK", 7)
+        monkeypatch.setattr("primal_attention.nn.baselines.yoso.BLOCK", 7)
         assert_close(attn(x), whole, EXACT)
 
     def test_sampled_handles_padding(self) -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from closeness import assert_close
-from primal_attention.nn.rivals import make_attention
-from primal_attention.nn.rivals.draws import draw_counts, go_on_drawing, orthogonal_gaussian
+from primal_attention.nn.baselines import make_attention
+from primal_attention.nn.baselines.random_buffers import draw_counts, orthogonal_gaussian, restore_draw_counts
 
 BUFFERS = {"performer": "frequencies", "reformer": "coarse_rotations", "yoso": "planes"}
 each = pytest.mark.parametrize("name", BUFFERS)
@@ -84,7 +84,7 @@ def test_a_copy_goes_on_with_the_same_draws(name: str) -> None:
     for _ in range(4):
         model(x)
     again.load_state_dict(model.state_dict())
-    go_on_drawing(again, draw_counts(model))
+    restore_draw_counts(again, draw_counts(model))
     for _ in range(3):
         model(x), again(x)
         assert torch.equal(drawn(model[0], name), drawn(again[0], name))

@@ -11,21 +11,17 @@ though which earlier tokens share a chunk still depends on how many later ones h
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...ops.reference import wide
+from ...ops.feature_maps import accumulation_dtype
 from .. import checks
-from .base import RivalAttention, Tokens
-from .draws import RandomBuffers, gaussian
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from .base import Common
+from ..padding import Tokens
+from .base import BaselineAttention
+from .random_buffers import RandomBuffers, gaussian
 
 # Scores of what may not be seen, and of the token itself, which is seen only where nothing else is.
 HIDDEN, ITSELF = -1e9, -1e5
@@ -33,7 +29,7 @@ HIDDEN, ITSELF = -1e9, -1e5
 MAX_LOG_BUCKETS = 16
 
 
-class ReformerAttention(RandomBuffers, RivalAttention):
+class ReformerAttention(RandomBuffers, BaselineAttention):
     """
     Args:
         hashes: rounds of hashing.
@@ -59,7 +55,7 @@ class ReformerAttention(RandomBuffers, RivalAttention):
         chunk: int = 64,
         seed: int | None = None,
         redraw_every: int | None = 1,
-        **common: Unpack[Common],
+        **common: Any,
     ) -> None:
         super().__init__(embed_dim, num_heads, **common)
         checks.positive("hashes", hashes)
@@ -93,13 +89,13 @@ class ReformerAttention(RandomBuffers, RivalAttention):
         lengths = tokens.lengths if tokens.lengths is not None else torch.full(x.shape[:1], length, device=x.device)
         if length <= self.chunk:  # one chunk: nothing to hash
             position = torch.arange(length, device=x.device).expand(*qk.shape[:2], length)
-            return self._attend(qk, qk, v, position, position, lengths)[0]
+            return self._attend_chunks(qk, qk, v, position, position, lengths)[0]
 
         order = self.buckets(qk.detach(), lengths).argsort(dim=-1, stable=True)  # (B, H, R, N)
         # Slots behind the end hold position `length`, which no query sees.
         position = F.pad(order, (0, -length % self.chunk), value=length).unflatten(-1, (-1, self.chunk))
         keys = torch.cat([self._previous_chunk(position, lengths, length), position], dim=-1)  # (B, H, R, n, 2C)
-        y, weight = self._attend(_take(qk, position), _take(qk, keys), _take(v, keys), position, keys, lengths)
+        y, weight = self._attend_chunks(_take(qk, position), _take(qk, keys), _take(v, keys), position, keys, lengths)
 
         undo = order.argsort(dim=-1)  # back from sorted to sequence order in each round
         y = y.flatten(3, 4).gather(3, undo.unsqueeze(-1).expand(*undo.shape, y.shape[-1]))  # (B, H, R, N, p)
@@ -108,7 +104,7 @@ class ReformerAttention(RandomBuffers, RivalAttention):
 
     def buckets(self, z: Tensor, lengths: Tensor) -> Tensor:
         """The bucket of each token in each round, (B, H, R, N); slots behind the end come after all buckets."""
-        z = z.to(wide(z.dtype))
+        z = z.to(accumulation_dtype(z.dtype))
         longest = self._log_buckets(z.shape[2])
         powers = 2 ** torch.arange(1, MAX_LOG_BUCKETS + 1, device=z.device)
         chunks = (lengths + self.chunk - 1) // self.chunk
@@ -135,11 +131,11 @@ class ReformerAttention(RandomBuffers, RivalAttention):
         # A sequence of one chunk sees it already.
         return before.masked_fill((last == 0)[:, None, None, None, None], length)
 
-    def _attend(
+    def _attend_chunks(
         self, q: Tensor, k: Tensor, v: Tensor, q_position: Tensor, k_position: Tensor, lengths: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Outputs (…, C, p) and logsumexps (…, C) of chunks (…, C, p) of queries with their keys."""
-        scores = (q @ F.normalize(k, dim=-1).mT).to(wide(q.dtype))
+        scores = (q @ F.normalize(k, dim=-1).mT).to(accumulation_dtype(q.dtype))
         hidden = k_position >= lengths.view(-1, *[1] * (k_position.ndim - 1))
         hidden = hidden.unsqueeze(-2)
         if self.causal:

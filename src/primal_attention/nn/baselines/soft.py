@@ -9,22 +9,18 @@ gets the kernel itself.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch import Tensor
 
-from ...ops.reference import wide
+from ...ops.feature_maps import accumulation_dtype
 from .. import checks
-from .base import RivalAttention, Tokens
-from .landmarks import choose_short, means, newton_inverse
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from .base import Common
+from ..padding import Tokens
+from .base import BaselineAttention
+from .nystrom import choose_short, means
 
 
-class SoftAttention(RivalAttention):
+class SoftAttention(BaselineAttention):
     """
     Args:
         landmarks: m, 49 in the paper.
@@ -41,7 +37,7 @@ class SoftAttention(RivalAttention):
         *,
         landmarks: int = 49,
         newton_iterations: int = 20,
-        **common: Unpack[Common],
+        **common: Any,
     ) -> None:
         super().__init__(embed_dim, num_heads, **common)
         checks.positive("landmarks", landmarks)
@@ -61,7 +57,7 @@ class SoftAttention(RivalAttention):
 
     def _through_landmarks(self, q: Tensor, v: Tensor, tokens: Tokens) -> Tensor:
         q_mean = means(q, self.landmarks, tokens)
-        high = q_mean.to(wide(q.dtype))
+        high = q_mean.to(accumulation_dtype(q.dtype))
         inverse = newton_inverse(gaussian_kernel(high, high), self.newton_iterations)  # (B, H, m, m)
         to_landmarks = gaussian_kernel(q, q_mean)  # (B, H, N, m)
         gathered = to_landmarks.mT @ v  # (B, H, m, p)
@@ -72,3 +68,14 @@ def gaussian_kernel(a: Tensor, b: Tensor) -> Tensor:
     """exp(-‖a_i - b_j‖² / 2), (…, N, M)."""
     distance = a.square().sum(-1, keepdim=True) + b.square().sum(-1).unsqueeze(-2) - 2 * a @ b.mT
     return (distance.clamp(min=0.0) / -2).exp()
+
+
+def newton_inverse(a: Tensor, iterations: int) -> Tensor:
+    """A⁺ of a symmetric positive semi-definite A by Z ← 2 Z - Z A Z, from Z = α A.
+
+    α = 1.8 / ‖A‖₁²: below 2 / ‖A‖₁², where an eigenvalue equal to the norm does not converge.
+    """
+    z = a * (1.8 / a.abs().sum(-2).amax(-1).square())[..., None, None]
+    for _ in range(iterations):
+        z = 2 * z - z @ a @ z
+    return z

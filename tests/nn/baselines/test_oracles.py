@@ -1,4 +1,4 @@
-"""Each rival against an implementation that we did not write, with copied weights, in float64.
+"""Each baseline against an implementation that we did not write, with copied weights, in float64.
 
 The packages are in requirements-oracles.txt; a test whose package is missing says so and is skipped.
 """
@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from closeness import assert_close
-from primal_attention.nn.rivals import make_attention
-from primal_attention.nn.rivals.base import RivalAttention, Tokens
+from primal_attention.nn.baselines import make_attention
+from primal_attention.nn.baselines.base import BaselineAttention
+from primal_attention.nn.padding import Tokens
 
 DIM, HEADS = 16, 2
 EXACT = 1e-10  # float64, the same operations in another order
@@ -40,7 +41,7 @@ def set_rows(linear: nn.Linear, sources: list[nn.Linear]) -> None:
         linear.bias.copy_(torch.cat([torch.zeros(len(s.weight)) if s.bias is None else s.bias for s in sources]))
 
 
-def heads_of(attn: RivalAttention, x: Tensor) -> Tensor:
+def heads_of(attn: BaselineAttention, x: Tensor) -> Tensor:
     """The heads' outputs side by side, (B, N, d), before the output projection, which outside modules may lack."""
     return attn.mix(x, Tokens()).transpose(1, 2).flatten(2)
 
@@ -69,7 +70,7 @@ class TestLinear:
         ours = build("linear", eps=0.0)
         q, k, v = ours.project_in(x)
         expected = outside.linear_attention(F.elu(q) + 1, F.elu(k) + 1, v)
-        assert_close(_kernel_heads(ours, x), expected, EXACT)
+        assert_close(ours.mix(x, Tokens()), expected, EXACT)
 
     @pytest.mark.parametrize("length", [40, 300])
     def test_performer_pytorch_causal_linear_attention(self, length: int) -> None:
@@ -78,11 +79,7 @@ class TestLinear:
         ours = build("linear", eps=0.0, causal=True)
         q, k, v = ours.project_in(x)
         expected = outside.causal_linear_attention_noncuda(F.elu(q) + 1, F.elu(k) + 1, v, eps=0.0)
-        assert_close(_kernel_heads(ours, x), expected, EXACT)
-
-
-def _kernel_heads(attn: Any, x: Tensor) -> Tensor:
-    return attn._attend(x, Tokens(), None)[0]
+        assert_close(ours.mix(x, Tokens()), expected, EXACT)
 
 
 class TestPerformer:
@@ -101,7 +98,7 @@ class TestPerformer:
             expected = outside.causal_linear_attention_noncuda(phi_q, phi_k, v, eps=0.0)
         else:
             expected = outside.linear_attention(phi_q, phi_k, v)
-        assert_close(_kernel_heads(ours, x), expected, EXACT)
+        assert_close(ours.mix(x, Tokens()), expected, EXACT)
 
     def test_performer_pytorch_module_as_it_comes(self) -> None:
         outside = need("performer_pytorch.performer_pytorch")
@@ -110,7 +107,7 @@ class TestPerformer:
         theirs = outside.FastAttention(DIM // HEADS, nb_features=64)
         theirs.projection_matrix = ours.frequencies
         # Its features have 1e-4 added, which ours have not.
-        assert_close(_kernel_heads(ours, x), theirs(*ours.project_in(x)), 1e-2)
+        assert_close(ours.mix(x, Tokens()), theirs(*ours.project_in(x)), 1e-2)
 
 
 class TestReformer:

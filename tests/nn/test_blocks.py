@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from closeness import assert_close
-from primal_attention.nn.encoder import Encoder, EncoderBlock, attention_names, masked_max, masked_mean
+from primal_attention.nn.baselines import attention_names as known_attentions
+from primal_attention.nn.blocks import Encoder, EncoderBlock, attention_names, masked_max, masked_mean
 from primal_attention.nn.objective import primal_layers
 from primal_attention.nn.primal import PrimalAttention
-from primal_attention.nn.rivals import attention_names as known_attentions
 
 KEYWORDS = {"primal": {"rank": 4, "landmarks": 6}}
 

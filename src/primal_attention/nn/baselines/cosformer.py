@@ -9,19 +9,14 @@ Attention", ICLR 2022. Positions count valid tokens.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...ops.reference import wide
+from ...ops.feature_maps import accumulation_dtype
 from .. import checks
-from .kernelized import KernelizedAttention
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from .base import Common
+from .linear import KernelizedAttention
 
 CAUSAL_MAX_LENGTH = 4096
 
@@ -44,7 +39,7 @@ class CosformerAttention(KernelizedAttention):
         *,
         max_length: int | None = None,
         eps: float = 1e-6,
-        **common: Unpack[Common],
+        **common: Any,
     ) -> None:
         super().__init__(embed_dim, num_heads, **common)
         if max_length is not None:
@@ -61,7 +56,7 @@ class CosformerAttention(KernelizedAttention):
         if self.max_length is not None and length > self.max_length:
             raise ValueError(f"max_length={self.max_length} is exceeded by an input of {length} tokens")
         horizon = lengths[:, None] if self.max_length is None else self.max_length
-        angle = (positions.to(wide(q.dtype)) * (math.pi / 2) / horizon)[:, None, :, None]
+        angle = (positions.to(accumulation_dtype(q.dtype)) * (math.pi / 2) / horizon)[:, None, :, None]
         cos, sin = angle.cos().to(q.dtype), angle.sin().to(q.dtype)
         q, k = q.relu(), k.relu()
         return torch.cat([q * cos, q * sin], dim=-1), torch.cat([k * cos, k * sin], dim=-1)

@@ -8,26 +8,22 @@ Wang et al., "Linformer: Self-Attention with Linear Complexity", 2020. E and F a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import checks
-from .base import RivalAttention, Tokens
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from .base import Common
+from ..padding import Tokens
+from .base import BaselineAttention
 
 
-class LinformerAttention(RivalAttention):
+class LinformerAttention(BaselineAttention):
     """
     Args:
         projected_length: k.
-        max_length: the longest input; the only parameter count of the rivals that depends on it.
+        max_length: the longest input. The number of parameters grows with it.
     """
 
     name = "linformer"
@@ -40,7 +36,7 @@ class LinformerAttention(RivalAttention):
         *,
         projected_length: int = 256,
         max_length: int = 4096,
-        **common: Unpack[Common],
+        **common: Any,
     ) -> None:
         super().__init__(embed_dim, num_heads, **common)
         checks.positive("projected_length", projected_length)

@@ -11,27 +11,23 @@ hashes of τ bits in linear time. The gradient of both is the paper's: ∂E[B]/�
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...ops.reference import wide
+from ...ops.feature_maps import accumulation_dtype
 from .. import checks
-from .base import RivalAttention, Tokens
-from .draws import RandomBuffers, gaussian
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from .base import Common
+from ..padding import Tokens
+from .base import BaselineAttention
+from .random_buffers import RandomBuffers, gaussian
 
 BLOCK = 512  # queries whose collision probabilities are held at a time
 COLUMNS = 8  # value columns whose products with the keys are summed at a time in the sampled backward pass
 
 
-class YosoAttention(RandomBuffers, RivalAttention):
+class YosoAttention(RandomBuffers, BaselineAttention):
     """
     Args:
         estimator: "expectation" (YOSO-E), or "sampled": new hashes in every training forward, fixed ones in eval.
@@ -57,7 +53,7 @@ class YosoAttention(RandomBuffers, RivalAttention):
         hashes: int = 32,
         seed: int | None = None,
         redraw_every: int | None = 1,
-        **common: Unpack[Common],
+        **common: Any,
     ) -> None:
         super().__init__(embed_dim, num_heads, **common)
         checks.one_of("estimator", estimator, ("expectation", "sampled"))
@@ -86,7 +82,7 @@ class YosoAttention(RandomBuffers, RivalAttention):
 
 def collision_probability(q: Tensor, k: Tensor, bits: int) -> Tensor:
     """(1 - arccos(q·k)/π)^τ for unit vectors, (…, N, M), in float32 at least."""
-    cosine = (q @ k.mT).to(wide(q.dtype)).clamp(-1.0, 1.0)
+    cosine = (q @ k.mT).to(accumulation_dtype(q.dtype)).clamp(-1.0, 1.0)
     return (1 - torch.acos(cosine) / math.pi) ** bits
 
 

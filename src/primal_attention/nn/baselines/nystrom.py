@@ -4,27 +4,24 @@
 
 Xiong et al., "Nyströmformer: A Nyström-based Algorithm for Approximating Self-Attention", AAAI 2021. The pseudo-inverse
 is iterative, started from each matrix's own norms. A sequence of m tokens or fewer gets softmax attention itself.
+Landmark l of m is the mean of tokens ⌊l·L/m⌋ … ⌊(l+1)·L/m⌋ - 1 of a sequence of L tokens.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...ops.reference import wide
+from ...ops.feature_maps import accumulation_dtype
 from .. import checks
-from .base import RivalAttention, Tokens
-from .landmarks import choose_short, iterative_pinv, means, prefix
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from .base import Common
+from ..padding import Tokens
+from .base import BaselineAttention
 
 
-class NystromAttention(RivalAttention):
+class NystromAttention(BaselineAttention):
     """
     Args:
         landmarks: m.
@@ -42,7 +39,7 @@ class NystromAttention(RivalAttention):
         landmarks: int = 64,
         pinv_iterations: int = 6,
         conv_kernel: int | None = 35,
-        **common: Unpack[Common],
+        **common: Any,
     ) -> None:
         super().__init__(embed_dim, num_heads, **common)
         checks.positive("landmarks", landmarks)
@@ -82,7 +79,50 @@ class NystromAttention(RivalAttention):
         scale = self.head_dim**-0.5
         q_mean, k_mean = means(q, self.landmarks, tokens), means(k, self.landmarks, tokens)
         between = (q_mean @ k_mean.mT * scale).softmax(-1)  # (B, H, m, m)
-        inverse = iterative_pinv(between.to(wide(between.dtype)), self.pinv_iterations)
+        inverse = iterative_pinv(between.to(accumulation_dtype(between.dtype)), self.pinv_iterations)
         gathered = F.scaled_dot_product_attention(q_mean, k, v, tokens.key_mask())  # (B, H, m, p)
         weighted = (inverse @ gathered.to(inverse.dtype)).to(v.dtype)
         return F.scaled_dot_product_attention(q, k_mean, weighted)
+
+
+def segment_means(count: int, tokens: Tokens, like: Tensor) -> Tensor:
+    """The matrix, (B or 1, 1, m, N), that takes tokens to their landmarks; `like`: (B, H, N, p)."""
+    length = like.shape[2]
+    slot = torch.arange(length, device=like.device)
+    lengths = slot.new_full((1,), length) if tokens.lengths is None else tokens.lengths
+    segment = ((slot + 1) * count - 1) // lengths[:, None]  # (B, N), at least m behind the last token
+    landmark = torch.arange(count, device=like.device)
+    member = (segment[:, None, :] == landmark[:, None]).to(like.dtype)  # (B, m, N)
+    return (member / member.sum(-1, keepdim=True).clamp(min=1.0)).unsqueeze(1)
+
+
+def means(t: Tensor, count: int, tokens: Tokens) -> Tensor:
+    """Landmarks of t: (B, H, N, p) → (B, H, m, p)."""
+    if tokens.lengths is None and t.shape[2] % count == 0:
+        return t.unflatten(2, (count, -1)).mean(dim=3)
+    return segment_means(count, tokens, t) @ t
+
+
+def prefix(tokens: Tokens, count: int) -> Tokens:
+    """The first `count` slots: all of a sequence that has no more tokens than that."""
+    if tokens.valid is None or tokens.present is None:
+        return tokens
+    return Tokens(tokens.present[:, :count], tokens.valid[:, :count], tokens.lengths)
+
+
+def choose_short(tokens: Tokens, count: int, short: Tensor, long: Tensor) -> Tensor:
+    """`short` (B, H, m, p), where a sequence has m tokens at most; `long` (B, H, N, p) elsewhere."""
+    assert tokens.lengths is not None
+    is_short = (tokens.lengths <= count)[:, None, None, None]
+    return torch.where(is_short, F.pad(short, (0, 0, 0, long.shape[2] - short.shape[2])), long)
+
+
+def iterative_pinv(a: Tensor, iterations: int) -> Tensor:
+    """A⁺ by Z ← ¼ Z (13 I - AZ (15 I - AZ (7 I - AZ))), from Z = Aᵀ / (‖A‖₁ ‖A‖∞), each matrix by its own norms."""
+    norms = a.abs().sum(-2).amax(-1) * a.abs().sum(-1).amax(-1)
+    z = a.mT / norms[..., None, None]
+    eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
+    for _ in range(iterations):
+        az = a @ z
+        z = 0.25 * z @ (13 * eye - az @ (15 * eye - az @ (7 * eye - az)))
+    return z

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from golden_files import PLACES
-from primal_attention.ops.sampling import landmark_indices, ragged_landmark_indices, random_shift, token_of_rank
+from primal_attention.ops.landmarks import landmark_indices, position_of_rank, ragged_landmark_indices, random_shift
 
 
 def published_tables() -> dict[str, torch.Tensor]:
@@ -125,5 +125,5 @@ def test_an_empty_sequence_gets_row_zero() -> None:
     ids=["right", "left", "hole"],
 )
 def test_the_kth_valid_token_is_found_wherever_padding_stands(valid: list[int], places: list[int]) -> None:
-    found = token_of_rank(torch.tensor([valid], dtype=torch.bool), torch.tensor([[0, 1, 2]]))
+    found = position_of_rank(torch.tensor([valid], dtype=torch.bool), torch.tensor([[0, 1, 2]]))
     assert found.tolist() == [places]

@@ -8,7 +8,7 @@ The window is computed in chunks of w/2 queries against three chunks of keys, so
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,15 +16,11 @@ from torch import Tensor, nn
 
 from ...ops.reference import split_heads
 from .. import checks
-from .base import RivalAttention, Tokens
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from .base import Common
+from ..padding import Tokens
+from .base import BaselineAttention
 
 
-class LongformerAttention(RivalAttention):
+class LongformerAttention(BaselineAttention):
     """
     Args:
         window: w, an even number: each token sees w/2 tokens on either side, and itself.
@@ -41,7 +37,7 @@ class LongformerAttention(RivalAttention):
         *,
         window: int = 128,
         global_tokens: int = 1,
-        **common: Unpack[Common],
+        **common: Any,
     ) -> None:
         super().__init__(embed_dim, num_heads, **common)
         checks.positive("window", window)
@@ -102,7 +98,7 @@ class LongformerAttention(RivalAttention):
         end = length if tokens.lengths is None else tokens.lengths.view(-1, 1, 1, 1)
         # Global tokens are not seen a second time through the window.
         window = ((query - key).abs() <= half) & (key >= self.global_tokens) & (key < end)
-        # A slot behind the end may see itself, so that its softmax, which nobody reads, is not over nothing.
+        # A slot behind the end may see itself, so that its softmax, which is discarded, is not empty.
         window = window | ((query == key) & (query >= end))
         if not self.global_tokens:
             return window

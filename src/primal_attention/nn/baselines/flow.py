@@ -10,36 +10,33 @@ and counts the tokens so far where the other counts L, as the authors' code does
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...ops.reference import wide
-from .base import RivalAttention, Tokens
-from .chunked import causal_linear
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from .base import Common
+from ...ops.feature_maps import accumulation_dtype
+from ..padding import Tokens
+from .base import BaselineAttention
+from .linear import causal_linear
 
 
-class FlowAttention(RivalAttention):
+class FlowAttention(BaselineAttention):
     """eps: added to both sides of each flow, as in the authors' code."""
 
     name = "flow"
     supports_causal = True
     order_matters = False
 
-    def __init__(self, embed_dim: int, num_heads: int, *, eps: float = 1e-6, **common: Unpack[Common]) -> None:
+    def __init__(self, embed_dim: int, num_heads: int, *, eps: float = 1e-6, **common: Any) -> None:
         super().__init__(embed_dim, num_heads, **common)
         self.eps = eps
 
     def mix(self, x: Tensor, tokens: Tokens) -> Tensor:
         q, k, v = self.project_in(x)
         dtype = q.dtype
-        q, k = q.to(wide(dtype)).sigmoid(), k.to(wide(dtype)).sigmoid()  # flows are sums over N: not in bfloat16
+        # Flows are sums over N: not in bfloat16.
+        q, k = (t.to(accumulation_dtype(dtype)).sigmoid() for t in (q, k))
         if self.causal:
             return self._causal(q, k, v).to(dtype)
         incoming, _, conserved_in, conserved_out = flows(q, k, self.eps, tokens)
@@ -51,7 +48,7 @@ class FlowAttention(RivalAttention):
         return y * conserved_in.sigmoid().unsqueeze(-1).to(dtype)
 
     def _causal(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # Padding stands behind every token here: what it adds to a running sum is never seen.
+        # Padding stands behind all tokens, so no token reads its part of a running sum.
         count = torch.arange(1, q.shape[2] + 1, device=q.device, dtype=q.dtype)
         incoming = _flow(q, k.cumsum(2), self.eps)
         outgoing = _flow(k, q.cumsum(2), self.eps)

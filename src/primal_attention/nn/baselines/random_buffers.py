@@ -1,6 +1,6 @@
-"""Random projections and hashes: drawn from a seed, kept as buffers, fixed in eval, redrawn in training.
+"""Random projections and hashes: drawn from a seed, stored as buffers, fixed in eval, redrawn in training.
 
-Not built on torch's global random numbers in the forward pass: a seed makes a layer reproducible wherever it stands.
+The forward pass does not use torch's global generator: the seed of a layer alone determines its draws.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from .. import checks
 class RandomBuffers(nn.Module):
     """Mixin of layers with random buffers, made by `draw`.
 
-    seed: None takes one from torch's global generator, so that torch.manual_seed fixes it.
-    redraw_every: training forwards between two draws; None keeps the first draw for ever. A compiled forward does not
-    count: call `redraw` between steps there.
+    Args:
+        seed: None draws one from torch's global generator.
+        redraw_every: training forwards between two draws; None keeps the first draw. A compiled forward does not count:
+            call `redraw` between steps.
     """
 
     def start_draws(self, seed: int | None, redraw_every: int | None) -> None:
@@ -30,7 +31,7 @@ class RandomBuffers(nn.Module):
         self._forwards_since_draw = 0
 
     def draw(self, generator: torch.Generator) -> dict[str, Tensor]:
-        """Fresh values of the buffers by name, on the generator's device."""
+        """Return new values of the buffers by name, on the device of the generator."""
         raise NotImplementedError
 
     def redraw(self) -> None:
@@ -40,7 +41,7 @@ class RandomBuffers(nn.Module):
         self.draws += 1
         if reference.is_meta:
             return
-        # One stream of seeds per layer; the odd factor keeps neighbouring seeds' streams apart.
+        # One stream of seeds per layer; the odd factor separates the streams of neighbouring seeds.
         generator = torch.Generator(reference.device).manual_seed((self.seed * 0x9E3779B1 + self.draws) % 2**63)
         for name, value in self.draw(generator).items():
             # A new tensor, not a copy into the old one: an earlier forward may still be waiting for its backward.
@@ -58,22 +59,22 @@ class RandomBuffers(nn.Module):
 
 
 def drawn_buffers(model: nn.Module) -> set[str]:
-    """Names in the state dict of what was drawn: the buffers of all layers with random ones."""
+    """Return the names of all random buffers in the state dict."""
     layers = ((f"{path}." if path else "", m) for path, m in model.named_modules() if isinstance(m, RandomBuffers))
     return {f"{path}{name}" for path, layer in layers for name, _ in layer.named_buffers(recurse=False)}
 
 
 def draw_counts(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """How many draws, and forwards since the last, each layer has behind it: the numbers of `go_on_drawing`.
+    """Return each layer's number of draws and of forwards since the last draw, for `restore_draw_counts`.
 
-    They are not in the state dict, which files of weights are made of and which has the last draw itself.
+    They are not in the state dict, which holds the last draw itself.
     """
     layers = {path: layer for path, layer in model.named_modules() if isinstance(layer, RandomBuffers)}
     return {path: (layer.draws, layer._forwards_since_draw) for path, layer in layers.items()}
 
 
-def go_on_drawing(model: nn.Module, counts: Mapping[str, Sequence[int]]) -> None:
-    """Let a model that has the state dict of another draw from here on what the other would have drawn."""
+def restore_draw_counts(model: nn.Module, counts: Mapping[str, Sequence[int]]) -> None:
+    """Continue the draws of another model, whose state dict was loaded."""
     for path, (draws, forwards) in counts.items():
         layer = model.get_submodule(path)
         assert isinstance(layer, RandomBuffers)

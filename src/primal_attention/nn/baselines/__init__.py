@@ -1,18 +1,18 @@
-"""Every attention that the paper compares with, under one contract: `make_attention(name, embed_dim, num_heads, …)`.
+"""The attentions that the paper compares with, under one contract: `make_attention(name, embed_dim, num_heads, …)`.
 
 The contract: y = attn(x, key_padding_mask=None), x and y (B, N, embed_dim), mask (B, N) bool with True at padding,
-which may stand anywhere; outputs at padding are zero, and what stands there never matters.
+which may stand anywhere. Outputs at padding are zero and do not depend on its values.
 """
 
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from torch import nn
 
-from .base import RivalAttention
+from .base import BaselineAttention
 from .cosformer import CosformerAttention
 from .flow import FlowAttention
 from .linear import LinearAttention
@@ -27,9 +27,9 @@ from .yoso import YosoAttention
 
 __all__ = ["AttentionTraits", "attention_names", "attention_traits", "make_attention"]
 
-_RIVALS: dict[str, type[RivalAttention]] = {
-    rival.name: rival
-    for rival in (
+_BASELINES: dict[str, type[BaselineAttention]] = {
+    baseline.name: baseline
+    for baseline in (
         SoftmaxAttention,
         LinearAttention,
         PerformerAttention,
@@ -47,7 +47,7 @@ _RIVALS: dict[str, type[RivalAttention]] = {
 
 @dataclass(frozen=True)
 class AttentionTraits:
-    """What an attention can do, for code that iterates over all of them; see `RivalAttention` for each."""
+    """Properties of an attention, for code that iterates over all of them; see `BaselineAttention`."""
 
     complexity: str
     linear_memory: bool
@@ -61,38 +61,37 @@ _PRIMAL = AttentionTraits("O(N)", True, True, True, stochastic=False, exact_grad
 
 
 def attention_names() -> tuple[str, ...]:
-    """All names that `make_attention` knows, softmax and primal first."""
-    return ("softmax", "primal", *(name for name in _RIVALS if name != "softmax"))
+    """Return all names of `make_attention`, softmax and primal first."""
+    return ("softmax", "primal", *(name for name in _BASELINES if name != "softmax"))
 
 
 def attention_traits(name: str) -> AttentionTraits:
-    """What the attention of this name can do, without building it."""
+    """Return the properties of the attention of this name, without building it."""
     _check_name(name)
     if name == "primal":
         return _PRIMAL
-    rival = _RIVALS[name]
-    return AttentionTraits(
-        rival.complexity,
-        rival.linear_memory,
-        rival.supports_causal,
-        rival.streams,
-        rival.stochastic,
-        rival.exact_gradient,
-    )
+    return AttentionTraits(*(getattr(_BASELINES[name], field.name) for field in fields(AttentionTraits)))
 
 
 def make_attention(name: str, embed_dim: int, num_heads: int, **settings: Any) -> nn.Module:
-    """Attention by name. `settings` go to its class: causal, bias, dropout, device, dtype, and what is its own."""
+    """Build an attention by name.
+
+    Args:
+        name: one of `attention_names()`.
+        embed_dim: width of the tokens.
+        num_heads: number of heads.
+        settings: passed to the class: causal, bias, dropout, device, dtype, and the class's own arguments.
+    """
     _check_name(name)
     if name == "primal":
         from ..primal import PrimalAttention
 
         return PrimalAttention(embed_dim, num_heads, **settings)
-    return _RIVALS[name](embed_dim, num_heads, **settings)
+    return _BASELINES[name](embed_dim, num_heads, **settings)
 
 
 def _check_name(name: str) -> None:
-    if name == "primal" or name in _RIVALS:
+    if name == "primal" or name in _BASELINES:
         return
     near = difflib.get_close_matches(name, attention_names(), n=1, cutoff=0.4)
     hint = f"did you mean {near[0]!r}? " if near else ""

@@ -8,20 +8,15 @@ which cancels in the ratio; no constant is added to them, so causal, streamed an
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...ops.reference import wide
+from ...ops.feature_maps import accumulation_dtype
 from .. import checks
-from .draws import RandomBuffers, orthogonal_gaussian
-from .kernelized import KernelizedAttention
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from .base import Common
+from .linear import KernelizedAttention
+from .random_buffers import RandomBuffers, orthogonal_gaussian
 
 
 class PerformerAttention(RandomBuffers, KernelizedAttention):
@@ -45,7 +40,7 @@ class PerformerAttention(RandomBuffers, KernelizedAttention):
         features: int = 256,
         seed: int | None = None,
         redraw_every: int | None = 1000,
-        **common: Unpack[Common],
+        **common: Any,
     ) -> None:
         super().__init__(embed_dim, num_heads, **common)
         checks.positive("features", features)
@@ -69,7 +64,7 @@ class PerformerAttention(RandomBuffers, KernelizedAttention):
 
     def _log_features(self, z: Tensor) -> Tensor:
         # In float32 at least: an exponent of bfloat16 would be off by several per cent of its exponential.
-        z = z.to(wide(z.dtype)) * self.head_dim**-0.25
+        z = z.to(accumulation_dtype(z.dtype)) * self.head_dim**-0.25
         return z @ self.frequencies.to(z.dtype).T - z.square().sum(-1, keepdim=True) / 2
 
     def divide(self, num: Tensor, den: Tensor) -> Tensor:
