@@ -26,7 +26,7 @@ from ..ops import delta_rule, reference
 from ..ops.feature_maps import accumulation_dtype
 from ..ops.types import Scores, State
 from . import checks
-from .conv import CausalConv
+from .blocks import CausalConv
 from .primal import PrimalAttention, couple_gradients, is_plain_linear
 
 

@@ -115,7 +115,8 @@ def compute_objective(
 ) -> Tensor:
     """Return J of each sample, (B,), from the energies and traces of a layer. tokens: (B,) or one number."""
     energy, trace = result.energy, result.trace
-    assert energy is not None and trace is not None
+    assert energy is not None
+    assert trace is not None
     heads, rank = energy.shape[1], energy.shape[3]  # the fused kernels store a rank that is rounded up
     if sqrt_lambda.shape != (heads, min(sqrt_lambda.shape[-1], rank) if result.is_fused else rank):
         raise ValueError(f"sqrt_lambda must have shape {(heads, rank)} (got {tuple(sqrt_lambda.shape)})")

@@ -100,7 +100,8 @@ def attention(
 
 def output_projection(scores: Scores, weights: Weights, dropout: float = 0.0) -> Tensor:
     """y = W_out concat_h(W_o [e; r] + b_o) + b_out, (B, N, d)."""
-    assert weights.score_weight is not None and weights.out_weight is not None
+    assert weights.score_weight is not None
+    assert weights.out_weight is not None
     both = F.dropout(torch.cat(scores, dim=-1), dropout)  # (B, H, N, 2s)
     bias = None if weights.score_bias is None else weights.score_bias.to(both.dtype)
     heads = F.linear(both, weights.score_weight.to(both.dtype), bias)

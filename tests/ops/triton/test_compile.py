@@ -13,7 +13,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from closeness import assert_close
 from kernel_cases import SAME, assert_same, make, results, tokens, twin
 
-
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),

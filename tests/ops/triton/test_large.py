@@ -106,9 +106,7 @@ def test_a_cuda_graph_replays_forward_and_backward(mode: str) -> None:
     ("head_dim", "rank", "heads"), [(64, 30, 8), (64, 96, 4), (128, 96, 4), (60, 20, 2), (256, 200, 1)]
 )
 @pytest.mark.parametrize("mode", ["data_dependent", "plain", "two_sided", "causal", "learned_decay"])
-def test_the_kernels_are_as_exact_as_the_equations_in_bfloat16(
-    mode: str, head_dim: int, rank: int, heads: int
-) -> None:
+def test_the_kernels_are_as_exact_as_the_equations_in_bfloat16(mode: str, head_dim: int, rank: int, heads: int) -> None:
     layer = make(mode, head_dim, rank, heads, landmarks=300).to(DEVICE, torch.bfloat16)
     x = tokens(layer, 2, 1500)
     each = (twin(layer), twin(layer, torch.bfloat16), layer)

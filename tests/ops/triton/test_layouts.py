@@ -12,7 +12,8 @@ from primal_attention.ops.triton import causal_sum
 pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan", "short_chunks")
 
 PLACES = [(mode, "hole") for mode in MODES]
-PLACES += [(mode, where) for mode in ("data_dependent", "learned_decay", "causal_landmarks") for where in ("right", "left")]
+SIDES = ("data_dependent", "learned_decay", "causal_landmarks")
+PLACES += [(mode, where) for mode in SIDES for where in ("right", "left")]
 
 
 def padding(lengths: list[int], width: int, where: str) -> Tensor:

@@ -528,7 +528,8 @@ def project(
     x = None if x is None else x.to(dtype)
     if qk is not None:
         return qk, x, None
-    assert x is not None and weight is not None
+    assert x is not None
+    assert weight is not None
     weight = weight.to(dtype)
     return F.linear(x, weight, None if bias is None else bias.to(dtype)), x, weight
 
@@ -634,9 +635,7 @@ class BidirectionalScores(torch.autograd.Function):
                 grad_source = torch.zeros_like(source)
             elif grad_x is None:
                 grad_x = torch.zeros_like(x)
-            add_landmark_gradients(
-                rows, w_e, w_r, grad_wx, grad_x if grad_source is None else grad_source, is_distinct
-            )
+            add_landmark_gradients(rows, w_e, w_r, grad_wx, grad_x if grad_source is None else grad_source, is_distinct)
             grad_wx = landmark_weight_gradients(origin, rows, w_e, grad_wx)
         grad_e, grad_r = finish_weights(grad_wx, w_e, w_r, grad_trace.contiguous())
         of_projection = projection_gradients(ctx.dtypes, grad_x, grad_z, x, weight, grad_bias)
