@@ -377,6 +377,10 @@ class TestChoice:
         with pytest.raises(ValueError, match="backend='cpu' cannot serve this call: it has no causal data-dependent"):
             layer(torch.randn(1, 5, 16))
 
+    def test_other_devices_are_refused(self) -> None:
+        with pytest.raises(ValueError, match="backend='cpu' cannot serve this call: x is on 'meta'"):
+            make("plain").to("meta")(torch.empty(1, 5, 24, dtype=torch.float64, device="meta"))
+
     def test_second_derivative_is_refused(self) -> None:
         layer, x = make("plain"), torch.randn(1, 5, 24, dtype=torch.float64, requires_grad=True)
         with pytest.raises(RuntimeError, match="differentiated twice"):
