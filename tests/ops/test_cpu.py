@@ -13,7 +13,7 @@ from torch.autograd import gradcheck
 from closeness import assert_close
 from primal_attention import PrimalAttention, ksvd_loss
 from primal_attention.ops import primal
-from primal_attention.ops.cpu import attention, matmul, output
+from primal_attention.ops.cpu import attention, matmul
 from primal_attention.ops.feature_maps import COSINE
 from primal_attention.ops.types import Mode, Weights
 
@@ -85,16 +85,10 @@ def test_equals_the_equations(mode: str, shape: tuple[int, int], masked: bool, d
 
 @pytest.mark.parametrize(("d", "heads", "rank"), [(48, 1, 30), (60, 5, 3), (32, 4, 16), (24, 12, 1)])
 @every_mode
-def test_sizes_of_folded_and_two_step_output_maps(mode: str, d: int, heads: int, rank: int) -> None:
+def test_other_sizes(mode: str, d: int, heads: int, rank: int) -> None:
     layer = make(mode, d, heads, rank=rank)
     assert_same(layer, torch.randn(2, 150, d, dtype=torch.float64))
     assert_same(layer, torch.randn(1, 3, d, dtype=torch.float64))
-
-
-def test_both_output_maps_are_covered() -> None:
-    weights, _ = make("plain", 48, 3, rank=5)._weights()
-    assert isinstance(output.make_output_map(weights, 3, 10_000), output.FoldedOutput)
-    assert isinstance(output.make_output_map(weights, 3, 1), output.TwoStepOutput)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -376,6 +370,10 @@ class TestChoice:
         layer = PrimalAttention(16, 2, rank=4, landmarks=6, causal=True, max_length=9, backend="cpu")
         with pytest.raises(ValueError, match="backend='cpu' cannot serve this call: it has no causal data-dependent"):
             layer(torch.randn(1, 5, 16))
+
+    def test_other_devices_are_refused(self) -> None:
+        with pytest.raises(ValueError, match="backend='cpu' cannot serve this call: x is on 'meta'"):
+            make("plain").to("meta")(torch.empty(1, 5, 24, dtype=torch.float64, device="meta"))
 
     def test_second_derivative_is_refused(self) -> None:
         layer, x = make("plain"), torch.randn(1, 5, 24, dtype=torch.float64, requires_grad=True)

@@ -167,6 +167,7 @@ def choose_backend(
         why = why_not_fused(x, rank, mode, feature_map, state, need_state)
     elif backend == "cpu":
         why = why_not_cpu(weights, mode, feature_map, qk, decay, boundary)
+        why = why if x.device.type == "cpu" else f"x is on {x.device.type!r}"
     elif backend != "auto":
         return backend
     # torch.compile fuses the equations itself, and other tracers record them better than one opaque node.

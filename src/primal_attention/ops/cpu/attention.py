@@ -25,7 +25,7 @@ from .. import reference
 from ..feature_maps import accumulation_dtype
 from ..types import Mode, Output, RunningState, Scores, State, Weights
 from .matmul import accumulate_column_sums, accumulate_linear, linear_into
-from .output import OutputGradients, make_output_map
+from .output import OutputGradients, OutputMap
 from .scores import ProjectionWeights, decay_factors, landmark_positions, project, project_backward, running_sum_
 
 BLOCK_SIZE = 3 * 2**20  # numbers in z and the scores of a block: large products that stay in the cache
@@ -134,7 +134,7 @@ class Layer(torch.autograd.Function):
         (batch, length, d), heads, rank = x.shape, call.mode.heads, weights.w_e.shape[2]
         dtype = accumulation_dtype(x.dtype)
         projection = ProjectionWeights(x, positions, valid, weights.w_e, weights.w_r)
-        output = make_output_map(weights, heads, batch * length)
+        output = OutputMap(weights, heads)
         factors = None if decay is None else decay_factors(decay, valid, batch, length, dtype)
 
         energy = x.new_zeros(batch, 2, heads, rank, dtype=dtype)
@@ -201,7 +201,7 @@ class _Backward:
         self.heads, self.dtype = call.mode.heads, accumulation_dtype(x.dtype)
         batch, length, _ = x.shape
         self.projection = ProjectionWeights(x, self.inputs.positions, self.inputs.valid, weights.w_e, weights.w_r)
-        self.output = make_output_map(weights, self.heads, batch * length)
+        self.output = OutputMap(weights, self.heads)
         self.factors = self.next_factors = None
         if self.inputs.decay is not None:
             self.factors = decay_factors(self.inputs.decay, self.inputs.valid, batch, length, self.dtype)
