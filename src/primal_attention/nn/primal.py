@@ -122,11 +122,13 @@ class PrimalAttention(nn.Module):
 
     def _init_decay(self, decay: Literal["learned"] | float | Sequence[float] | None, factory: dict[str, Any]) -> None:
         # Stored as a logit: 16-bit floats have few numbers between 0.99 and 1.
-        self.decay_logit: Tensor | None = None
+        self.decay_logit: Tensor | None
         self._fixed_decay: tuple[float, ...] | None = None
-        if isinstance(decay, str):
+        if decay is None:
+            self.decay_logit = None
+        elif isinstance(decay, str):
             self.decay_logit = nn.Parameter(torch.empty(self.num_heads, **factory))
-        elif decay is not None:
+        else:
             rates = torch.as_tensor(decay, dtype=torch.float64, device="cpu")
             if rates.ndim > 1 or rates.numel() not in (1, self.num_heads):
                 raise ValueError(f"decay must be one number or num_heads={self.num_heads} numbers (got {decay!r})")
@@ -244,7 +246,8 @@ class PrimalAttention(nn.Module):
             shift = random_shift(self.landmarks, x.device)
             shift = shift if self.context is None else self.context.first(shift)
         weights, applies_output = self._weights()
-        qk, boundary, tokens = None, None, x.shape[-2]
+        qk, boundary = None, None
+        tokens: Tensor | int = x.shape[-2]
         if weights.qk_weight is None or self.context is not None:
             x = x if valid is None else x.masked_fill(~valid[..., None], 0.0)  # zero the padding, including NaNs
             qk = self.qk_proj(x)
@@ -276,7 +279,7 @@ class PrimalAttention(nn.Module):
         extras: list[Any] = [result.scores] if return_scores else []
         if return_state:
             assert result.state is not None
-            extras.append(type(result.state)(*result.state[:-1], self._state_label()))
+            extras.append(type(result.state)(*result.state[:-1], self._state_label()))  # type: ignore[call-arg]
         if key is not None:
             extras.insert(0, None)
         return (y, *extras) if extras else y
@@ -299,7 +302,7 @@ class PrimalAttention(nn.Module):
         is_called = not (is_plain_linear(score) and is_plain_linear(out))
         maps: list[Tensor | None] = [None] * 4 if is_called else [score.weight, score.bias, out.weight, out.bias]
         of_qk = (qk.weight, qk.bias) if is_plain_linear(qk) else (None, None)
-        return Weights(*of_qk, self.w_e, self.w_r, *maps), is_called
+        return Weights(*of_qk, self.w_e, self.w_r, *maps), is_called  # type: ignore[call-arg]
 
     def _apply_output(self, result: Output, dropout: float, is_packed: bool) -> Tensor:
         """Call `score_proj` and `out_proj` as modules."""

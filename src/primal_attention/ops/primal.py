@@ -99,9 +99,11 @@ def attend(
     width = max(int(cu_seqlens.diff().max()), 1) if max_seqlen is None else max_seqlen
     rows, valid = padding.padded_positions(cu_seqlens, width)
     total = x.shape[0]
-    padded, common["qk"] = (
-        None if t is None else t[rows] if total else t.new_zeros(*rows.shape, t.shape[-1]) for t in (x, qk)
-    )
+
+    def pad(t: Tensor) -> Tensor:
+        return t[rows] if total else t.new_zeros(*rows.shape, t.shape[-1])
+
+    padded, common["qk"] = pad(x), None if qk is None else pad(qk)
     result = compute(padded, weights, mode, valid=valid, **common)
     sequence, place = padding.packed_positions(cu_seqlens, total)
     scores = result.scores

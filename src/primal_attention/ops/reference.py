@@ -169,14 +169,13 @@ def sum_features(
     if not mode.causal and decay is None:
         return *token_features(q, k, feature_map, valid, boundary.feature_sum), None
     ones = torch.ones_like(q[..., :1], dtype=accumulation_dtype(q.dtype))
-    past_sums = (None,) * 3 if past is None else (past.query_sum, past.key_sum, past.weight[..., None])
-    after = (None,) * 3
-    if boundary.future is not None:
-        after = (boundary.future.query_sum, boundary.future.key_sum, boundary.future.weight[..., None])
-    sum_over = running_sum if mode.causal else two_sided_sum
+
+    def edge(state: RunningState | None) -> list[Tensor | None]:
+        return [None] * 3 if state is None else [state.query_sum, state.key_sum, state.weight[..., None]]
+
     q_sum, k_sum, weight = (
-        sum_over(z, decay, valid, start, *(() if mode.causal else (end,)))
-        for z, start, end in zip((q, k, ones), past_sums, after, strict=True)
+        running_sum(z, decay, valid, start) if mode.causal else two_sided_sum(z, decay, valid, start, end)
+        for z, start, end in zip((q, k, ones), edge(past), edge(boundary.future), strict=True)
     )
     # The cosine map does not depend on the divisor of the mean.
     divisor = 1.0 if feature_map.is_scale_free else weight.clamp(min=1.0)
@@ -315,9 +314,9 @@ def causal_landmark_scores(
     )
     # The projection weights after the last token.
     last = position[:, -1:]
-    late = rows.to(dtype) * decay_power((last[..., None] - grid)[:, None], dtype).mT if decay is not None else rows
+    late = rows.to(dtype) * decay_power((last - grid)[:, None, :, None], dtype)  # (B, H, n, p)
     with torch.autocast(rows.device.type, enabled=False):
-        w_e_x, w_r_x = (projection_weights(late.to(dtype), w.to(dtype)) for w in (w_e, w_r))
+        w_e_x, w_r_x = (projection_weights(late, w.to(dtype)) for w in (w_e, w_r))
     steps = x_h.shape[2]
     if past is not None:
         fade = decay_power((position - past.position[:, None] + 1)[:, None, :, None], q.dtype)

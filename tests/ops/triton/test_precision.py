@@ -104,7 +104,8 @@ def test_autocast_runs_the_kernels_in_its_dtype(device: torch.device) -> None:
     with torch.autocast(device.type, torch.float16):
         y = layer(x)
     assert y.dtype == torch.float16
-    assert torch.equal(y, half(x.half()))
+    # W_e and W_r are converted inside the kernels, which the interpreter does by truncation.
+    assert_close(y, half(x.half()), 1e-3)
     y.float().sum().backward()
     assert layer.w_e.grad.dtype == torch.float32
     # √Λ is a parameter of J alone and stays in its own dtype.

@@ -378,7 +378,7 @@ def _scan(
 ) -> Tensor:
     """The scan of `causal_sum` over states (chunks, H, 2, p, S) instead of sums."""
     heads, numbers = sums.shape[1], sums.shape[3] * sums.shape[4]
-    carries = torch.empty_like(sums)
+    carries = torch.zeros_like(sums)  # chunks beyond the last sequence stay zero
     _carries_kernel[(tables[0].shape[0], 2 * heads, ceil_div(numbers, 64))](
         sums, carries, sums if initial is None else initial, sums, sums if log_decay is None else log_decay,
         tables[2], tables[1], HEADS=heads, P=numbers, ROWS=CHUNK, BC=64, DECAY=log_decay is not None, REVERSE=reverse,
@@ -436,7 +436,7 @@ class CausalLandmarkScores(torch.autograd.Function):
         p, stored = constants["P"], constants["S"]
         rate, offsets = z if log_decay is None else log_decay, rows if offset is None else offset
         places = (tables[0], *tables[3:], n, marks_before.shape[0] - 1)
-        new = {"dtype": torch.float32, "device": z.device}
+        new: dict[str, Any] = {"dtype": torch.float32, "device": z.device}
         if is_single_chunk:
             states = torch.empty((0, heads, 2, p, stored), **new) if initial is None else initial
         else:
@@ -471,7 +471,7 @@ class CausalLandmarkScores(torch.autograd.Function):
         rate, offsets = z if log_decay is None else log_decay, rows if offset is None else offset
         places = (*tables[3:], n, marks_before.shape[0] - 1)
         grad_scores, grad_energy = grad_scores.contiguous(), grad_energy.contiguous()
-        new = {"dtype": torch.float32, "device": z.device}
+        new: dict[str, Any] = {"dtype": torch.float32, "device": z.device}
         grad_z = (torch.empty_like if covers_rows else torch.zeros_like)(z)
         grad_bias, grad_decay = torch.empty((chunks, 2 * heads * p), **new), torch.empty((chunks, heads, 2), **new)
         shape = (0 if is_single_chunk else chunks, heads, 2, p, stored)

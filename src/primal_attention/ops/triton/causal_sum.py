@@ -492,7 +492,7 @@ class CausalSumScores(torch.autograd.Function):
             grad_z = z
         else:
             grad_z = (torch.empty_like if covers_rows else torch.zeros_like)(z)
-        new = {"dtype": torch.float32, "device": z.device}
+        new: dict[str, Any] = {"dtype": torch.float32, "device": z.device}
         grad_wx = torch.empty((chunks, heads, 2, p, stored), **new)
         grad_bias, grad_decay = torch.empty((chunks, 2 * heads * p), **new), torch.empty((chunks, heads, 2), **new)
         sums = torch.empty((chunks, heads, 2, p), **new)

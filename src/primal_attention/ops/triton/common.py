@@ -154,12 +154,6 @@ def multiprocessors(device: torch.device) -> int:
 
 
 @torch.compiler.assume_constant_result
-def shared_memory(device: torch.device) -> int:
-    """Return the bytes of shared memory that a program may use; the interpreter uses those of an H200."""
-    return 227 * 2**10 if INTERPRETED else torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-
-
-@torch.compiler.assume_constant_result
 def precision(dtype: torch.dtype) -> str:
     """Return how products are computed.
 

@@ -261,10 +261,12 @@ def _decode_one_token(
     if qk is None:
         assert weights.qk_weight is not None
         qk = F.linear(x, weights.qk_weight, weights.qk_bias)
-    scores, *sums = decode(qk[:, 0], *state[:3], weights.w_e, weights.w_r, log_decay)
+    scores, query_sum, key_sum, weight = decode(qk[:, 0], *state[:3], weights.w_e, weights.w_r, log_decay)
     heads = F.linear(scores.flatten(2), weights.score_weight, weights.score_bias)  # (B, H, p)
     y = F.linear(heads.flatten(1), weights.out_weight, weights.out_bias)
-    return Output(y[:, None], scores=Scores(*scores[:, :, :, None].unbind(2)), state=RunningState(*sums))
+    return Output(
+        y[:, None], scores=Scores(*scores[:, :, :, None].unbind(2)), state=RunningState(query_sum, key_sum, weight)
+    )
 
 
 def _running_state(
