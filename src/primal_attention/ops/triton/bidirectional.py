@@ -169,35 +169,32 @@ def _scores_backward_kernel(
         z = tl.load(qk + row[:, None] * (2 * HEADS * P) + column[None], mask=inside, other=0.0)
         z32 = z.to(tl.float32)
         inverse, above = inverse_norms(z32)
-        phi = (z32 * inverse[:, None]).to(kind)
-        dz = tl.zeros((BT, BP), tl.float32)
-        along = tl.zeros((BT,), tl.float32)
-        for block in tl.static_range(NS):
-            if NS == 1:
-                w = w_first
-            else:
-                w, factor = scale_weights(load_weights(wx, block, grad_scores, P, COLUMNS, BP, BS))
-                twice = load_energy_gradient(grad_energy, block * BS + tl.arange(0, BS), RANK)
-            if z.dtype == kind:
-                e = dot(z, w, PRECISION) * (inverse * factor)[:, None]
-            else:
-                e = dot(phi, w, PRECISION) * factor
-            de = load_score_gradient(grad_scores, twice, e, row, live, block * BS + tl.arange(0, BS), HEADS, S, RANK)
-            along += tl.sum(e * de, 1)
-            if z.dtype == kind:
-                du = (de * inverse[:, None]).to(kind)
-                dz += dot(du, tl.trans(w), PRECISION) * factor
+        unit = z32 * inverse[:, None]
+        if NS == 1 and z.dtype == kind:
+            # z is a factor as it was loaded: φ is neither rounded nor stored.
+            scale = inverse * factor
+            e = dot(z, w_first, PRECISION) * scale[:, None]
+            de = load_score_gradient(grad_scores, twice, e, row, live, tl.arange(0, BS), HEADS, S, RANK)
+            du = (de * scale[:, None]).to(kind)
+            along = tl.where(above, tl.sum(e * de, 1) * inverse, 0.0)
+            dz = dot(du, tl.trans(w_first), PRECISION) - unit * along[:, None]
+            sum_w += dot(tl.trans(z), du, PRECISION)
+        else:
+            phi = unit.to(kind)
+            dz = tl.zeros((BT, BP), tl.float32)
+            for block in tl.static_range(NS):
+                s = block * BS + tl.arange(0, BS)
                 if NS == 1:
-                    sum_w += dot(tl.trans(z), du, PRECISION)
-            else:
+                    w = w_first
+                else:
+                    w, factor = scale_weights(load_weights(wx, block, grad_scores, P, COLUMNS, BP, BS))
+                    twice = load_energy_gradient(grad_energy, s, RANK)
+                e = dot(phi, w, PRECISION) * factor
+                de = load_score_gradient(grad_scores, twice, e, row, live, s, HEADS, S, RANK)
                 dz += dot(de.to(kind), tl.trans(w), PRECISION) * (inverse * factor)[:, None]
                 if NS == 1:
-                    sum_w += dot(tl.trans(phi), de.to(kind), PRECISION)
-        if z.dtype == kind:
-            dz -= z32 * inverse[:, None] * tl.where(above, along * inverse, 0.0)[:, None]
-        else:
+                    sum_w += dot(tl.trans(phi), (de * factor).to(kind), PRECISION)
             # Orthogonal to z beyond rounding: the gradient of a decay is a sum of small differences.
-            unit = z32 * inverse[:, None]
             dz -= unit * tl.where(above, tl.sum(unit * dz, 1), 0.0)[:, None]
         sum_b += tl.sum(dz, 0)
         tl.store(grad_qk + row[:, None] * (2 * HEADS * P) + column[None], dz.to(z.dtype), mask=inside)
@@ -206,7 +203,7 @@ def _scores_backward_kernel(
     if NS == 1:
         s = tl.arange(0, BS)
         tl.store(
-            grad_wx + own * (P * S) + p[:, None] * S + s[None], sum_w.to(grad_wx.dtype.element_ty),
+            grad_wx + own * (P * S) + p[:, None] * S + s[None], (sum_w / factor).to(grad_wx.dtype.element_ty),
             mask=(p[:, None] < P) & (s[None] < S),
         )  # fmt: skip
 
@@ -461,6 +458,7 @@ def score_arguments(
     constants = {
         "HEADS": heads, "P": p, "S": stored, "RANK": rank, "COLUMNS": columns, "HEAD_STRIDE": head_stride,
         "BP": tiles.width, "BS": tiles.rank, "PRECISION": precision(dtype), "num_warps": tiles.warps,
+        "num_stages": 1 if tiles.width * z.element_size() > 512 else 3,  # wide float32 blocks fill shared memory
     }  # fmt: skip
     return sides, constants, tiles
 

@@ -163,7 +163,7 @@ class OutputProjection(torch.autograd.Function):
     """y = W_out concat_h(W_o [e; r] + b_o) + b_out, (rows, H, 2, S) → (rows, d).
 
     Where it is cheaper, both maps are folded into one matrix M_h = W_out,h W_o. The column of ones in the stored scores
-    then multiplies W_out,h b_o and b_out, and the gradient of M contains those of the biases.
+    then multiplies W_out,h b_o, and the gradient of M contains that of b_out.
     """
 
     @staticmethod
@@ -180,55 +180,66 @@ class OutputProjection(torch.autograd.Function):
         rows, heads, _, stored = scores.shape
         p, dtype = w_o.shape[0], scores.dtype
         ctx.dtypes = [None if t is None else t.dtype for t in (w_o, b_o, w_out, b_out)]
-        padded = F.pad(w_o.to(dtype).view(p, 2, rank), (0, stored - rank)).view(p, 2 * stored)
+        spare, ones = w_o.new_zeros(p, stored - rank), []
         if has_ones and b_o is not None:
-            padded[:, rank] = b_o
+            ones, spare = [b_o[:, None]], spare[:, 1:]
+        padded = torch.cat([w_o[:, :rank], *ones, spare, w_o[:, rank:], w_o.new_zeros(p, stored - rank)], 1).to(dtype)
         w_out, each, matrix = w_out.to(dtype), None, None
-        is_folded = has_ones and 2 * stored * heads <= p * heads + 2 * stored and 2 * stored <= MAX_FOLDED_WIDTH
-        if is_folded:
+        b_out = None if b_out is None else b_out.to(dtype)
+        if has_ones and is_folded(heads, p, stored, dtype):
             matrix = (w_out.view(-1, p) @ padded).view(-1, heads * 2 * stored)  # (d, H·2S)
-            if b_out is not None:
-                matrix[:, rank] += b_out
-            y = scores.view(rows, -1) @ matrix.mT
+            y = F.linear(scores.view(rows, -1), matrix, b_out)
         else:
             b_o = None if has_ones or b_o is None else b_o.to(dtype)
             each = F.linear(scores.view(rows * heads, 2 * stored), padded, b_o).view(rows, -1)
-            y = F.linear(each, w_out, None if b_out is None else b_out.to(dtype))
+            y = F.linear(each, w_out, b_out)
         ctx.save_for_backward(scores, padded, w_out, matrix, each)
-        ctx.settings = (rank, has_ones)
+        ctx.rank = rank
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         forbid_double_backward()
         scores, padded, w_out, matrix, each = ctx.saved_tensors
-        (rank, has_ones), (of_w_o, of_b_o, of_w_out, of_b_out) = ctx.settings, ctx.dtypes
+        rank, (of_w_o, of_b_o, of_w_out, of_b_out) = ctx.rank, ctx.dtypes
         rows, heads, _, stored = scores.shape
         p = padded.shape[0]
-        grad_b_o = grad_b_out = None
         if matrix is not None:
             grad_scores = (grad @ matrix).view_as(scores)
-            grad_matrix = grad.mT @ scores.view(rows, -1)  # (d, H·2S)
-            by_head = grad_matrix.view(-1, 2 * stored)  # (d·H, 2S)
-            grad_w_out = matmul_to(by_head, padded.mT, of_w_out).view_as(w_out)
-            # One product per head, then their sum: a single product would run on one multiprocessor.
-            each_w_o = w_out.view(heads, -1, p).mT @ by_head.view(heads, -1, 2 * stored)
-            grad_padded = each_w_o.sum(0, dtype=torch.float32)
-            grad_b_out = grad_matrix[:, rank] if of_b_out else None
+            grad_matrix = matmul_to(grad.mT, scores.view(rows, -1), torch.float32)  # (d, H·2S)
+            by_head = grad_matrix.to(grad.dtype).view(heads, -1, 2 * stored)  # (d·H, 2S) in H parts
+            grad_w_out = matmul_to(by_head.view(-1, 2 * stored), padded.mT, of_w_out).view_as(w_out)
+            # One product per part, then their sum: a single product would run on one multiprocessor.
+            grad_padded = (w_out.view(heads, -1, p).mT @ by_head).sum(0, dtype=torch.float32)
+            grad_b_out = grad_matrix[:, rank]  # the column of ones: Σ dy
+            grad_b_o = (grad_b_out @ w_out.float()).view(heads, p).sum(0)
         else:
             grad_each = grad @ w_out
             grad_w_out = matmul_to(grad.mT, each, of_w_out)
             grad_scores = (grad_each.view(-1, p) @ padded).view_as(scores)
-            grad_padded = grad_each.view(-1, p).mT @ scores.view(-1, 2 * stored)
+            grad_padded = matmul_to(grad_each.view(-1, p).mT, scores.view(-1, 2 * stored), torch.float32)
             ones = grad.new_ones(1, rows)  # a product adds the rows faster than a reduction, and in float32
-            grad_b_out = (ones @ grad)[0] if of_b_out else None
-            if of_b_o and not has_ones:
-                grad_b_o = (ones @ grad_each).view(heads, p).sum(0).to(of_b_o)
-        if of_b_o and has_ones:
-            grad_b_o = grad_padded[:, rank].to(of_b_o)
+            grad_b_out = matmul_to(ones, grad, torch.float32)[0]
+            grad_b_o = matmul_to(ones, grad_each, torch.float32).view(heads, p).sum(0)
         grad_w_o = grad_padded.view(p, 2, stored)[:, :, :rank].to(of_w_o).reshape(p, 2 * rank)
-        grad_b_out = None if grad_b_out is None else grad_b_out.to(of_b_out)
-        return grad_scores, grad_w_o, grad_b_o, grad_w_out, grad_b_out, None, None
+        return (
+            grad_scores,
+            grad_w_o,
+            None if of_b_o is None else grad_b_o.to(of_b_o),
+            grad_w_out,
+            None if of_b_out is None else grad_b_out.to(of_b_out),
+            None,
+            None,
+        )
+
+
+def is_folded(heads: int, head_dim: int, stored: int, dtype: torch.dtype) -> bool:
+    """Return True if one folded map is cheaper than two. float32 is not folded: TF32 would round the product too."""
+    return (
+        dtype != torch.float32
+        and 2 * stored * heads <= head_dim * heads + 2 * stored
+        and 2 * stored <= MAX_FOLDED_WIDTH
+    )
 
 
 def output_projection(scores: Tensor, weights: Weights, rank: int, dropout: float) -> Tensor:
