@@ -28,9 +28,9 @@ def narrow(monkeypatch) -> None:
 
 @pytest.fixture
 def settings(tmp_path) -> model.ModelSettings:
-    # aot_eager traces like the default compiler and builds no kernels
+    # Dynamo alone: its graphs are what is counted, and no kernels are built
     return model.ModelSettings(
-        tokens=32, layers=2, repeats=2, steps=1, device="cpu", out=tmp_path, compiler="aot_eager", command="…"
+        tokens=32, layers=1, repeats=2, steps=1, device="cpu", out=tmp_path, compiler="eager", command="…"
     )
 
 

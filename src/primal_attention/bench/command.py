@@ -85,7 +85,7 @@ def common(
         add("--baselines", action="store_true", help="all attentions of the paper's tables too")
     else:
         command.set_defaults(decay=None, baselines=False)
-    known = "sdpa, published, primal (all backends), primal-fused, …, baseline, linear, performer, …, fla"
+    known = "sdpa, sdpa-cudnn, …, published, primal (all backends), primal-fused, …, baseline, linear, …, fla"
     add("--only", nargs="+", default=[], metavar="NAME", help=known if layer else "softmax, primal, primal-mean, …")
     add("--eager", action="store_true", help="on a GPU: no CUDA graph, the host's launches included")
     add("--repeats", type=int, default=repeats, help=f"on a GPU (default {repeats})")

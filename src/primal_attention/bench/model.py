@@ -107,7 +107,8 @@ def count_graphs(step: Callable[[Tensor], None], x: Tensor) -> dict[str, int]:
 
     first = counters["stats"]["unique_graphs"]
     for n in LENGTHS[:-1]:
-        step(x[:, : max(2, n * x.shape[1] // LENGTHS[-1])].contiguous())
+        part = x[:, : max(2, n * x.shape[1] // LENGTHS[-1])]
+        step(part.clone(memory_format=torch.contiguous_format))
     graphs = counters["stats"]["unique_graphs"]
     return {"graphs": graphs, "recompilations": graphs - first}
 
@@ -147,7 +148,7 @@ def prepare(specs: Sequence[Spec], settings: ModelSettings) -> dict[tuple[str, s
         futures = {pool.submit(measure, spec, kind, settings, True): (spec.name, kind) for spec, kind in jobs}
         for future in as_completed(futures):
             died = future.exception()  # of the process; the row is then compiled when it is timed
-            row = {"first_s": None, "error": f"{died}"} if died else future.result()
+            row: dict[str, Any] = {"first_s": None, "error": f"{died}"} if died else future.result()
             found[futures[future]] = row["first_s"]
             progress.advance(f"{', '.join(futures[future])}: {row['error'] or 'compiled'}")
     return found
