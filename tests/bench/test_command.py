@@ -54,7 +54,7 @@ def test_it_runs_with_torch_alone(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "required: attention | decode | generate | plot"),
+        ([], "required: attention | decode | generate | model | plot"),
         (["atention"], "invalid choice: 'atention'"),
         (["attention", "--lengths", "-1"], "4096, 4K or 1M (got '-1')"),
         (["attention", "--lengths", "4Q"], "4096, 4K or 1M (got '4Q')"),
@@ -90,7 +90,7 @@ def test_bad_input_is_one_line_and_code_two(words, said, capsys, tmp_path, monke
 
 
 def test_help_has_an_example(capsys):
-    for words in ([], ["attention"], ["decode"], ["plot"]):
+    for words in ([], ["attention"], ["decode"], ["model"], ["plot"]):
         with pytest.raises(SystemExit) as leaving:
             main([*words, "--help"])
         assert leaving.value.code == 0

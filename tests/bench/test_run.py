@@ -169,6 +169,17 @@ def test_whom_only_names():
         contenders(only=("perfromer",))
 
 
+def test_every_sdpa_backend_is_a_row(settings):
+    field = [c for c in contenders(only=("softmax",)) if c.name != "flash-attn-4"]
+    assert [c.name for c in field] == ["sdpa", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "sdpa-math"]
+    small = dataclasses.replace(settings, lengths=(16,), widths=((16, 2),), name="softmax")
+    found = {row["name"]: row for row in run.run(small, field)["rows"]}
+    assert {name for name, row in found.items() if row["status"] == "ok"} == {"sdpa", "sdpa-flash", "sdpa-math"}
+    assert found["sdpa-math"]["speedup"] == found["sdpa"]["seconds"] / found["sdpa-math"]["seconds"]
+    assert found["sdpa-cudnn"]["status"] == "unsupported"
+    assert "torch has no cudnn kernel" in found["sdpa-cudnn"]["note"]
+
+
 def test_the_interpreter_is_never_timed(monkeypatch):
     from primal_attention.bench.settings import Case
 

@@ -20,7 +20,9 @@ DECODE = """Time one more token after N tokens were read, and weigh the state: P
 attention's cache of keys and values."""
 GENERATE = """Time one more token of a whole language model after N tokens were read, and weigh its state: all-Primal
 models in several modes against softmax with its cache of keys and values."""
-COMMANDS = ("attention", "decode", "generate")
+MODEL = """Time training steps of whole models, softmax attention (SDPA) and Primal: wall time, GPU-busy time,
+first step (compilation) and peak memory; count recompilations over ten lengths. Prints a table, writes NAME.json."""
+COMMANDS = ("attention", "decode", "generate", "model")
 PLOT = """Draw the picture of an earlier run again, for instance of one from a machine without matplotlib."""
 
 
@@ -56,6 +58,15 @@ def parser(prog: str) -> Parser:
     common(generate, repeats=100, seconds=0.3, layer=False, name="generate", lengths="1K … 1M")
     generate.add_argument("--batch", type=int, default=1, help="sequences that decode at once (default 1)")
     generate.add_argument("--layers", type=int, default=6, help="blocks of the models (default 6)")
+    model = command("model", MODEL, "--rows 512x1024 vit-eager-autocast --prepare")
+    add: Callable[..., Any] = model.add_argument
+    add("--rows", nargs="+", default=[], metavar="ROW", help="a row such as vit-eager-autocast or a model such as vit")
+    add("--tokens", type=word(read_length), default=32768, help="per step (default 32K); fewer shorten the sequences")
+    add("--layers", type=int, help="of every model, instead of its own")
+    add("--repeats", type=int, default=5, help="whose median counts (default 5)")
+    add("--steps", type=int, default=10, help="of each repetition (default 10)")
+    add("--prepare", action="store_true", help="compile all rows in parallel first, to fill the compiler's cache")
+    output(model, "model")
     plot = command("plot", PLOT, "results/bench/attention.json")
     plot.add_argument("file", type=Path, help="NAME.json of a run")
     return top
@@ -68,23 +79,29 @@ def common(
     add("--lengths", nargs="+", type=word(read_length), metavar="N", help=f"tokens: 4096, 4K, 1M (default {lengths})")
     add("--widths", nargs="+", type=word(read_width), metavar="D:H", help="embed_dim:num_heads (default 512:8)")
     add("--dtype", choices=DTYPES, help="default bfloat16 on a GPU, float32 on a CPU")
-    add("--device", help="cpu, cuda or cuda:N (default: the GPU if there is one)")
     add("--rank", type=int, default=30, help="Primal's s (default 30)")
     if layer:
         add("--decay", type=word(read_decay), help="Primal's, causal: 'learned' or a number in (0, 1]")
         add("--baselines", action="store_true", help="all attentions of the paper's tables too")
     else:
         command.set_defaults(decay=None, baselines=False)
-    known = "sdpa, published, primal (all backends), primal-fused, …, baseline, linear, performer, …, fla"
+    known = "sdpa, sdpa-cudnn, …, published, primal (all backends), primal-fused, …, baseline, linear, …, fla"
     add("--only", nargs="+", default=[], metavar="NAME", help=known if layer else "softmax, primal, primal-mean, …")
     add("--eager", action="store_true", help="on a GPU: no CUDA graph, the host's launches included")
     add("--repeats", type=int, default=repeats, help=f"on a GPU (default {repeats})")
     add("--seconds", type=float, default=seconds, help=f"to measure each for, on a CPU (default {seconds})")
+    add("--no-plot", action="store_true", help="tables and JSON only")
+    output(command, name)
+
+
+def output(command: Parser, name: str) -> None:
+    """Options of every benchmark: where it runs and what it writes."""
+    add: Callable[..., Any] = command.add_argument
+    add("--device", help="cpu, cuda or cuda:N (default: the GPU if there is one)")
     add("--seed", type=int, default=0, help="of weights and inputs (default 0)")
     add("--out", type=Path, default=Path("results/bench"), help="folder (default results/bench)")
     add("--name", help=f"of the files in it (default {name})")
     add("--commit", help="to write down where git cannot say it")
-    add("--no-plot", action="store_true", help="tables and JSON only")
 
 
 def word(read: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -105,7 +122,8 @@ def main(args: Sequence[str], prog: str = "primal bench") -> int:
             raise BenchError("--rivals is now called --baselines")
         found = parser(prog).parse_args(list(args))
         found.command = shlex.join([*prog.split(), *args])
-        {"attention": attention, "decode": decode, "generate": generate, "plot": plot}[found.what](found)
+        commands = {"attention": attention, "decode": decode, "generate": generate, "model": model, "plot": plot}
+        commands[found.what](found)
     except (BenchError, RunError) as error:
         print(f"primal: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -170,6 +188,15 @@ def generate(found: argparse.Namespace) -> None:
     report = generate.run(settings)
     print(tables.decode(report))
     finish(report, settings.out / settings.file_name, settings.plot)
+
+
+def model(found: argparse.Namespace) -> None:
+    from primal_attention.bench import model, tables
+
+    keep = ("tokens", "layers", "device", "repeats", "steps", "prepare", "seed", "out", "name", "commit", "command")
+    settings = model.ModelSettings(rows=tuple(found.rows), **{name: getattr(found, name) for name in keep})
+    print(tables.model(model.run(settings)))
+    print(f"\nwritten: {settings.file}")
 
 
 def plot(found: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""The layers to time: Primal with every backend, SDPA, the authors' Primal, the baselines, flash-linear-attention."""
+"""The layers to time: Primal and SDPA with every backend, the authors' Primal, the baselines, optional packages."""
 
 from __future__ import annotations
 
@@ -11,16 +11,28 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from primal_attention.bench import memory
+from primal_attention.bench.provenance import installed
 from primal_attention.bench.published import PublishedPrimal
 from primal_attention.bench.settings import BenchError, Case, primal_keywords
 from primal_attention.nn.baselines import attention_names, attention_traits, make_attention
+from primal_attention.nn.baselines.softmax import SoftmaxAttention
+from primal_attention.nn.padding import Tokens
 from primal_attention.nn.primal import PrimalAttention
 from primal_attention.ops.primal import is_interpreting
 
 Kind = Literal["softmax", "primal", "published", "baseline", "fla"]
 PRIMAL_BACKENDS = ("fused", "cpu", "compiled", "reference")
+SDPA_BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
 # Layers of flash-linear-attention by the names it gives them; all are causal.
 FLA_LAYERS = {
     "fla-linear": "LinearAttention",
@@ -47,7 +59,8 @@ class Contender:
 
 def contenders(*, baselines: bool = False, only: Sequence[str] = ()) -> list[Contender]:
     """All contenders, or the subset named in `only` (a name or a kind: primal, baseline, fla)."""
-    everybody = [sdpa(), *(primal(backend) for backend in PRIMAL_BACKENDS), published(), *_baselines(), *_fla()]
+    softmax = [sdpa(), *(sdpa(backend) for backend in SDPA_BACKENDS), *_flash_attention_4()]
+    everybody = [*softmax, *(primal(backend) for backend in PRIMAL_BACKENDS), published(), *_baselines(), *_fla()]
     if not only:
         return [c for c in everybody if baselines or c.kind != "baseline"]
     names = {c.name for c in everybody} | {c.kind for c in everybody} | {"fla"}
@@ -62,8 +75,59 @@ def contenders(*, baselines: bool = False, only: Sequence[str] = ()) -> list[Con
     return chosen
 
 
-def sdpa() -> Contender:
-    return Contender("sdpa", "softmax (SDPA)", "softmax", lambda case: _named("softmax", case))
+def sdpa(backend: str | None = None) -> Contender:
+    """Softmax attention by torch, with the backend that torch chooses or with the one of this name."""
+    if backend is None:
+        return Contender("sdpa", "softmax (SDPA)", "softmax", lambda case: _named("softmax", case))
+    return Contender(f"sdpa-{backend}", f"softmax (SDPA, {backend})", "softmax", lambda c: _build_sdpa(c, backend))
+
+
+class ForcedBackend(nn.Module):
+    """A layer whose SDPA calls use one backend."""
+
+    def __init__(self, layer: nn.Module, backend: SDPBackend) -> None:
+        super().__init__()
+        self.layer, self.backend = layer, backend
+
+    def forward(self, x: Tensor) -> Tensor:
+        with sdpa_kernel(self.backend):
+            return self.layer(x)  # type: ignore[no-any-return]
+
+
+def _build_sdpa(case: Case, backend: str) -> nn.Module:
+    layer = ForcedBackend(_named("softmax", case), SDPA_BACKENDS[backend])
+    x = torch.zeros(1, 16, case.embed_dim, device=case.device, dtype=case.dtype)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's reasons against each backend
+            layer(x)
+    except RuntimeError as error:
+        if memory.is_out_of_memory(error):
+            raise
+        raise CannotRunError(f"torch has no {backend} kernel for this device, precision and head width") from None
+    return layer
+
+
+class FlashAttention4(SoftmaxAttention):
+    """Softmax attention by the package flash-attn-4."""
+
+    def mix(self, x: Tensor, tokens: Tokens) -> Tensor:
+        function = importlib.import_module("flash_attn.cute").flash_attn_func
+        q, k, v = (t.transpose(1, 2) for t in self.project_in(x))  # (B, N, H, p)
+        y = function(q, k, v, causal=self.causal)
+        # Some versions return the log-sum-exp too.
+        return (y[0] if isinstance(y, tuple) else y).transpose(1, 2)  # type: ignore[no-any-return]
+
+
+def _flash_attention_4() -> list[Contender]:
+    if installed("flash-attn-4") is None:
+        return []
+
+    def build(case: Case) -> nn.Module:
+        keywords: dict[str, Any] = {"causal": case.causal, "device": case.device, "dtype": case.dtype}
+        return without_checks(FlashAttention4(case.embed_dim, case.num_heads, **keywords))
+
+    return [Contender("flash-attn-4", "softmax (flash-attn-4)", "softmax", build)]
 
 
 def primal(backend: str) -> Contender:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-VERSIONS = ("torch", "triton", "numpy", "flash-linear-attention", "fla-core")
+VERSIONS = ("torch", "triton", "numpy", "flash-linear-attention", "fla-core", "flash-attn-4")
 
 
 def origin(device: torch.device, command: str | None, commit: str | None = None) -> dict[str, Any]:

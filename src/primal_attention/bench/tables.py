@@ -42,6 +42,23 @@ def decode(report: dict[str, Any]) -> str:
     return "\n\n".join(parts + notes(report["rows"]))
 
 
+def model(report: dict[str, Any]) -> str:
+    """Training steps of `primal bench model`, and below them errors and recompilations."""
+    columns = {"wall_ms": "ms/step", "ratio": "× SDPA", "busy_ms": "GPU busy, ms", "first_s": "first step, s",
+               "peak_mib": "peak, MiB", "peak_ratio": "× SDPA"}  # fmt: skip
+    body, rest = [], []
+    for row in report["rows"]:
+        name = f"{row['name']}, {row['kind']}"
+        body.append([name, *("–" if row[key] is None else number(row[key]) for key in columns)])
+        if row["error"]:
+            rest.append(f"{name}: {row['error']}")
+        elif "graphs" in row:
+            rest.append(f"{name}: {row['recompilations']} recompilations, {row['graphs']} graphs over ten lengths")
+    where = f"{device_name(report['hardware'])}; torch {report['versions']['torch']}{busy(report['hardware'])}"
+    title = f"training steps of whole models, {report['settings']['tokens']:,} tokens each unless the batch is limited"
+    return "\n\n".join([where, table(title, ["", *columns.values()], body), *(["\n".join(rest)] if rest else [])])
+
+
 def headline(report: dict[str, Any]) -> str:
     settings, versions = report["settings"], report["versions"]
     kind = "causal" if settings.get("causal") or report["kind"] != "attention" else "not causal"
