@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from closeness import assert_close
 from primal_attention import PrimalAttention, ksvd_loss
+from primal_attention.ops.landmarks import landmark_indices
 from primal_attention.ops.reference import split_heads
-from primal_attention.ops.sampling import landmark_indices
 from primal_cases import MODES, MODES_AND_DECAYS, gradients, inputs, make
 
 SAME = 1e-12  # float64, the same sums in another order

@@ -11,21 +11,22 @@ from torch import Tensor
 from closeness import assert_close
 from primal_attention import PrimalAttention
 from primal_attention.ops.feature_maps import positive_random
+from primal_attention.ops.landmarks import landmark_indices
 from primal_attention.ops.reference import split_heads
-from primal_attention.ops.sampling import landmark_indices
 from primal_cases import MAX_LENGTH, MODES, MODES_AND_DECAYS, inputs, make
 
 SAME = 1e-12  # float64, the same sums in another order
 
 
 def features(layer: PrimalAttention, x: Tensor) -> tuple[Tensor, Tensor]:
-    """φ of q and k (of their faded running sums in the causal data-independent mode), with the norm written out."""
+    """φ of q and k, or of their weighted sums in the data-independent modes, with the norm written out."""
     q, k = (split_heads(z, layer.num_heads) for z in layer.qk_proj(x).chunk(2, -1))
-    if layer.causal and not layer.data_dependent:
+    if not layer.data_dependent and (layer.causal or layer.decay is not None):
         n = x.shape[1]
         age = torch.arange(n)[:, None] - torch.arange(n)
         gamma = torch.ones(layer.num_heads, dtype=x.dtype) if layer.decay is None else layer.decay
-        weights = gamma[:, None, None] ** age.clamp(min=0) * (age >= 0)  # (H, N, N)
+        weights = gamma[:, None, None] ** age.abs()  # (H, N, N)
+        weights = weights * (age >= 0) if layer.causal else weights
         q, k = weights @ q, weights @ k
     return q / q.norm(dim=-1, keepdim=True), k / k.norm(dim=-1, keepdim=True)
 

@@ -118,7 +118,7 @@ def test_layer_equals_the_published_code(name: str, backend: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in FILES if not name.startswith(("rl", "nlp"))])
 def test_landmarks_are_the_published_rows(name: str) -> None:
-    from primal_attention.ops.sampling import landmark_indices
+    from primal_attention.ops.landmarks import landmark_indices
 
     golden, meta = load(name)
     assert torch.equal(landmark_indices(meta["N"], meta["n"]), golden["idx"])
