@@ -63,7 +63,7 @@ def counted_bytes(
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from primal_attention import PrimalAttention, context_parallel
-    from primal_attention.parallel.traffic import Traffic
+    from primal_attention.parallel.collectives import Traffic
 
     class Messages(Traffic):
         def __init__(self) -> None:

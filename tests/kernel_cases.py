@@ -1,4 +1,4 @@
-"""Layers on the fused kernels beside their truth: the equations in float64 on the same numbers."""
+"""Layers on the fused kernels, and the reference in float64 with the same parameters."""
 
 from __future__ import annotations
 
@@ -12,34 +12,35 @@ from torch import Tensor
 from closeness import assert_close
 from primal_attention import PrimalAttention
 
-# Name of the mode → the keywords that make it: all that the kernels serve.
+# Mode → keywords.
 MODES: dict[str, dict[str, Any]] = {
     "data_dependent": {},
     "plain": {"data_dependent": False},
+    "two_sided": {"data_dependent": False, "decay": "learned"},
     "causal": {"data_dependent": False, "causal": True},
     "learned_decay": {"data_dependent": False, "causal": True, "decay": "learned"},
     "fixed_decay": {"data_dependent": False, "causal": True, "decay": 0.9},
-    "growing": {"causal": True},
-    "growing_decay": {"causal": True, "decay": "learned"},
+    "causal_landmarks": {"causal": True},
+    "causal_landmarks_decay": {"causal": True, "decay": "learned"},
 }
 
-# float32 throughout, and no product of more than a few hundred terms: what is left is rounding in another order.
+# float32 with sums of a few hundred terms: only the order of rounding differs.
 SAME = 2e-6
-# Few numbers, each a sum whose terms nearly cancel: the equations in float32 miss the truth by as much.
+# Few numbers, each a sum whose terms nearly cancel: the reference in float32 has the same error.
 CANCELLED = {"J": 1e-5, "gradient of decay_logit": 5e-5}
 
 Results = dict[str, Tensor]
-# Typed loosely: J and gradients are None until a pass has made them, which every test does first.
+# Typed loosely: J and gradients are None before the first pass.
 Layer = Any
 
 
 def make(mode: str, head_dim: int = 16, rank: int = 5, heads: int = 2, max_length: int = 160, **keywords: Any) -> Layer:
-    """A fused layer of the mode in training; its landmarks are few enough to leave gaps in 63 tokens.
+    """Return a fused layer of the mode in training; its landmarks leave gaps in 63 tokens.
 
-    max_length counts in the growing modes alone: where their landmarks lie.
+    max_length is used by the causal landmark modes only.
     """
     merged = {"rank": rank, "landmarks": 9, "backend": "fused", **MODES[mode], **keywords}
-    if mode.startswith("growing"):
+    if mode.startswith("causal_landmarks"):
         merged["max_length"] = max_length
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a rank above the width is odd, not wrong
@@ -56,16 +57,16 @@ def tokens(layer: Layer, *shape: int) -> Tensor:
 
 
 def twin(layer: Layer, dtype: torch.dtype = torch.float64, backend: str = "reference") -> Layer:
-    """The same numbers through the equations. To be made before the layer runs: a result cannot be copied."""
+    """Return the reference with the same parameters. Call it before the layer runs: a graph cannot be copied."""
     other = copy.deepcopy(layer).to(dtype)
     other.backend = backend
     return other
 
 
 def results(layer: Layer, x: Tensor, *args: Any, scored: bool = True, **keywords: Any) -> Results:
-    """y, e, r and J, and the gradients of x and of every parameter, of a sum that weighs each number differently.
+    """Return y, e, r, J and the gradients of x and all parameters of a randomly weighted sum.
 
-    scored: without e and r where False; who does not ask for them may be served without forming them.
+    scored: include e and r.
     """
     x = x.to(layer.w_e.dtype).detach().requires_grad_()
     if scored:
@@ -76,7 +77,7 @@ def results(layer: Layer, x: Tensor, *args: Any, scored: bool = True, **keywords
     draw = torch.Generator().manual_seed(1)
     loss = x.new_zeros((), dtype=torch.float64)
     for name, result in found.items():
-        # Weights that every dtype holds exactly. J is a mean over the tokens: without the factor nobody would see it.
+        # Weights that every dtype holds exactly. J is a mean over the tokens: the factor makes it count.
         weight = torch.randn(result.shape, generator=draw).bfloat16().to(result.device, torch.float64)
         loss = loss + (result.double() * weight).sum() * (x.shape[-2] if name == "J" else 1)
     names, inputs = zip(("x", x), *layer.named_parameters(), strict=True)
@@ -95,7 +96,7 @@ def assert_same(found: Results, expected: Results, ratio: float = SAME) -> None:
 
 
 def assert_as_truth(layer: Layer, x: Tensor, *args: Any, ratio: float = SAME, **keywords: Any) -> Results:
-    """Everything the layer gives, beside the equations in float64; returns what it gave."""
+    """Compare all results of the layer with the reference in float64, and return them."""
     truth = twin(layer)
     found = results(layer, x, *args, **keywords)
     assert_same(found, results(truth, x, *args, **keywords), ratio)

@@ -78,7 +78,7 @@ def bench() -> dict[str, Any]:
             "kept_bytes": 1000 * n if seconds else None,
             "peak_bytes": None,
         }
-        for name, label, power in (("sdpa", "softmax (SDPA)", 2), ("primal-lean", "Primal (lean)", 1))
+        for name, label, power in (("sdpa", "softmax (SDPA)", 2), ("primal-cpu", "Primal (cpu)", 1))
         for n, seconds in ((256, 1e-3), (1024, 1e-3 * 4**power), (4096, None if power == 2 else 1.6e-2))
     ]
     hardware = {"device": "cpu", "cpu": "a processor", "cores": 2, "threads": 1, "load_before": 2.0}

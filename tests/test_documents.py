@@ -32,9 +32,9 @@ def test_the_code_about_language_models_runs(check: ModuleType, capsys: pytest.C
     assert check.run_examples(ROOT / "docs" / "language.md") == 2
 
 
-def test_the_code_about_rivals_runs(check: ModuleType) -> None:
+def test_the_code_about_baselines_runs(check: ModuleType) -> None:
     given = {"x": torch.randn(2, 9, 512), "key_padding_mask": torch.zeros(2, 9, dtype=torch.bool)}
-    assert check.run_examples(ROOT / "docs" / "rivals.md", given) == 1
+    assert check.run_examples(ROOT / "docs" / "baselines.md", given) == 1
 
 
 def test_the_code_about_other_models_runs(check: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from .convert.spectrum import spectrum
     from .engine.timeseries.estimator import PrimalClassifier
     from .ksvd import KernelSVD
+    from .nn.baselines import attention_names, make_attention
     from .nn.objective import ksvd_loss, record_objective
     from .nn.primal import PrimalAttention
-    from .nn.rivals import attention_names, make_attention
     from .official import load_official
     from .parallel import context_parallel
 
@@ -24,13 +24,13 @@ _LAZY = {
     "KernelSVD": "primal_attention.ksvd",
     "PrimalAttention": "primal_attention.nn.primal",
     "PrimalClassifier": "primal_attention.engine.timeseries.estimator",
-    "attention_names": "primal_attention.nn.rivals",
+    "attention_names": "primal_attention.nn.baselines",
     "context_parallel": "primal_attention.parallel",
     "distill": "primal_attention.convert.distill",
     "ksvd_loss": "primal_attention.nn.objective",
     "load_official": "primal_attention.official",
     "load_primalized": "primal_attention.convert",
-    "make_attention": "primal_attention.nn.rivals",
+    "make_attention": "primal_attention.nn.baselines",
     "primalize": "primal_attention.convert",
     "record_objective": "primal_attention.nn.objective",
     "spectrum": "primal_attention.convert.spectrum",

@@ -15,9 +15,9 @@ from primal_attention.bench.command import Parser
 from primal_attention.bench.contenders import plain_reason
 from primal_attention.bench.provenance import cpu_name, installed
 from primal_attention.bench.settings import BenchError
-from primal_attention.ops import backends
-from primal_attention.ops.lean import native
-from primal_attention.ops.modes import COSINE, Mode
+from primal_attention.ops import primal
+from primal_attention.ops.feature_maps import COSINE
+from primal_attention.ops.types import Mode, Weights
 
 ABOUT = "Say what this installation has: versions, devices, which backend runs here and why, extras."
 MODES = {
@@ -60,13 +60,11 @@ def chosen() -> list[str]:
     devices = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
     lines = ['backend="auto" takes']
     for device in devices:
-        taken = {name: backends.choose("auto", probe(device), RANK, mode, COSINE, None) for name, mode in MODES.items()}
+        taken = {name: choose("auto", probe(device), mode) for name, mode in MODES.items()}
         if len(set(taken.values())) == 1:
             lines.append(f"  {device:<7} {taken['not causal']}, in every mode")
         else:
             lines += [f"  {device:<7} {backend:<10} {name}" for name, backend in taken.items()]
-        if device == "cpu":
-            lines.append(f"          {lean_note()}")
         lines += [f"          not {backend}: {reason}" for backend, reason in against(device, set(taken.values()))]
     return lines
 
@@ -75,7 +73,7 @@ def against(device: str, taken: set[str]) -> list[tuple[str, str]]:
     """(backend, reason) for each that "auto" passes over on this device."""
     x = probe(device)
     found = []
-    for backend in ("fused", "lean"):
+    for backend in ("fused", "cpu"):
         if (reason := refusal(backend, x, MODES["not causal"])) is not None:
             found.append((backend, reason))
             continue
@@ -88,16 +86,16 @@ def against(device: str, taken: set[str]) -> list[tuple[str, str]]:
     return found
 
 
-def lean_note() -> str:
-    """What computes the lean path here."""
-    if (why := native.missing()) is None:
-        return "lean computes in C, compiled for this processor; causal modes, dropout and 16 bits in PyTorch"
-    return f"lean computes in PyTorch: {why}"
+def choose(backend: str, x: torch.Tensor, mode: Mode) -> str:
+    """Return the backend of a layer with plain maps."""
+    weight = torch.empty(mode.heads, 0, RANK)
+    weights = Weights(weight, None, weight, weight, weight, None, weight, None)
+    return primal.choose_backend(backend, x, weights, mode, COSINE)
 
 
 def refusal(backend: str, x: torch.Tensor, mode: Mode) -> str | None:
     try:
-        backends.choose(backend, x, RANK, mode, COSINE, None)
+        choose(backend, x, mode)
     except ValueError as error:
         return plain_reason(str(error))
     return None
@@ -107,8 +105,8 @@ def compiled_note(device: str) -> str:
     needed = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
     if device == "cpu" and not needed:
         return "torch.compile needs a C++ compiler, and none is on the path"
-    if device != "cpu" and backends.triton_missing() is not None:
-        return f"torch.compile needs Triton: {backends.triton_missing()}"
+    if device != "cpu" and not primal.HAS_TRITON:
+        return "torch.compile needs Triton, which is not installed"
     return "works when asked for; compiling takes up to a minute at the first call"
 
 

@@ -23,7 +23,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 def test_attention_from_end_to_end(tmp_path, capsys):
-    words = ["attention", *TINY, "--only", "sdpa", "primal-lean", "--landmarks", "5", "--out", str(tmp_path)]
+    words = ["attention", *TINY, "--only", "sdpa", "primal-cpu", "--landmarks", "5", "--out", str(tmp_path)]
     assert cli.main(["bench", *words]) == 0
     out = capsys.readouterr().out
     assert "SDPA's time ÷ this one's" in out
@@ -71,6 +71,7 @@ def test_it_runs_with_torch_alone(tmp_path):
         (["attention", "--decay", "2", "--causal"], "in (0, 1] (got '2')"),
         (["attention", "--decay", "learned"], "--decay needs --causal"),
         (["attention", "--only", "sdpaa"], "did you mean 'sdpa'?"),
+        (["attention", "--rivals"], "--rivals is now called --baselines"),
         (["attention", "--out", "/proc/nowhere"], "--out /proc/nowhere cannot be written to"),
         (["decode", "--batch", "0"], "--batch must be above 0"),
         (["plot", "no-such-file.json"], "no-such-file.json does not exist"),

@@ -11,7 +11,7 @@ from primal_attention.bench.settings import BenchError
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory) -> decode.DecodeSettings:
     return decode.DecodeSettings(
-        lengths=(32, 128), widths=((16, 2),), rank=4, batch=2, seconds=0.01, rivals=True, device="cpu",
+        lengths=(32, 128), widths=((16, 2),), rank=4, batch=2, seconds=0.01, baselines=True, device="cpu",
         out=tmp_path_factory.mktemp("decode"),
     )  # fmt: skip
 
@@ -26,7 +26,7 @@ def states(report, name):
 
 
 def test_a_stream_keeps_as_much_whatever_was_read(report):
-    for name in ("primal-reference", "primal-lean", "linear", "performer", "cosformer"):
+    for name in ("primal-reference", "primal-cpu", "linear", "performer", "cosformer"):
         first, last = states(report, name)
         assert first == last
     assert states(report, "primal-reference")[0] == 2 * 16 * 4 + 2 * 4  # two sums of d floats, a count per head

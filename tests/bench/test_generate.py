@@ -15,7 +15,7 @@ SMALL = {"lengths": (32, 128), "widths": ((16, 2),), "rank": 4, "layers": 2, "se
 def test_states_times_table_and_picture(tmp_path: Path) -> None:
     report = generate.run(generate.GenerateSettings(**SMALL, out=tmp_path))
     held = {name: [r["state_bytes"] for r in report["rows"] if r["name"] == name] for name in generate.MODELS}
-    for name in ("primal-mean", "primal-decay", "primal-dual", "primal-delta"):
+    for name in ("primal-mean", "primal-decay", "primal-delta"):
         assert held[name][0] == held[name][1]
     first, last = held.pop("softmax")
     assert last - first == 2 * 2 * 96 * 16 * 4 + 2 * 96  # two layers' keys and values, and which slots are taken
@@ -31,6 +31,6 @@ def test_the_command_and_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture
     assert command.main([*words, "--only", "primal-mean", "--out", str(tmp_path), "--device", "cpu", "--no-plot"]) == 0
     assert "Primal, mean" in capsys.readouterr().out
     assert command.main([*words, "--only", "lstm"]) == 2
-    assert "known are primal, primal-decay, primal-delta, primal-dual, primal-mean, softmax" in capsys.readouterr().err
+    assert "known are primal, primal-decay, primal-delta, primal-mean, softmax" in capsys.readouterr().err
     with pytest.raises(BenchError, match="--layers must be above 0"):
         generate.run(generate.GenerateSettings(layers=0, out=tmp_path))

@@ -48,9 +48,9 @@ EVERYBODY = [
     sdpa(),
     primal("reference"),
     Contender("wrong", "wrong one", "primal", Wrong, gated=True),
-    Contender("hungry", "hungry one", "rival", lambda case: Hungry(case.embed_dim, case.embed_dim)),
-    Contender("absent", "absent one", "rival", raising(CannotRunError("no GPU"))),
-    Contender("broken", "broken one", "rival", raising(ZeroDivisionError("by zero"))),
+    Contender("hungry", "hungry one", "baseline", lambda case: Hungry(case.embed_dim, case.embed_dim)),
+    Contender("absent", "absent one", "baseline", raising(CannotRunError("no GPU"))),
+    Contender("broken", "broken one", "baseline", raising(ZeroDivisionError("by zero"))),
 ]
 
 
@@ -146,15 +146,15 @@ def test_the_picture(report, tmp_path):
     )
 
 
-def test_the_rivals_run(settings):
-    small = dataclasses.replace(settings, lengths=(32,), widths=((16, 2),), tokens=None, batch=2, name="rivals")
-    rivals = contenders(only=("rival",))
-    found = run.run(small, rivals)
+def test_the_baselines_run(settings):
+    small = dataclasses.replace(settings, lengths=(32,), widths=((16, 2),), tokens=None, batch=2, name="baselines")
+    baselines = contenders(only=("baseline",))
+    found = run.run(small, baselines)
     assert len(found["rows"]) == 10
     assert {row["status"] for row in found["rows"]} == {"ok"}
     causal = run.run(
         dataclasses.replace(small, causal=True, name="causal"),
-        [c for c in contenders(rivals=True) if c.kind == "rival"],
+        [c for c in contenders(baselines=True) if c.kind == "baseline"],
     )
     assert {row["name"] for row in causal["rows"] if row["status"] == "ok"} == {
         "linear", "performer", "reformer", "cosformer", "flow",
@@ -164,7 +164,7 @@ def test_the_rivals_run(settings):
 def test_whom_only_names():
     assert [c.name for c in contenders(only=("sdpa", "published"))] == ["sdpa", "published"]
     assert {c.kind for c in contenders(only=("primal",))} == {"primal"}
-    assert all(c.kind != "rival" for c in contenders())
+    assert all(c.kind != "baseline" for c in contenders())
     with pytest.raises(BenchError, match="did you mean 'performer'"):
         contenders(only=("perfromer",))
 
@@ -211,7 +211,7 @@ def test_on_a_gpu_what_cannot_be_captured_is_timed_eagerly_and_marked(tmp_path):
             return super().forward(x) * float(x.detach().sum() * 0 + 1)
 
     settings = Settings(lengths=(64,), widths=((64, 2),), tokens=512, rank=8, landmarks=20, repeats=5, out=tmp_path)
-    looking = Contender("looking", "looking", "rival", lambda c: Looking(64, 64, device=c.device, dtype=c.dtype))
+    looking = Contender("looking", "looking", "baseline", lambda c: Looking(64, 64, device=c.device, dtype=c.dtype))
     rows = run.run(settings, [sdpa(), looking, sdpa()])["rows"]
     assert [row["method"] for row in rows] == ["CUDA graph", "CUDA events, eager", "CUDA graph"]
     assert "no CUDA graph" in rows[1]["note"]

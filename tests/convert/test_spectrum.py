@@ -11,7 +11,7 @@ from closeness import assert_close
 from convert.test_torch_and_timm import Block, encoder
 from primal_attention import PrimalAttention, make_attention, primalize, spectrum
 from primal_attention.convert.kernel_map import kernel_map
-from primal_attention.nn.encoder import Encoder
+from primal_attention.nn.blocks import Encoder
 
 SMALL = {"rank": 3, "landmarks": 6}
 EXACT = 2e-5  # float32, another order of sums

@@ -10,7 +10,7 @@ import toy
 
 from closeness import assert_close
 from primal_attention.engine import look, runner
-from primal_attention.nn.rivals.softmax import SoftmaxAttention
+from primal_attention.nn.baselines.softmax import SoftmaxAttention
 
 
 def test_j_of_a_data_set_needs_no_dropout_and_changes_nothing(toy_folder: Path):

@@ -15,7 +15,7 @@ from primal_attention.engine.optimizer import one_cycle
 from primal_attention.engine.timeseries.augment import jitter, mix, scale_and_shift, warp_time
 from primal_attention.engine.timeseries.classify import AugmentConfig, ClassificationModule
 from primal_attention.engine.timeseries.uea import modern_recipe
-from primal_attention.nn.rivals import make_attention
+from primal_attention.nn.baselines import make_attention
 
 
 def test_the_order_depends_on_seed_and_epoch_alone():

@@ -17,8 +17,8 @@ from power_cut import PowerCutError, assert_resumes_to_the_same
 from primal_attention.engine import callbacks, graphed, runner
 from primal_attention.engine.errors import DivergedError, RunError
 from primal_attention.engine.readers import read_weights
-from primal_attention.nn.rivals.performer import PerformerAttention
-from primal_attention.nn.rivals.reformer import ReformerAttention
+from primal_attention.nn.baselines.performer import PerformerAttention
+from primal_attention.nn.baselines.reformer import ReformerAttention
 
 
 @pytest.fixture(scope="module")

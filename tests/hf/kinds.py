@@ -12,7 +12,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "mean": {},
     "decay": {"primal_mode": "decay"},
     "decay-conv-gate": {"primal_mode": "decay", "conv": 4, "gate": True},
-    "dual-conv-gate": {"primal_mode": "dual", "conv": 4, "gate": True},
     "delta-conv-gate": {"primal_mode": "delta", "conv": 4, "gate": True},
     "landmarks": {"primal_mode": "landmarks"},
     "hybrid": {"primal_mode": "decay", "attention": ("primal", "softmax"), "positions": "rotary"},

@@ -20,7 +20,7 @@ from primal_attention.models.language import LanguageConfig, LanguageModel  # no
 
 
 def test_the_configuration_goes_there_and_back() -> None:
-    config = LanguageConfig(50, attention=("softmax", "primal"), layers=2, primal_mode="dual", conv=3, max_length=77)
+    config = LanguageConfig(50, attention=("softmax", "primal"), layers=2, primal_mode="delta", conv=3, max_length=77)
     assert PrimalConfig.of(config).language() == config
     made = AutoConfig.for_model("primal", vocab_size=50, hidden_size=64, attention="primal+")
     assert isinstance(made, PrimalConfig)
@@ -54,7 +54,7 @@ def test_logits_are_the_language_models() -> None:
 
 
 def test_what_a_checkpoint_lacks_is_as_in_a_new_model(tmp_path: Path) -> None:
-    model = make("dual-conv-gate")
+    model = make("delta-conv-gate")
     weights = model.state_dict()
     lost = "model.blocks.0.attention.decay_logit"  # starts at its own places, not at random
     with torch.no_grad():
@@ -63,7 +63,7 @@ def test_what_a_checkpoint_lacks_is_as_in_a_new_model(tmp_path: Path) -> None:
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert set(info["missing_keys"]) == {lost}
     found = loaded.state_dict()
-    assert torch.equal(found[lost], make("dual-conv-gate").state_dict()[lost])
+    assert torch.equal(found[lost], make("delta-conv-gate").state_dict()[lost])
     assert all(torch.equal(found[k], v) for k, v in weights.items() if k != lost)
 
 

@@ -11,8 +11,8 @@ import golden_files
 from closeness import assert_close
 from primal_attention import ksvd_loss
 from primal_attention.models.decision import DecisionTransformer, select
+from primal_attention.nn.baselines import attention_names, attention_traits
 from primal_attention.nn.primal import PrimalAttention
-from primal_attention.nn.rivals import attention_names, attention_traits
 from primal_attention.official import load_official
 
 STATE, ACTION, K = 5, 3, 6

@@ -18,8 +18,6 @@ KINDS = {
     "mean": {"attention": ("primal",)},
     "decay": {"attention": ("primal",), "primal_mode": "decay"},
     "decay-conv-gate": {"attention": ("primal",), "primal_mode": "decay", "conv": 4, "gate": True},
-    "selective": {"attention": ("primal",), "primal_mode": "selective"},
-    "dual-conv-gate": {"attention": ("primal",), "primal_mode": "dual", "conv": 4, "gate": True},
     "delta-conv-gate": {"attention": ("primal",), "primal_mode": "delta", "conv": 4, "gate": True},
     "landmarks": {"attention": ("primal",), "primal_mode": "landmarks"},
     "hybrid": {"attention": ("primal", "softmax"), "primal_mode": "decay", "positions": "rotary"},
@@ -76,7 +74,7 @@ def test_the_papers_size_over_some_hundred_tokens(monkeypatch: pytest.MonkeyPatc
         torch.testing.assert_close(logits, full, rtol=1e-5, atol=1e-5)  # logits are up to 20
 
 
-@pytest.mark.parametrize("kind", ["mean", "decay-conv-gate", "dual-conv-gate", "landmarks", "linear"])
+@pytest.mark.parametrize("kind", ["mean", "decay-conv-gate", "delta-conv-gate", "landmarks", "linear"])
 @torch.no_grad()
 def test_a_long_prompt_is_read_in_stretches(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make(kind)

@@ -20,16 +20,9 @@ KINDS = {
     "mean": {"attention": ("primal",)},
     "landmarks-conv": {"attention": ("primal",), "primal_mode": "landmarks", "conv": 4},
     "decay-conv-gate": {"attention": ("primal",), "primal_mode": "decay", "conv": 4, "gate": True, "primal_heads": 4},
-    "selective-before": {
-        "attention": ("primal",),
-        "primal_mode": "selective",
-        "conv": 4,
-        "conv_place": "before",
-        "gate": True,
-    },
+    "decay-before": {"attention": ("primal",), "primal_mode": "decay", "conv": 4, "conv_place": "before", "gate": True},
     "delta": {"attention": ("primal",), "primal_mode": "delta", "conv": 4, "gate": True},
     "delta-bare": {"attention": ("primal",), "primal_mode": "delta"},
-    "dual-before": {"attention": ("primal",), "primal_mode": "dual", "conv": 4, "conv_place": "before", "gate": True},
     "primal+": {"attention": ("primal+",), "positions": "rotary"},
     "hybrid": {"attention": ("primal", "softmax"), "primal_mode": "delta", "conv": 3, "positions": "rotary"},
     "linear": {"attention": ("linear",)},
@@ -108,9 +101,7 @@ def test_nothing_is_seen_early(kind: str) -> None:
     assert not torch.allclose(a[:, 8], b[:, 8])
 
 
-@pytest.mark.parametrize(
-    "kind", ["mean", "landmarks-conv", "decay-conv-gate", "selective-before", "dual-before", "delta", "hybrid"]
-)
+@pytest.mark.parametrize("kind", ["mean", "landmarks-conv", "decay-conv-gate", "decay-before", "delta", "hybrid"])
 def test_every_parameter_learns(kind: str) -> None:
     model, (tokens, _) = make(kind).train(), batch()
     loss = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
@@ -127,9 +118,7 @@ def test_the_papers_sizes() -> None:
     assert model.blocks[0].feed_forward[0].weight.shape == (2048, 512)
 
 
-@pytest.mark.parametrize(
-    "kind", ["mean", "decay-conv-gate", "landmarks-conv", "selective-before", "dual-before", "delta"]
-)
+@pytest.mark.parametrize("kind", ["mean", "decay-conv-gate", "landmarks-conv", "decay-before", "delta"])
 @torch.no_grad()
 def test_the_state_of_a_primal_model_does_not_grow(kind: str) -> None:
     model, (tokens, _) = make(kind), batch()
@@ -161,6 +150,8 @@ def test_bad_input_is_told_in_one_line() -> None:
         model.step(torch.zeros(2, dtype=torch.int64), state)
     with pytest.raises(ValueError, match="attention flow has no streaming state"):
         make("flow").initial_state(1)
+    with pytest.raises(ValueError, match="attention 'selective' was removed; use 'decay' or 'delta'"):
+        LanguageModel(dataclasses.replace(SMALL, attention=("primal",), primal_mode="selective"))
     with pytest.raises(ValueError, match="unknown attention 'sofmax'"):
         LanguageModel(dataclasses.replace(SMALL, attention=("sofmax",)))
     with pytest.raises(ValueError, match="causal=True is not defined for attention 'nystrom'"):

@@ -10,8 +10,8 @@ import torch
 from closeness import assert_close
 from primal_attention.models.few_tokens import Lookup
 from primal_attention.models.lra import LRAClassifier
+from primal_attention.nn.baselines import attention_names
 from primal_attention.nn.objective import ksvd_loss, primal_layers
-from primal_attention.nn.rivals import attention_names
 
 SETTINGS = {"primal": {"rank": 4, "landmarks": 6}, "linformer": {"max_length": 24, "projected_length": 8}}
 

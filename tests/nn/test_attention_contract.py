@@ -14,7 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from closeness import assert_close
-from primal_attention.nn.rivals import attention_names, attention_traits, make_attention
+from primal_attention.nn.baselines import attention_names, attention_traits, make_attention
+from primal_attention.nn.baselines.softmax import CachedSoftmaxAttention
 
 DIM, HEADS = 16, 2
 NAMES = attention_names()
@@ -203,6 +204,44 @@ def test_causal_prefix_stays_when_the_sequence_grows(name: str) -> None:
     attn = build(name, causal=True)
     x = torch.randn(2, 300, DIM, dtype=torch.float64)
     assert_close(attn(x)[:, :131], attn(x[:, :131]), 1e-11, name)
+
+
+@pytest.mark.parametrize("name", [*CAUSAL, "softmax with cache"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf], ids=str)
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "padded"])
+def test_a_non_finite_token_leaves_earlier_outputs_and_gradients_unchanged(name: str, bad: float, masked: bool) -> None:
+    attn = CachedSoftmaxAttention(DIM, HEADS, dtype=torch.float64) if " " in name else build(name, causal=True)
+    length = 9 if masked else 13
+    mask = (torch.arange(13) >= length).expand(2, -1) if masked else None
+    x = torch.randn(2, 13, DIM, dtype=torch.float64)
+    for t in range(length):
+        results = []
+        for value in (0.0, bad):
+            leaf = x.clone()
+            leaf[:, t] = 0.0
+            leaf[:, t, t % DIM] = value  # one element is enough
+            leaf.requires_grad_()
+            y = attn(leaf, mask)
+            y[:, :t].square().sum().backward()
+            assert leaf.grad is not None
+            results.append((y.detach(), leaf.grad[:, :t]))
+        (expected, expected_grad), (y, grad) = results
+        assert torch.isnan(y[:, t:length]).all(), "the output of the token itself and of later ones says so"
+        assert torch.equal(y[:, :t], expected[:, :t])
+        if name != "primal":  # its backward pass multiplies the zero gradient of the later output by the token
+            assert torch.equal(grad, expected_grad)
+
+
+@pytest.mark.parametrize("name", [*STREAMING, "softmax with cache"])
+def test_a_state_remembers_a_non_finite_token(name: str) -> None:
+    attn = CachedSoftmaxAttention(DIM, HEADS, dtype=torch.float64) if " " in name else build(name, causal=True)
+    x = torch.randn(2, 7, DIM, dtype=torch.float64)
+    x[0, 5, 3] = torch.nan
+    for start in (None, attn.initial_state(2)):
+        _, state = attn(x, state=start, return_state=True)
+        y, _ = attn.step(torch.randn(2, DIM, dtype=torch.float64), state)
+        assert torch.isnan(y[0]).all()
+        assert torch.isfinite(y[1]).all()
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n not in CAUSAL])
@@ -423,9 +462,9 @@ def test_bad_arguments_are_named(name: str) -> None:
     with pytest.raises(ValueError, match="embed_dim=16"):
         attn(torch.randn(2, 5, DIM + 1, dtype=torch.float64))
     with pytest.raises(TypeError, match="key_padding_mask must be a bool tensor"):
-        attn(torch.randn(2, 5, DIM, dtype=torch.float64), torch.zeros(2, 5))
+        attn(torch.randn(2, 5, DIM, dtype=torch.float64), key_padding_mask=torch.zeros(2, 5, dtype=torch.int64))
     with pytest.raises(ValueError, match="key_padding_mask must have shape"):
-        attn(torch.randn(2, 5, DIM, dtype=torch.float64), torch.zeros(5, 2, dtype=torch.bool))
+        attn(torch.randn(2, 5, DIM, dtype=torch.float64), key_padding_mask=torch.zeros(5, 2, dtype=torch.bool))
 
 
 def test_unknown_name_suggests_the_nearest() -> None:

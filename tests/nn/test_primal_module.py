@@ -194,25 +194,23 @@ def test_one_changed_map_takes_effect(name: str, kind: str) -> None:
 
 @every_mode
 def test_fused_kernels_serve_layers_with_changed_maps(mode: str) -> None:
-    layer, plain = changed_pair("lora", MAPS, mode, **place("fused"))
-    reference = copy.deepcopy(plain)
+    layer, reference = changed_pair("lora", MAPS, mode, **place("fused"))
     reference.backend = "reference"
-    x = torch.randn(2, 12, EMBED, device=plain.w_e.device, requires_grad=True)
+    x = torch.randn(2, 12, EMBED, device=reference.w_e.device, requires_grad=True)
     for layout in layouts(mode):
         streams = layout == "streaming"
         if streams and mode == "causal_data_dependent":
             continue  # streams through the equations only
         with torch.no_grad() if streams else nullcontext():
-            y, expected, exact = (call(m, layout, x) for m in (layer, plain, reference))
-        for m, out in ((plain, expected), (reference, exact)):
-            assert_close(y, out, SAME[x.dtype], layout)
-            assert_close(layer.objective, m.objective, SAME[x.dtype], layout)
+            y, expected = (call(m, layout, x) for m in (layer, reference))
+        assert_close(y, expected, SAME[x.dtype], layout)
+        assert_close(layer.objective, reference.objective, SAME[x.dtype], layout)
         if not streams:
-            of_x, of_exact_x = (
+            of_x, of_expected_x = (
                 torch.autograd.grad(out.square().sum() + ksvd_loss(m), x, retain_graph=True)[0]
-                for m, out in ((layer, y), (reference, exact))
+                for m, out in ((layer, y), (reference, expected))
             )
-            assert_close(of_x, of_exact_x, SAME[x.dtype], layout)
+            assert_close(of_x, of_expected_x, SAME[x.dtype], layout)
             grads = gradients(layer, y.square().sum() + ksvd_loss(layer))
             assert all(grad.abs().sum() > 0 for name, grad in grads.items() if "lora" in name)
 
@@ -454,7 +452,9 @@ def test_forward_works_on_the_meta_device(mode: str, decay: Any, feature_map: st
         assert y.is_meta
 
 
-@pytest.mark.parametrize(("mode", "decay"), [*MODES_AND_DECAYS, ("causal", 0.9)])
+@pytest.mark.parametrize(
+    ("mode", "decay"), [*((mode, None) for mode in MODES), ("causal", 0.9), ("causal_data_dependent", "learned")]
+)
 def test_an_exported_program_survives_saving_and_serves_other_shapes(mode: str, decay: Any, tmp_path: Path) -> None:
     layer = make(mode, decay).eval()
     shape = {0: torch.export.Dim("batch", min=1), 1: torch.export.Dim("tokens", min=2, max=MAX_LENGTH)}
@@ -522,12 +522,12 @@ class TestMultiheadAttentionCall:
             (
                 "plain",
                 {"key": inputs(2, 5)},
-                "key and value must be the same tensor as x: the method does not define cross-att",
+                "key and value must be the same tensor as x: .* cross-att",
             ),
             (
                 "plain",
                 {"value": inputs(2, 5)},
-                "key and value must be the same tensor as x: the method does not define cross-att",
+                "key and value must be the same tensor as x: .* cross-att",
             ),
             ("plain", {"need_weights": True}, "need_weights=True is not supported"),
             ("plain", {"is_causal": True}, "is_causal=True needs a layer with causal=True"),

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from closeness import assert_close
 from primal_attention.ops.feature_maps import cosine
+from primal_attention.ops.landmarks import landmark_indices
 from primal_attention.ops.reference import split_heads
-from primal_attention.ops.sampling import landmark_indices
 from primal_cases import inputs, make
 
 # float64: the same products, summed over landmarks first or over columns first.

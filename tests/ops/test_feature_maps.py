@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from closeness import assert_close
-from primal_attention.ops.feature_maps import cosine, normalise_both, positive_random
+from primal_attention.ops.feature_maps import cosine, normalise_features, positive_random
 
 
 def test_cosine_has_unit_length_and_ignores_scale() -> None:
@@ -48,7 +48,7 @@ def test_random_features_are_positive() -> None:
 
 def test_normalised_rows_have_the_softmax_kernels_row_sums() -> None:
     phi_q, phi_k = torch.rand(2, 1, 2, 6, 4, dtype=torch.float64)
-    scaled_q, _ = normalise_both(phi_q, phi_k, phi_k.sum(2, keepdim=True))
+    scaled_q, _ = normalise_features(phi_q, phi_k, phi_k.sum(2, keepdim=True))
     # D̂^(−1/2) stands on both maps, so that with one factor taken back, each row of D̂⁻¹ φ_q φ_kᵀ sums to one.
     d = (phi_q @ phi_k.mT).sum(-1, keepdim=True)
     rows = (scaled_q / d.sqrt()) @ phi_k.mT
@@ -57,7 +57,7 @@ def test_normalised_rows_have_the_softmax_kernels_row_sums() -> None:
 
 def test_both_maps_are_divided_by_the_same_root() -> None:
     phi_q, phi_k = torch.rand(2, 1, 2, 6, 4, dtype=torch.float64)
-    scaled_q, scaled_k = normalise_both(phi_q, phi_k, phi_k.sum(2, keepdim=True))
+    scaled_q, scaled_k = normalise_features(phi_q, phi_k, phi_k.sum(2, keepdim=True))
     root = (phi_q @ phi_k.mT).sum(-1, keepdim=True).sqrt()
     assert_close(scaled_q, phi_q / root, 1e-14)
     assert_close(scaled_k, phi_k / root, 1e-14)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from closeness import assert_close
-from primal_attention.ops.reference import running_sum, running_weight
+from primal_attention.ops.reference import running_sum
 
 # float64: doubling adds the same terms in a tree instead of a chain.
 SAME = 1e-12
@@ -50,13 +50,6 @@ def test_the_gradient_of_the_decay_equals_the_loops() -> None:
         decay = torch.tensor([0.5, 0.95], dtype=torch.float64, requires_grad=True)
         grads.append(torch.autograd.grad((function(z, decay, None, None) * weigh).sum(), decay)[0])
     assert_close(grads[0], grads[1], SAME)
-
-
-@pytest.mark.parametrize("decay", [None, torch.tensor([0.5, 0.9])])
-def test_the_weight_is_the_running_sum_of_ones(decay: Tensor | None) -> None:
-    z = torch.randn(1, 2, 5, 3)
-    expected = running_sum(torch.ones(1, 2, 5, 1), decay)
-    assert torch.equal(running_weight(z, decay, None, None), expected)
 
 
 def test_sums_of_narrow_numbers_are_float32() -> None:

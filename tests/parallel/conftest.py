@@ -1,4 +1,4 @@
-"""The four ranks, started once for all tests of this folder, and a way to import its helpers."""
+"""Fixtures: the results of four processes, computed once for all tests of this folder."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 @pytest.fixture(scope="session")
 def differences(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
-    """Of every case: its numbers' largest differences from one process. Four real processes, gloo, torchrun."""
-    return json.loads((once(tmp_path_factory, "ranks", _run_the_ranks) / "differences.json").read_text())
+    """Largest differences from a single process, by case and quantity, of four gloo processes started by torchrun."""
+    return json.loads((once(tmp_path_factory, "ranks", _run_ranks) / "differences.json").read_text())
 
 
-def _run_the_ranks(place: Path) -> None:
+def _run_ranks(place: Path) -> None:
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     script, out = Path(__file__).with_name("worker.py"), place / "differences.json"
@@ -33,7 +33,7 @@ def _run_the_ranks(place: Path) -> None:
 
 @pytest.fixture
 def alone():
-    """A process group of this process only."""
+    """A process group with this process only."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

@@ -1,6 +1,6 @@
-"""What the ranks compute: every case gives its largest differences from one process, by name.
+"""Cases of context parallelism: each returns the largest differences from a single process, by quantity.
 
-Run by `worker.py` on four ranks. A mesh of fewer ranks leaves the others out.
+`worker.py` runs them on meshes of up to four ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Differences = dict[str, float]
 
 
 def mask_of(batch: int, length: int) -> Tensor:
-    """Padding on the right, in holes, and over more than one whole shard."""
+    """Padding at the end, in gaps, and over more than one whole shard."""
     mask = torch.zeros(batch, length, dtype=torch.bool)
     mask[0, -5:] = True
     mask[1, ::3] = True
@@ -40,7 +40,7 @@ def mask_of(batch: int, length: int) -> Tensor:
 
 
 def gap(a: Tensor, b: Tensor) -> float:
-    """Largest difference relative to the reference's own size; NaN never passes for small."""
+    """Largest difference relative to the reference; infinite if a value is not finite."""
     assert a.shape == b.shape, (a.shape, b.shape)
     a, b = a.detach(), b.detach()
     if not torch.isfinite(a).all():
@@ -53,7 +53,7 @@ def grads(module: nn.Module) -> dict[str, Tensor]:
 
 
 def attention(mesh: DeviceMesh, layer: PrimalAttention, x: Tensor, mask: Tensor | None) -> Differences:
-    """One layer: outputs, scores, J and all gradients."""
+    """Compare outputs, scores, J and all gradients of one layer."""
     whole, context = copy.deepcopy(layer), Context.over(mesh)
     aim, weight = torch.randn_like(x), torch.randn(len(x), dtype=x.dtype)
     x0 = x.clone().requires_grad_()
@@ -65,7 +65,7 @@ def attention(mesh: DeviceMesh, layer: PrimalAttention, x: Tensor, mask: Tensor 
     context_parallel(layer, mesh)
     x1 = x.clone().requires_grad_()
     mask1 = None if mask is None else shard(mask, mesh)
-    with torch.random.fork_rng():  # the ranks' own numbers differ: what is drawn is the first one's
+    with torch.random.fork_rng():  # the seeds of the ranks differ: the layer must use the draw of the first rank
         torch.manual_seed(context.rank)
         y1, scores1 = layer(shard(x1, mesh), mask1, return_scores=True)
     (context.sum((y1 * shard(aim, mesh)).sum()) + (layer.objective * weight).sum()).backward()
@@ -81,7 +81,7 @@ def attention(mesh: DeviceMesh, layer: PrimalAttention, x: Tensor, mask: Tensor 
 def model(
     mesh: DeviceMesh, net: nn.Module, loss_of: Callable[..., Tensor], ranks: DeviceMesh | None = None
 ) -> Differences:
-    """A whole model: its loss with the KSVD loss beside it, every J, and the gradients of every parameter."""
+    """Compare the loss with the KSVD loss, every J, buffers and all gradients of a model."""
     whole = copy.deepcopy(net)
     loss0 = loss_of(whole, None) + ksvd_loss(whole)
     loss0.backward()
@@ -107,7 +107,7 @@ def series_loss(x: Tensor, mask: Tensor | None, y: Tensor) -> Callable[..., Tens
 
 
 def language_loss(tokens: Tensor) -> Callable[..., Tensor]:
-    """Inputs and targets are sharded alike, so no rank asks a neighbour for the next token."""
+    """Inputs and targets are sharded alike, so no rank needs the next token of another one."""
 
     def loss(net: nn.Module, mesh: DeviceMesh | None) -> Tensor:
         seen, target = tokens[:, :-1], tokens[:, 1:]
@@ -141,7 +141,7 @@ def tiny_language(mode: str, positions: str = "sinusoidal") -> LanguageModel:
 
 
 def of_size(size: int, mesh: DeviceMesh) -> Iterator[tuple[str, Callable[[], Differences]]]:
-    """All cases of a mesh, by name."""
+    """Yield all cases of a mesh of `size` ranks by name."""
     for mode, decay in MODES_AND_DECAYS:
         for masked in (False, True):
             name = f"{mode}{'' if decay is None else '+decay'}{' masked' if masked else ''}"
@@ -160,7 +160,7 @@ def of_size(size: int, mesh: DeviceMesh) -> Iterator[tuple[str, Callable[[], Dif
         ),
     )
     for mask in (None, mask_of(3, LENGTH)):
-        name = f"data_dependent moving landmarks{'' if mask is None else ' masked'}"
+        name = f"data_dependent jittered landmarks{'' if mask is None else ' masked'}"
         layer = make("data_dependent", sampling="random")
         yield name, lambda layer=layer, mask=mask: attention(mesh, layer, inputs(3, LENGTH), mask)
     for kind in ("modern", "paper"):

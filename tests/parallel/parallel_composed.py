@@ -1,4 +1,4 @@
-"""What only four ranks can show: data and context together under DDP and FSDP2, bytes sent, the fused kernels."""
+"""Cases on four ranks: data and context parallelism together under DDP and FSDP2, bytes sent, the fused kernels."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from primal_attention import ksvd_loss
 from primal_attention.models.classifier import MaskedBatchNorm
-from primal_attention.nn.encoder import EncoderBlock
+from primal_attention.nn.blocks import EncoderBlock
 from primal_attention.parallel import Context, context_parallel, shard
-from primal_attention.parallel.traffic import Traffic
+from primal_attention.parallel.collectives import Traffic
 from primal_cases import MODES_AND_DECAYS, inputs, make
 
 Wrap = Callable[[nn.Module, DeviceMesh], nn.Module]
@@ -38,7 +38,7 @@ def fsdp(net: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 def trained(mesh: DeviceMesh, wrap: Wrap, shares: list[list[int]], reduction: Any) -> Differences:
-    """A step on four cases, split over "data" as `shares` says and over "context" by tokens."""
+    """Compare a step on four samples, split over "data" by `shares` and over "context" by tokens."""
     net = tiny_classifier("modern")
     whole = copy.deepcopy(net)
     x, y, mask = torch.randn(4, cases.LENGTH, 2).double(), torch.tensor([0, 2, 1, 1]), mask_of(4, cases.LENGTH)
@@ -76,7 +76,7 @@ def sent(mesh: DeviceMesh, mode: str, decay: Any, length: int) -> Traffic:
 
 
 def bytes_do_not_grow(mesh: DeviceMesh, mode: str, decay: Any) -> Differences:
-    """The bytes of a layer and a step at N and at 4·N; what is sent, not only how much, must agree."""
+    """Compare the bytes of a training step of a layer at N and at 4·N tokens, by kind of collective."""
     short, long = sent(mesh, mode, decay, 24), sent(mesh, mode, decay, 96)
     assert short.total > 0
     return {kind: abs(long.bytes[kind] - short.bytes[kind]) for kind in {*short.bytes, *long.bytes}}
@@ -87,8 +87,8 @@ def fused(mesh: DeviceMesh, mode: str, decay: Any, mask: Tensor | None, sampling
     return cases.attention(mesh, layer, inputs(3, cases.LENGTH, dtype=torch.float32), mask)
 
 
-def ignoring_the_others(mesh: DeviceMesh) -> Differences:
-    """The control: shards without a context must differ, or the comparison sees nothing."""
+def without_context(mesh: DeviceMesh) -> Differences:
+    """Control: shards without a context must differ from whole sequences."""
     layer, x = make("data_dependent"), inputs(3, cases.LENGTH)
     return {"y": gap(layer(shard(x, mesh)).detach(), shard(layer(x), mesh).detach())}
 
@@ -109,16 +109,18 @@ def on_four() -> Iterator[tuple[str, Callable[[], Differences]]]:
     for mode, decay in MODES_AND_DECAYS:
         name = f"{mode}{'' if decay is None else '+decay'}"
         yield f"bytes: {name}", lambda mode=mode, decay=decay: bytes_do_not_grow(flat, mode, decay)
-    yield "control", lambda: ignoring_the_others(flat)
+    yield "control", lambda: without_context(flat)
 
 
-# The interpreter is slow: each way through the kernels once, with a mask or without.
+# The interpreter is slow: each kernel once, and masks where the layout differs.
 FUSED = [
     ("data_dependent", None, False),
     ("causal", None, False),
     ("causal", "learned", False),
     ("causal", "learned", True),
     ("causal_data_dependent", "learned", True),
+    ("plain", "learned", False),
+    ("plain", "learned", True),
 ]
 
 
@@ -127,4 +129,4 @@ def on_two(mesh: DeviceMesh) -> Iterator[tuple[str, Callable[[], Differences]]]:
         mask = mask_of(3, cases.LENGTH) if masked else None
         name = f"fused: {mode}{'' if decay is None else '+decay'}{' masked' if masked else ''}"
         yield name, lambda mode=mode, decay=decay, mask=mask: fused(mesh, mode, decay, mask)
-    yield "fused: moving landmarks", lambda: fused(mesh, "data_dependent", None, mask_of(3, cases.LENGTH), "random")
+    yield "fused: jittered landmarks", lambda: fused(mesh, "data_dependent", None, mask_of(3, cases.LENGTH), "random")

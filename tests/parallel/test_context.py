@@ -1,4 +1,4 @@
-"""One sequence over several ranks gives what one process gives: outputs, scores, J and the gradient of everything."""
+"""Context parallelism equals a single process: outputs, scores, J and all gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from primal_attention import context_parallel
 from primal_attention.models.classifier import modern_classifier
 from primal_attention.models.language import LanguageConfig, LanguageModel
-from primal_attention.parallel import Context, shard, unshard
+from primal_attention.ops.reference import running_sum
+from primal_attention.parallel import Context, context, shard, unshard
 from primal_cases import MODES_AND_DECAYS, inputs, make
 
 # float64, and sums in another order; a gradient passes through some hundred additions of order one.
@@ -35,7 +36,7 @@ FUSED = [name for name, _ in parallel_composed.on_two(None)]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_shards_give_what_the_whole_gives(differences, name: str):
+def test_shards_equal_whole_sequences(differences, name: str):
     assert max(differences[name].values()) < EXACT, differences[name]
     assert any(key.startswith("∂") for key in differences[name]), "gradients were compared"
 
@@ -52,15 +53,28 @@ def test_bytes_sent_do_not_depend_on_the_length(differences, mode: str):
 
 
 @pytest.mark.parametrize("name", FUSED)
-def test_the_fused_kernels_work_on_shards(differences, name: str):
+def test_fused_kernels_on_shards(differences, name: str):
     assert max(differences[name].values()) < SINGLE, differences[name]
 
 
-def test_shards_that_ignore_each_other_are_noticed(differences):
+def test_shards_without_a_context_differ(differences):
     assert differences["control"]["y"] > 0.1
 
 
-# In one process: what is refused, and what stays as it was
+# In one process
+
+
+@pytest.mark.parametrize("from_end", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_decayed_total_is_the_last_running_sum(monkeypatch, masked: bool, from_end: bool):
+    monkeypatch.setattr(context, "BLOCK", 4)  # several blocks
+    z, decay = torch.randn(2, 3, 11, 5, dtype=torch.float64), torch.tensor([0.3, 0.9, 1.0], dtype=torch.float64)
+    valid = torch.rand(2, 11) > 0.3 if masked else None
+    flipped = (z.flip(2), None if valid is None else valid.flip(1)) if from_end else (z, valid)
+    expected = running_sum(flipped[0], decay, flipped[1])[:, :, -1]
+    torch.testing.assert_close(context.decayed_total(z, decay, valid, from_end), expected)
+    leaves = (z.requires_grad_(), decay.requires_grad_())
+    assert torch.autograd.gradcheck(lambda z, decay: context.decayed_total(z, decay, valid, from_end), leaves)
 
 
 @pytest.fixture
@@ -68,7 +82,7 @@ def mesh(alone):
     return init_device_mesh("cpu", (1,), mesh_dim_names=("context",))
 
 
-def test_a_model_becomes_whole_again(mesh):
+def test_context_parallelism_can_be_removed(mesh):
     layer, x = make("data_dependent"), inputs(2, 9)
     y = layer(x)
     context_parallel(layer, mesh, "context")
@@ -79,7 +93,7 @@ def test_a_model_becomes_whole_again(mesh):
     assert torch.equal(layer(x), y)
 
 
-def test_splitting_and_joining_are_inverse(mesh):
+def test_unshard_inverts_shard(mesh):
     x = inputs(2, 9)
     assert torch.equal(unshard(shard(x, mesh), mesh), x)
 
@@ -95,17 +109,17 @@ def test_splitting_and_joining_are_inverse(mesh):
         (lambda: nn.Sequential(nn.Linear(8, 8), nn.Conv1d(8, 8, 3)), "'1'"),
         (lambda: LanguageModel(LanguageConfig(9, ("softmax",), 8, 2, 1, 16)), "blocks.0.attention"),
         (
-            lambda: LanguageModel(LanguageConfig(9, ("primal",), 8, 2, 1, 16, primal_mode="selective", rank=2)),
+            lambda: LanguageModel(LanguageConfig(9, ("primal",), 8, 2, 1, 16, primal_mode="delta", rank=2)),
             "blocks.0",
         ),
     ],
 )
-def test_layers_that_cannot_work_on_a_part_are_refused_by_name(mesh, model, layer: str):
+def test_layers_that_mix_tokens_without_a_context_are_refused_by_name(mesh, model, layer: str):
     with pytest.raises(ValueError, match=rf"{layer}.*mixes tokens"):
         context_parallel(model(), mesh)
 
 
-def test_what_needs_whole_sequences_is_refused(mesh):
+def test_calls_that_need_whole_sequences_are_refused(mesh):
     layer = context_parallel(make("causal"), mesh)
     with pytest.raises(ValueError, match="state needs whole sequences"):
         layer(inputs(1, 4), return_state=True)
@@ -113,9 +127,9 @@ def test_what_needs_whole_sequences_is_refused(mesh):
         layer(inputs(4), cu_seqlens=torch.tensor([0, 4], dtype=torch.int32))
     with pytest.raises(ValueError, match="the kernel needs whole sequences"):
         layer.kernel_matrix(inputs(1, 4))
-    grown = context_parallel(make("causal_data_dependent"), mesh)
+    layer = context_parallel(make("causal_data_dependent"), mesh)
     with pytest.raises(ValueError, match="max_length=24 is exceeded by a sequence of 25 tokens"):
-        grown(inputs(1, 25))
+        layer(inputs(1, 25))
 
 
 def test_a_mesh_of_several_dimensions_must_be_sliced(alone):

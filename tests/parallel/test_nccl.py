@@ -1,4 +1,4 @@
-"""NCCL with one rank: the collectives run on the device, and a layer on a mesh of one gives what it gives alone."""
+"""NCCL with one rank: the collectives run on the device, and a mesh of one rank changes nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def mesh():
 
 def test_the_collectives_and_their_gradients_run(mesh):
     group, x = mesh.get_group(), torch.randn(5, 3, device="cuda", requires_grad=True)
-    # Past the shortcut that a group of one takes.
+    # Call the functions directly: a group of one rank is not reduced.
     y = collectives._Sum.apply(x, group).sum() + collectives._Gather.apply(x, group).square().sum()
     y.backward()
     torch.testing.assert_close(x.grad, 1 + 2 * x.detach())

@@ -1,4 +1,4 @@
-"""Run by torchrun on four ranks: every case of every mesh, their differences written as JSON by rank 0.
+"""Run every case on every mesh under torchrun; rank 0 writes the differences as JSON.
 
 torchrun --standalone --nproc-per-node 4 tests/parallel/worker.py differences.json
 """
@@ -50,13 +50,13 @@ def main(out: Path) -> None:
 def attempt(case) -> dict[str, float]:
     try:
         return case()
-    except Exception as error:  # all ranks fail alike; the test shows it under the case's name
+    except Exception as error:  # all ranks fail alike; the test of this case reports it
         traceback.print_exc()
         return {f"{type(error).__name__}: {error}": float("inf")}
 
 
 def merged(everyone: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """The worst rank of each case."""
+    """Return the largest difference over the ranks of each case."""
     worst: dict[str, dict[str, float]] = {}
     for found in everyone:
         for name, differences in found.items():

@@ -41,7 +41,7 @@ def test_the_tables_agree_with_each_other():
 @pytest.mark.parametrize("model", paper.MODELS)
 def test_the_averages_are_those_of_the_cells(model):
     mean = sum(paper.ACCURACY[name][model] for name in paper.SETS) / len(paper.SETS)
-    # Two averages of rivals as published are not the means of the published cells.
+    # Two averages of baselines as published are not the means of the published cells.
     slack = {"longformer": 0.3, "performer": 0.3}.get(model, 0.051)
     assert mean == pytest.approx(paper.AVERAGE_ACCURACY[model], abs=slack)
 

@@ -14,8 +14,8 @@ from primal_attention.engine.errors import RunError
 
 ABOUT = "Time attention layers on this machine."
 ATTENTION = """Time one attention layer, forward + backward: Primal with every backend that runs here, softmax attention
-(SDPA), Primal as published, the rivals (--rivals) and flash-linear-attention where it is installed. A Primal backend
-whose results are wrong is not timed. Prints tables, writes NAME.json, NAME.png and NAME.svg."""
+(SDPA), Primal as published, the baselines (--baselines) and flash-linear-attention where it is installed. A Primal
+backend whose results are wrong is not timed. Prints tables, writes NAME.json, NAME.png and NAME.svg."""
 DECODE = """Time one more token after N tokens were read, and weigh the state: Primal's running sums against softmax
 attention's cache of keys and values."""
 GENERATE = """Time one more token of a whole language model after N tokens were read, and weigh its state: all-Primal
@@ -41,7 +41,7 @@ def parser(prog: str) -> Parser:
         )  # fmt: skip
 
     attention = command("attention", ATTENTION, "--lengths 256 1K 4K 16K 64K --widths 512:8 1024:16 --tokens 65536")
-    common(attention, name="attention, with -causal, -rivals, -eager", lengths="256 1K 4K, on a GPU 16K 64K too")
+    common(attention, name="attention, with -causal, -baselines, -eager", lengths="256 1K 4K, on a GPU 16K 64K too")
     attention.add_argument("--tokens", type=word(read_length), help="per step; the batch follows (65,536 on a GPU)")
     attention.add_argument("--batch", type=int, help="sequences per step, instead of --tokens (1 on a CPU)")
     attention.add_argument("--causal", action="store_true", help="the causal layers; Primal not data-dependent")
@@ -50,7 +50,7 @@ def parser(prog: str) -> Parser:
     limit = "a layer whose step took longer is not tried at longer lengths (default 2)"
     attention.add_argument("--limit", type=float, default=2.0, metavar="SECONDS", help=limit)
     decode = command("decode", DECODE, "--lengths 1K 16K 1M")
-    common(decode, repeats=100, seconds=0.3, name="decode, with -rivals, -eager", lengths="1K … 64K, on a GPU 1M")
+    common(decode, repeats=100, seconds=0.3, name="decode, with -baselines, -eager", lengths="1K … 64K, on a GPU 1M")
     decode.add_argument("--batch", type=int, default=1, help="sequences that decode at once (default 1)")
     generate = command("generate", GENERATE, "--lengths 1K 16K 1M --widths 128:4 --layers 2")
     common(generate, repeats=100, seconds=0.3, layer=False, name="generate", lengths="1K … 1M")
@@ -72,10 +72,10 @@ def common(
     add("--rank", type=int, default=30, help="Primal's s (default 30)")
     if layer:
         add("--decay", type=word(read_decay), help="Primal's, causal: 'learned' or a number in (0, 1]")
-        add("--rivals", action="store_true", help="all attentions of the paper's tables too")
+        add("--baselines", action="store_true", help="all attentions of the paper's tables too")
     else:
-        command.set_defaults(decay=None, rivals=False)
-    known = "sdpa, published, primal (all backends), primal-fused, …, rival, linear, performer, …, fla"
+        command.set_defaults(decay=None, baselines=False)
+    known = "sdpa, published, primal (all backends), primal-fused, …, baseline, linear, performer, …, fla"
     add("--only", nargs="+", default=[], metavar="NAME", help=known if layer else "softmax, primal, primal-mean, …")
     add("--eager", action="store_true", help="on a GPU: no CUDA graph, the host's launches included")
     add("--repeats", type=int, default=repeats, help=f"on a GPU (default {repeats})")
@@ -101,6 +101,8 @@ def word(read: Callable[[str], Any]) -> Callable[[str], Any]:
 
 def main(args: Sequence[str], prog: str = "primal bench") -> int:
     try:
+        if "--rivals" in args:
+            raise BenchError("--rivals is now called --baselines")
         found = parser(prog).parse_args(list(args))
         found.command = shlex.join([*prog.split(), *args])
         {"attention": attention, "decode": decode, "generate": generate, "plot": plot}[found.what](found)
@@ -110,7 +112,20 @@ def main(args: Sequence[str], prog: str = "primal bench") -> int:
     return 0
 
 
-SHARED = ("dtype", "device", "rank", "decay", "rivals", "eager", "repeats", "seconds", "seed", "out", "name", "batch")
+SHARED = (
+    "dtype",
+    "device",
+    "rank",
+    "decay",
+    "baselines",
+    "eager",
+    "repeats",
+    "seconds",
+    "seed",
+    "out",
+    "name",
+    "batch",
+)
 
 
 def shared(found: argparse.Namespace) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Who runs: Primal with every backend, SDPA, the published way, the rivals, and flash-linear-attention's layers."""
+"""The layers to time: Primal with every backend, SDPA, the authors' Primal, the baselines, flash-linear-attention."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from primal_attention.bench.published import PublishedPrimal
 from primal_attention.bench.settings import BenchError, Case, primal_keywords
+from primal_attention.nn.baselines import attention_names, attention_traits, make_attention
 from primal_attention.nn.primal import PrimalAttention
-from primal_attention.nn.rivals import attention_names, attention_traits, make_attention
-from primal_attention.ops import backends
+from primal_attention.ops.primal import is_interpreting
 
-Kind = Literal["softmax", "primal", "published", "rival", "fla"]
-PRIMAL_BACKENDS = ("fused", "lean", "compiled", "reference")
+Kind = Literal["softmax", "primal", "published", "baseline", "fla"]
+PRIMAL_BACKENDS = ("fused", "cpu", "compiled", "reference")
 # Layers of flash-linear-attention by the names it gives them; all are causal.
 FLA_LAYERS = {
     "fla-linear": "LinearAttention",
@@ -45,18 +45,18 @@ class Contender:
     gated: bool = False
 
 
-def contenders(*, rivals: bool = False, only: Sequence[str] = ()) -> list[Contender]:
-    """Everybody, or those that `only` names, by their own name or their kind's (primal, rival, fla)."""
-    everybody = [sdpa(), *(primal(backend) for backend in PRIMAL_BACKENDS), published(), *_rivals(), *_fla()]
+def contenders(*, baselines: bool = False, only: Sequence[str] = ()) -> list[Contender]:
+    """All contenders, or the subset named in `only` (a name or a kind: primal, baseline, fla)."""
+    everybody = [sdpa(), *(primal(backend) for backend in PRIMAL_BACKENDS), published(), *_baselines(), *_fla()]
     if not only:
-        return [c for c in everybody if rivals or c.kind != "rival"]
+        return [c for c in everybody if baselines or c.kind != "baseline"]
     names = {c.name for c in everybody} | {c.kind for c in everybody} | {"fla"}
     for name in only:
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise BenchError(f"--only {name}: nobody has this name; {hint}known are {', '.join(sorted(names))}")
-    chosen = [c for c in everybody if c.name in only or c.kind in only or (rivals and c.kind == "rival")]
+    chosen = [c for c in everybody if c.name in only or c.kind in only or (baselines and c.kind == "baseline")]
     if not chosen:
         raise BenchError("flash-linear-attention is not installed (package fla): nothing is left to time")
     return chosen
@@ -75,7 +75,7 @@ def published() -> Contender:
 
 
 def build_primal(case: Case, backend: str) -> PrimalAttention:
-    if backend == "fused" and case.device.type == "cpu" and backends.interpreting():
+    if backend == "fused" and case.device.type == "cpu" and is_interpreting():
         raise CannotRunError("Triton's interpreter is for testing kernels: its times mean nothing")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a large rank is odd, not wrong
@@ -96,7 +96,7 @@ def _build_published(case: Case) -> nn.Module:
 
 
 def _named(name: str, case: Case) -> nn.Module:
-    """A rival with its paper's settings. Random features stay as they are drawn: a draw is not part of the layer."""
+    """A baseline with its paper's settings. Random features are drawn once: a draw is not part of the layer."""
     traits = attention_traits(name)
     if case.causal and not traits.supports_causal:
         raise CannotRunError(f"{name} has no causal form")
@@ -105,12 +105,18 @@ def _named(name: str, case: Case) -> nn.Module:
         keywords["max_length"] = case.length
     if traits.stochastic:
         keywords |= {"seed": 0, "redraw_every": None}
-    return make_attention(name, case.embed_dim, case.num_heads, **keywords)
+    return without_checks(make_attention(name, case.embed_dim, case.num_heads, **keywords))
 
 
-def _rivals() -> list[Contender]:
+def without_checks(layer: nn.Module) -> nn.Module:
+    """Time the mechanism alone."""
+    layer.isolates_non_finite = False  # type: ignore[assignment]
+    return layer
+
+
+def _baselines() -> list[Contender]:
     names = [name for name in attention_names() if name not in ("softmax", "primal")]
-    return [Contender(name, name, "rival", lambda case, name=name: _named(name, case)) for name in names]  # type: ignore[misc]
+    return [Contender(name, name, "baseline", lambda case, name=name: _named(name, case)) for name in names]  # type: ignore[misc]
 
 
 class FirstOutput(nn.Module):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from primal_attention.bench import memory, timing
-from primal_attention.bench.contenders import PRIMAL_BACKENDS, build_primal
+from primal_attention.bench.contenders import PRIMAL_BACKENDS, build_primal, without_checks
 from primal_attention.bench.progress import Progress
 from primal_attention.bench.provenance import load, origin
 from primal_attention.bench.run import OK, SKIPPED, Timed, plain, why
@@ -32,7 +32,7 @@ from primal_attention.bench.settings import (
     check_positive,
 )
 from primal_attention.engine.files import write_json
-from primal_attention.nn.rivals import attention_names, attention_traits, make_attention
+from primal_attention.nn.baselines import attention_names, attention_traits, make_attention
 
 STRETCH = 16384  # tokens that are read at once
 
@@ -48,7 +48,7 @@ class DecodeSettings(OnDevice):
     device: str | None = None
     decay: str | float | None = None
     rank: int = 30
-    rivals: bool = False
+    baselines: bool = False
     only: tuple[str, ...] = ()
     eager: bool = False
     repeats: int = 100
@@ -63,7 +63,7 @@ class DecodeSettings(OnDevice):
     @property
     def file_name(self) -> str:
         return self.name or "-".join(
-            ["decode", *(["rivals"] if self.rivals else []), *(["eager"] if self.eager else [])]
+            ["decode", *(["baselines"] if self.baselines else []), *(["eager"] if self.eager else [])]
         )
 
     def cases(self) -> list[list[Case]]:
@@ -126,12 +126,14 @@ def streams(settings: DecodeSettings) -> list[Stream]:
             )
     for name in attention_names():
         if name != "primal" and attention_traits(name).streams:
-            found.append(
-                Stream(name, name, "rival", lambda cases, name=name: read_stream(rival_of(name, cases[-1]), cases))  # type: ignore[misc]
-            )
+
+            def read(cases: list[Case], name: str = name) -> Reader:
+                return read_stream(build_baseline(name, cases[-1]), cases)
+
+            found.append(Stream(name, name, "baseline", read))
     if settings.only:
         return chosen(found, settings.only)
-    return [s for s in found if settings.rivals or s.kind != "rival"]
+    return [s for s in found if settings.baselines or s.kind != "baseline"]
 
 
 def chosen(found: list[Stream], only: tuple[str, ...]) -> list[Stream]:
@@ -143,14 +145,14 @@ def chosen(found: list[Stream], only: tuple[str, ...]) -> list[Stream]:
     return [s for s in found if s.name in only or s.kind in only]
 
 
-def rival_of(name: str, longest: Case) -> Callable[[Case], nn.Module]:
+def build_baseline(name: str, longest: Case) -> Callable[[Case], nn.Module]:
     def build(case: Case) -> nn.Module:
         keywords: dict[str, Any] = {"causal": True, "device": case.device, "dtype": case.dtype}
         if name == "cosformer":
             keywords["max_length"] = longest.length + 1
         if attention_traits(name).stochastic:
             keywords |= {"seed": 0, "redraw_every": None}
-        return make_attention(name, case.embed_dim, case.num_heads, **keywords)
+        return without_checks(make_attention(name, case.embed_dim, case.num_heads, **keywords))
 
     return build
 

@@ -15,8 +15,8 @@ from primal_attention.bench.decode import DecodeSettings, Reader, Stream, chosen
 from primal_attention.bench.settings import BenchError, Case
 from primal_attention.models import generation
 from primal_attention.models.language import LanguageConfig, LanguageModel, LanguageState
-from primal_attention.nn.cached import CacheState
-from primal_attention.nn.decoder import BlockState
+from primal_attention.nn.baselines.softmax import CacheState
+from primal_attention.nn.blocks import BlockState
 
 VOCABULARY = 8192
 LENGTHS = tuple(1024 * 4**k for k in range(6))  # 1K … 1M
@@ -24,7 +24,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "softmax": ("softmax (KV cache)", {"attention": ("softmax",)}),
     "primal-mean": ("Primal, mean", {"primal_mode": "mean", "positions": "sinusoidal"}),
     "primal-decay": ("Primal, decay + conv + gate", {"primal_mode": "decay", "conv": 4, "gate": True}),
-    "primal-dual": ("Primal, dual + conv + gate", {"primal_mode": "dual", "conv": 4, "gate": True}),
     "primal-delta": ("Primal, delta + conv + gate", {"primal_mode": "delta", "conv": 4, "gate": True}),
 }
 

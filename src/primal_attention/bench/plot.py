@@ -13,7 +13,7 @@ from primal_attention.report.figures import save
 # Primal is warm, softmax blue, everything else cool and thin: the comparison that matters stands out.
 STYLES: dict[str, dict[str, Any]] = {
     "primal-fused": {"color": "#c2410c", "marker": "o", "linewidth": 2.4, "zorder": 5},
-    "primal-lean": {"color": "#ea7a1f", "marker": "o", "linewidth": 2.0, "zorder": 4},
+    "primal-cpu": {"color": "#ea7a1f", "marker": "o", "linewidth": 2.0, "zorder": 4},
     "primal-compiled": {"color": "#eab308", "marker": "s", "linewidth": 1.4},
     "primal-reference": {"color": "#a8896c", "marker": "s", "linewidth": 1.4, "linestyle": "--"},
     "published": {"color": "#44403c", "marker": "D", "linewidth": 1.4, "linestyle": ":"},

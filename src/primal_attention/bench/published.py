@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from primal_attention.ops.sampling import landmark_indices
+from primal_attention.ops.landmarks import landmark_indices
 
 
 class PublishedPrimal(nn.Module):

@@ -66,7 +66,7 @@ class Row(Timed):
 def run(settings: Settings, everybody: Sequence[Contender] | None = None) -> dict[str, Any]:
     """Measure, and return the report that also stands in OUT/NAME.json: it is written as the run goes on."""
     settings.check()
-    field = contenders(rivals=settings.rivals, only=settings.only) if everybody is None else everybody
+    field = contenders(baselines=settings.baselines, only=settings.only) if everybody is None else everybody
     grid = settings.cases()
     report: dict[str, Any] = {
         "format": 1,

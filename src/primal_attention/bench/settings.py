@@ -73,7 +73,7 @@ class Settings(OnDevice):
     decay: str | float | None = None
     rank: int = 30
     landmarks: int = 300
-    rivals: bool = False
+    baselines: bool = False
     only: tuple[str, ...] = ()
     eager: bool = False
     repeats: int = 20
@@ -89,7 +89,7 @@ class Settings(OnDevice):
     @property
     def file_name(self) -> str:
         """Runs of different kinds do not overwrite one another."""
-        parts = [("causal", self.causal), ("rivals", self.rivals), ("eager", self.eager)]
+        parts = [("causal", self.causal), ("baselines", self.baselines), ("eager", self.eager)]
         return self.name or "-".join(["attention", *(part for part, there in parts if there)])
 
     def cases(self) -> list[list[Case]]:

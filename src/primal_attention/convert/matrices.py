@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..nn.baselines.softmax import SoftmaxAttention
 from ..nn.primal import PrimalAttention
-from ..nn.rivals.softmax import SoftmaxAttention
-from ..ops.reference import wide
+from ..ops.feature_maps import accumulation_dtype
 from .masks import allowed
 from .sites import StandIn
 
@@ -168,7 +168,7 @@ def _softmax(scores: Tensor, padding: Tensor | None, causal: bool) -> Tensor:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(later, -torch.inf)
     # A row that may look at nothing is padding's.
-    return _without(scores.to(wide(scores.dtype)).softmax(-1).nan_to_num(0.0), padding)
+    return _without(scores.to(accumulation_dtype(scores.dtype)).softmax(-1).nan_to_num(0.0), padding)
 
 
 def _without(weights: Tensor, padding: Tensor | None) -> Tensor:

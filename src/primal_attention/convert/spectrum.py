@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ksvd.spectrum import cumulative_explained_variance, effective_rank, low_rank_singular_values
-from ..ops.reference import wide
+from ..ops.feature_maps import accumulation_dtype
 from .matrices import Matrix, watching
 
 
@@ -123,7 +123,7 @@ def singular_values(matrix: Matrix, dtype: torch.dtype | None = None) -> Tensor:
 
     def widened(t: Tensor | None) -> Tensor:
         assert t is not None
-        return t.to(dtype or wide(t.dtype))
+        return t.to(dtype or accumulation_dtype(t.dtype))
 
     if matrix.formed is not None:
         return torch.linalg.svdvals(widened(matrix.formed))

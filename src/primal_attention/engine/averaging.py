@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from primal_attention.nn.rivals.draws import drawn_buffers
+from primal_attention.nn.baselines.random_buffers import drawn_buffers
 
 
 def average_share(decay: float, step: int) -> float:

@@ -182,6 +182,8 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if origin is Literal:
         if isinstance(value, bool) and {"on", "off"} <= set(args):  # YAML's own reading of the two words
             value = "on" if value else "off"
+        is_removed = where == "model.primal_mode" and value in ("selective", "dual")
+        require(not is_removed, f"{where}: attention {value!r} was removed; use 'decay' or 'delta'")
         require(
             isinstance(value, (str, int)) and value in args,
             f"{where} must be one of {', '.join(map(str, args))} (got {value!r})",

@@ -17,8 +17,8 @@ from primal_attention.engine.averaging import average_share, update_average
 from primal_attention.engine.config import Recipe, require
 from primal_attention.engine.module import Batch, TrainingModule, precision_context
 from primal_attention.engine.recording import Number, Recorder, rates_on_device
+from primal_attention.nn.baselines.random_buffers import RandomBuffers
 from primal_attention.nn.objective import primal_layers
-from primal_attention.nn.rivals.draws import RandomBuffers
 
 GROUP = 32  # steps in one turn of Lightning's loop, which costs as much as a few of them
 

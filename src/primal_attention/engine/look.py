@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from primal_attention.engine.batches import Batches
 from primal_attention.engine.module import objective
+from primal_attention.nn.baselines import make_attention
+from primal_attention.nn.baselines.softmax import SoftmaxAttention
 from primal_attention.nn.objective import primal_layers
 from primal_attention.nn.primal import PrimalAttention
-from primal_attention.nn.rivals import make_attention
-from primal_attention.nn.rivals.softmax import SoftmaxAttention
 
 
 @torch.no_grad()

@@ -25,8 +25,8 @@ from primal_attention.engine.config import Recipe
 from primal_attention.engine.errors import DivergedError, RunError
 from primal_attention.engine.optimizer import make_optimizer, schedule
 from primal_attention.engine.scale import distributed
+from primal_attention.nn.baselines.random_buffers import RandomBuffers, draw_counts, restore_draw_counts
 from primal_attention.nn.objective import ksvd_loss, primal_layers
-from primal_attention.nn.rivals.draws import RandomBuffers, draw_counts, go_on_drawing
 
 if TYPE_CHECKING:
     from primal_attention.engine.graphed import RecordedStep
@@ -247,7 +247,7 @@ class TrainingModule(pl.LightningModule):
         checkpoint["draws"] = draw_counts(self.model)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        go_on_drawing(self.model, checkpoint.get("draws", {}))  # a checkpoint of an earlier version has none
+        restore_draw_counts(self.model, checkpoint.get("draws", {}))  # a checkpoint of an earlier version has none
 
     def epoch_means(self) -> dict[str, float]:
         """Mean over the epoch's steps of the losses and J, over all ranks."""

@@ -8,9 +8,9 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from primal_attention.models.language import LanguageConfig
+from primal_attention.models.language import LanguageConfig, check_primal_mode
+from primal_attention.nn.blocks import attention_names
 from primal_attention.nn.checks import one_of
-from primal_attention.nn.encoder import attention_names
 
 # transformers' names of what LanguageConfig calls otherwise; the other fields have one name for both.
 NAMES = {
@@ -63,7 +63,7 @@ class PrimalConfig(PreTrainedConfig):
     ) -> None:
         if not tie_word_embeddings:
             raise ValueError("tie_word_embeddings must be True: the embeddings serve at both ends of this model")
-        one_of("primal_mode", primal_mode, ("mean", "landmarks", "decay", "selective", "dual", "delta"))
+        check_primal_mode(primal_mode)
         one_of("positions", positions, ("rotary", "sinusoidal", "none"))
         self.vocab_size = vocab_size
         self.attention = [attention] if isinstance(attention, str) else list(attention)

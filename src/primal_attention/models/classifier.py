@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from primal_attention.models.stems import ConvStem, LinearStem, own_part
 from primal_attention.models.stems import MaskedBatchNorm as MaskedBatchNorm
-from primal_attention.nn.encoder import Encoder, masked_max, masked_mean
+from primal_attention.nn.blocks import Encoder, masked_max, masked_mean
 
 if TYPE_CHECKING:
     from primal_attention.parallel.context import Context

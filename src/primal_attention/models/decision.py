@@ -19,11 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from primal_attention.nn.cached import CachedSoftmaxAttention
-from primal_attention.nn.decoder import DecoderBlock
-from primal_attention.nn.encoder import attention_names
+from primal_attention.nn.baselines import make_attention
+from primal_attention.nn.baselines.softmax import CachedSoftmaxAttention
+from primal_attention.nn.blocks import DecoderBlock, attention_names
 from primal_attention.nn.primal import PrimalAttention
-from primal_attention.nn.rivals import make_attention
 
 Memory = tuple[Any, ...]
 """What each block remembers of an episode."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from primal_attention.models.language import LanguageModel, LanguageState
-from primal_attention.nn.cached import CachedSoftmaxAttention
+from primal_attention.nn.baselines.softmax import CachedSoftmaxAttention
 
 STRETCH = 16_384  # tokens of a prompt that are read at once: a longer one needs no more room
 STOPPED = -1

@@ -11,21 +11,19 @@ The default sizes are the paper's for WikiText-103: 6 layers, width 512, 8 heads
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from primal_attention.nn.cached import CachedSoftmaxAttention
-from primal_attention.nn.decoder import BlockState, DecoderBlock
+from primal_attention.nn.baselines import make_attention
+from primal_attention.nn.baselines.softmax import CachedSoftmaxAttention
+from primal_attention.nn.blocks import BlockState, DecoderBlock, attention_names
+from primal_attention.nn.checks import one_of
 from primal_attention.nn.delta import DeltaPrimalAttention
-from primal_attention.nn.encoder import attention_names
-from primal_attention.nn.rivals import make_attention
-from primal_attention.nn.rivals.base import Padding
-from primal_attention.nn.rotary import sinusoids
-from primal_attention.nn.selective import DualPrimalAttention, SelectivePrimalAttention
+from primal_attention.nn.padding import Padding
 
 if TYPE_CHECKING:
     from primal_attention.parallel.context import Context
@@ -33,7 +31,7 @@ if TYPE_CHECKING:
 LOGITS = 2**29  # numbers: more logits than these are never held at once
 NOTHING = -100
 
-PrimalMode = Literal["mean", "landmarks", "decay", "selective", "dual", "delta"]
+PrimalMode = Literal["mean", "landmarks", "decay", "delta"]
 Positions = Literal["rotary", "sinusoidal", "none"]
 
 
@@ -51,9 +49,8 @@ class LanguageConfig:
     activation: Literal["gelu", "relu"] = "gelu"
     dropout: float = 0.0
     primal_mode: PrimalMode = "mean"
-    """mean: the paper's running mean; landmarks: causal and data-dependent; decay: a learned fading per head;
-    selective: a fading that each token sets; dual: the same, with projection weights that the tokens write; delta: the
-    same, where a token replaces what stood at its place."""
+    """mean: the paper's running mean; landmarks: causal and data-dependent; decay: a learned decay per head; delta:
+    projection weights that follow the delta rule."""
     primal_heads: int | None = None
     """Heads of the Primal layers, for more time scales of decay; None is num_heads."""
     rank: int = 30
@@ -68,6 +65,13 @@ class LanguageConfig:
     """A multiplicative gate on each Primal layer's output, in delta layers on the scores."""
     positions: Positions = "rotary"
     """rotary: in the softmax layers; sinusoidal: added to the embeddings."""
+
+
+def check_primal_mode(mode: str) -> None:
+    """Raise for a mode that does not exist, or no longer does."""
+    if mode in ("selective", "dual"):
+        raise ValueError(f"attention {mode!r} was removed; use 'decay' or 'delta'")
+    one_of("primal_mode", mode, get_args(PrimalMode))
 
 
 class LanguageState(NamedTuple):
@@ -85,14 +89,12 @@ def causal_attention(name: str, config: LanguageConfig) -> nn.Module:
         )
     if name != "primal":
         return make_attention(name, config.embed_dim, config.num_heads, causal=True)
+    check_primal_mode(config.primal_mode)
     heads = config.primal_heads or config.num_heads
     if config.primal_mode == "delta":
         return DeltaPrimalAttention(
             config.embed_dim, heads, rank=config.rank, conv=config.conv, gate=config.gate, dropout=config.dropout
         )
-    if config.primal_mode in ("selective", "dual"):
-        kind = DualPrimalAttention if config.primal_mode == "dual" else SelectivePrimalAttention
-        return kind(config.embed_dim, heads, rank=config.rank)
     keywords: dict[str, Any] = {"rank": config.rank, "causal": True, "data_dependent": False}
     if config.primal_mode == "landmarks":
         keywords |= {"data_dependent": True, "landmarks": config.landmarks, "max_length": config.max_length}
@@ -248,7 +250,7 @@ class LanguageModel(nn.Module):
         if self.config.positions == "sinusoidal":
             place = torch.arange(tokens.shape[1], device=tokens.device)[None]
             place = place if state is None else place + state.position[:, None]
-            place = place if self.context is None else place + self.context.at(tokens).before[:, None]
+            place = place if self.context is None else place + self.context.locate(tokens).offset[:, None]
             x = x + sinusoids(place, self.config.embed_dim).to(x.dtype)
         return self.dropout(x)
 
@@ -287,6 +289,17 @@ class LanguageModel(nn.Module):
         if self.context is not None:  # the mean over the tokens of all ranks, the same on each of them
             total, count = self.context.sum(total), self.context.sum(count)
         return total / count.clamp(min=1)
+
+
+def sinusoids(positions: Tensor, embed_dim: int) -> Tensor:
+    """Position embeddings of the original Transformer: (B or 1, N) → (B or 1, N, embed_dim).
+
+    The layout is that of fairseq: all sines, then all cosines, wave lengths from 2π to 2π·10⁴, first position 2.
+    """
+    half = max(embed_dim // 2, 1)
+    speed = 10_000.0 ** (-torch.arange(half, device=positions.device, dtype=torch.float32) / max(half - 1, 1))
+    angle = (positions[..., None] + 2).float() * speed
+    return torch.cat([angle.sin(), angle.cos(), torch.zeros_like(angle[..., : embed_dim % 2])], dim=-1)
 
 
 def _nats(x: Tensor, embedding: Tensor, targets: Tensor) -> Tensor:

@@ -19,12 +19,10 @@ from primal_attention.models.classifier import own_part
 from primal_attention.models.few_tokens import FewTokens
 from primal_attention.models.pixels import gather
 from primal_attention.models.positions import Positions, starting_positions
-from primal_attention.nn.dropout import Dropout
-from primal_attention.nn.encoder import Encoder, EncoderBlock, masked_mean
+from primal_attention.nn.baselines.softmax import SoftmaxAttention
+from primal_attention.nn.blocks import Encoder, EncoderBlock, masked_mean
+from primal_attention.nn.padding import Tokens
 from primal_attention.nn.primal import PrimalAttention
-from primal_attention.nn.rivals.base import Tokens
-from primal_attention.nn.rivals.softmax import SoftmaxAttention
-from primal_attention.ops import backends
 
 if TYPE_CHECKING:
     from primal_attention.parallel.context import Context
@@ -51,7 +49,7 @@ class TokenStem(nn.Module):
         self.positions = nn.Embedding(max_length, embed_dim)
         nn.init.normal_(self.tokens.weight, std=STD)
         self.positions.weight.data.copy_(starting_positions(positions, max_length, embed_dim, STD))
-        self.dropout = Dropout(dropout)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, ids: Tensor, places: Tensor | None = None) -> Tensor:  # (B, N) → (B, N, d)
         if places is not None:
@@ -64,39 +62,14 @@ class TokenStem(nn.Module):
 
 
 class LRABlock(EncoderBlock):
-    """A Transformer block that can treat padding as the published research code does; see `LRAClassifier`.
-
-    fused: all that follows attention runs as one kernel each way where there is one for it, whatever the attention.
-    """
+    """A Transformer block that can treat padding as the authors' implementation does; see `LRAClassifier`."""
 
     published_padding = False
-    fused = True
-
-    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:  # (B, N, d) → (B, N, d)
-        if not self.has_kernel(x):
-            return super().forward(x, key_padding_mask)
-        from primal_attention.ops.fused.closing import close
-
-        first, second = self.feed_forward[0], self.feed_forward[3]
-        said = self.attend(self.norm1(x), key_padding_mask)
-        return close(x, said, self.norm2, first, second, self.dropout.p)  # type: ignore[arg-type]
-
-    def has_kernel(self, x: Tensor) -> bool:
-        """Whether what follows attention runs as one kernel for these tokens."""
-        if not (self.fused and self.training and x.is_cuda and backends.TRITON_MISSING is None):
-            return False
-        from primal_attention.ops.fused.closing import suits
-
-        return suits(x, self.feed_forward[0].out_features)  # type: ignore[arg-type]
 
     def mix(self, x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-        return self.dropout(self.attend(x, key_padding_mask))
-
-    def attend(self, x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-        """What the tokens learn from each other, before dropout."""
         if key_padding_mask is None or not self.published_padding:
-            return self.attention(x, key_padding_mask=key_padding_mask)  # type: ignore[no-any-return]
-        return _mix_as_published(self.attention, x, key_padding_mask)
+            return super().mix(x, key_padding_mask)
+        return self.dropout(_mix_as_published(self.attention, x, key_padding_mask))
 
 
 def _mix_as_published(attention: nn.Module, x: Tensor, padding: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from primal_attention.nn.encoder import convolve
+from primal_attention.nn.blocks import convolve
 
 if TYPE_CHECKING:
     from primal_attention.parallel.context import Context
@@ -44,9 +44,9 @@ def own_part(per_position: Tensor, x: Tensor, context: Context | None) -> Tensor
     """The rows of a (max_length, …) tensor that belong to the tokens of x (B, N, …)."""
     if context is None:
         return per_position[: x.shape[1]]
-    stretch = context.at(x)
-    stretch.check_length(len(per_position), x.shape[1])
-    return per_position[stretch.before + torch.arange(x.shape[1], device=x.device)]
+    place = context.locate(x)
+    place.check_length(len(per_position), x.shape[1])
+    return per_position[place.offset + torch.arange(x.shape[1], device=x.device)]
 
 
 class MaskedBatchNorm(nn.BatchNorm1d):

@@ -1,85 +1,107 @@
-"""Primal-Attention whose projection weights the tokens write with correction: a token replaces what stood at its place.
+"""DeltaPrimalAttention: causal Primal-Attention whose projection weights follow the delta rule.
 
-At the optimum of the kernel SVD, W_e = Σ_j φ(k_j) h_{r_j}ᵀ and W_r = Σ_j φ(q_j) h_{e_j}ᵀ are sums over the data. `dual`
-(see `selective`) lets them run over the past with h linear in the token; but then tokens alike pile up, and what a
-query reads is a mixture. Here a token first takes away what its place already holds,
+At the optimum of the kernel SVD, W_e = Σ_j φ(k_j) h_{r_j}ᵀ and W_r = Σ_j φ(q_j) h_{e_j}ᵀ are sums over the data. Here
+they are sums over the past, with h linear in the token, and each token first subtracts what its key already stores:
 
     h̃_i = β_i (h_r(x_i) − γ_i W_{e|X≤i−1}ᵀ φ(k_i))
     W_{e|X≤i} = γ_i W_{e|X≤i−1} + φ(k_i) h̃_iᵀ,   e_i = W_{e|X≤i}ᵀ φ(q_i)
 
-which is a step of least squares towards e = h_r at the keys, one per token. W_r and r are the same with queries and
-keys, h_r and h_e changed for each other. Still W_{e|X≤i} = Σ_j (γ_{j+1} ⋯ γ_i) φ(k_j) h̃_jᵀ: a sum over the data with
-one dual vector per token, and e_i = Σ_{j≤i} κ(x_i, x_j) h̃_j.
+This is one step of least squares per token towards e = h_r at the keys. W_r and r are the same with queries and keys,
+h_r and h_e exchanged. W_{e|X≤i} = Σ_j (γ_{j+1} ⋯ γ_i) φ(k_j) h̃_jᵀ is still a sum over the data with one dual vector per
+token, and e_i = Σ_{j≤i} κ(x_i, x_j) h̃_j. `ops/delta_rule.py` has the equations and the choice of the backend.
 
-What else the layer needs to work in a language model: short causal convolutions with SiLU on q, k and h, so that a
-token can be filed under its predecessor; scores brought to one size in each head, since what a head holds varies; and a
-gate SiLU(W_g x) on the scores before W_o. The state is the two matrices and the convolution's last inputs.
-
-On a GPU the layer runs on fused kernels (`ops/fused/delta.py`) between its linear maps; backend="reference" is plain
-torch, backend="fused" insists on the kernels.
+Around the rule the layer has what language models need: short causal convolutions with SiLU on q, k and h, an RMS norm
+of each head's scores, because their scale varies, and a gate on the scores before W_o.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..ops import reference as eq
-from ..ops.layer import Energies
-from ..ops.reference import Scores
-from ..ops.written import corrected_weights, fuses
+from ..ops import delta_rule, reference
+from ..ops.feature_maps import accumulation_dtype
+from ..ops.types import Scores, State
 from . import checks
-from .conv import CausalConv
-from .rivals.base import Padding
-from .selective import SelectivePrimalAttention
-from .tie import tie
-
-TINY = 1e-20  # only a vector of zeros notices
-EPS = 1e-5  # scores far smaller than the values that were written stay small
+from .blocks import CausalConv
+from .primal import PrimalAttention, couple_gradients, is_plain_linear
 
 
 class DeltaState(NamedTuple):
-    """The projection weights that the past has written; nothing here grows with the context."""
+    """Streaming state: the projection weights after the last token. Its size does not depend on the token count."""
 
     w_e_x: Tensor  # (B, H, p, s)
     w_r_x: Tensor  # (B, H, p, s)
-    conv: Tensor | None  # (B, kernel − 1, 2d + 2Hs)
+    conv: Tensor | None  # (B, kernel − 1, 2d + 2Hs), the last inputs of the convolution
+    layer: str = ""  # the kind of layer that the state belongs to
 
 
-class DeltaPrimalAttention(SelectivePrimalAttention):
-    """Causal Primal-Attention that writes by the delta rule; see the module's first lines.
+class DeltaPrimalAttention(PrimalAttention):
+    """Causal Primal-Attention with the delta rule. It streams (`initial_state`, `step`).
 
-    conv: kernel of the convolutions on q, k and h, 0 for none. gate: on the scores.
+    Args:
+        embed_dim: width of the tokens, d.
+        num_heads: number of heads, H; the head width is p = d / H.
+        rank: number of directions of each head's projection scores, s.
+        conv: kernel size of the causal convolutions on q, k and h; 0 for none.
+        gate: nonlinearity of the gate on the scores; True is "silu", False is no gate.
+        bias: add a bias in `qk_proj`, `score_proj` and `out_proj`.
+        dropout: rate of the dropout on the projection scores, after the objective.
+        backend: "auto", "fused" (Triton kernels) or "reference".
+        objective_form: "mean" averages the energies in J over the tokens, "sum" is the paper's J.
+        device: of the parameters.
+        dtype: of the parameters.
     """
 
     def __init__(
-        self, embed_dim: int, num_heads: int, *, rank: int = 30, conv: int = 4, gate: bool = True, **settings: Any
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        rank: int = 30,
+        conv: int = 4,
+        gate: bool | Literal["silu", "sigmoid"] = True,
+        bias: bool = True,
+        dropout: float = 0.0,
+        backend: Literal["auto", "reference", "fused"] = "auto",
+        objective_form: Literal["mean", "sum"] = "mean",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(embed_dim, num_heads, rank=rank, **{"backend": "auto", **settings})
-        weight, scores = self.qk_proj.weight, 2 * num_heads * rank
-        where: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
-        del self.w_e, self.w_r  # the tokens write them
-        self.w_e = self.w_r = None  # type: ignore[assignment]
-        self.dual_proj = nn.Linear(embed_dim, scores, bias=False, **where)  # rows [h_r; h_e]
-        self.write_proj = nn.Linear(embed_dim, 2 * num_heads, **where)  # β of both sides
-        self.conv = CausalConv(2 * embed_dim + scores, conv).to(**where) if conv else None
-        self.score_norm = nn.Parameter(torch.ones(2 * rank, **where))
-        self.gate_proj = nn.Linear(embed_dim, scores, bias=False, **where) if gate else None
+        checks.one_of("backend", backend, delta_rule.BACKENDS)
+        if not isinstance(gate, bool):
+            checks.one_of("gate", gate, ("silu", "sigmoid"))
+        super().__init__(
+            embed_dim, num_heads, rank=rank, causal=True, data_dependent=False, decay="learned", bias=bias,
+            dropout=dropout, backend=backend, objective_form=objective_form, device=device, dtype=dtype,
+        )  # fmt: skip
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        for name in ("w_e", "w_r"):
+            self.register_parameter(name, None)  # the tokens determine them
+        self.gate: Literal["silu", "sigmoid"] = "silu" if isinstance(gate, bool) else gate
+        width = 2 * num_heads * rank
+        self.decay_proj = nn.Linear(embed_dim, num_heads, bias=False, **factory)
+        self.dual_proj = nn.Linear(embed_dim, width, bias=False, **factory)  # rows [h_r; h_e]
+        self.write_proj = nn.Linear(embed_dim, 2 * num_heads, **factory)  # β of both sides
+        self.conv = CausalConv(2 * embed_dim + width, conv).to(**factory) if conv else None
+        self.score_norm = nn.Parameter(torch.empty(2 * rank, **factory))
+        self.gate_proj = nn.Linear(embed_dim, width, bias=False, **factory) if gate else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """W_k = W_q at the start: from the first step on, tokens read what tokens like them wrote."""
+        """As in `PrimalAttention`. W_k starts equal to W_q, so that tokens read what similar tokens stored."""
         super().reset_parameters()
-        if not hasattr(self, "gate_proj"):  # not yet when the base class calls
+        if not hasattr(self, "gate_proj"):  # called by the constructor of the base class
             return
         for module in (self.dual_proj, self.write_proj, self.conv, self.gate_proj):
             if module is not None:
-                module.reset_parameters()  # type: ignore[operator]
+                module.reset_parameters()
+        nn.init.zeros_(self.decay_proj.weight)
+        nn.init.ones_(self.score_norm)
         with torch.no_grad():
-            self.score_norm.fill_(1.0)
             self.qk_proj.weight[self.embed_dim :] = self.qk_proj.weight[: self.embed_dim]
             if self.qk_proj.bias is not None:
                 self.qk_proj.bias.zero_()
@@ -87,111 +109,151 @@ class DeltaPrimalAttention(SelectivePrimalAttention):
     def forward(  # type: ignore[override]
         self,
         x: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
         key_padding_mask: Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
         *,
         state: DeltaState | None = None,
         return_scores: bool = False,
         return_state: bool = False,
     ) -> Any:
-        """As `PrimalAttention.forward`, without packed input."""
+        """Attend within each sequence. Arguments and results as in `PrimalAttention.forward`, without packed input."""
+        if key is not None and value is None and key.dtype == torch.bool and key_padding_mask is None:
+            key, key_padding_mask = None, key
+        self._check_like_multihead(x, key, value, need_weights, attn_mask, is_causal)
         checks.tokens(x, self.embed_dim, packed=False)
-        padding, behind = None, None
-        if key_padding_mask is not None:  # the convolution wants the tokens in a row
-            checks.padding_mask(key_padding_mask, x)
-            padding = Padding(key_padding_mask, compact=True)
-            x, behind = padding.enter(x), ~padding.tokens.present  # type: ignore[operator]
-        if self.training:
-            self._objective = None  # the last pass' graph goes before this one's is built
-        fused = x.shape[1] > 1 and fuses(self.backend, x, self.head_dim, self.rank)
-        both, after = self._scores(x, behind, state, fused)  # (B, 2, H, N, s)
-        heads, energies = self.heads(both, x, fused)
-        y = self.out_proj(heads)
-        y = y if padding is None else padding.leave(y)
-        if self.training:
-            tokens = x.shape[1] if key_padding_mask is None else (~key_padding_mask).sum(dim=1)
-            of_e, of_r = energies.split(self.rank, dim=-1)
-            objective = self._objective_spec().of(Energies(of_e, of_r, tokens), (after.w_e_x, after.w_r_x))
-            y, self._objective = tie(y, objective)
-        extras: list[Any] = []
+        checks.dtype(x, self.sqrt_lambda.dtype)
+        self._check_not_sharded("the delta rule")
+        if state is not None:
+            checks.state(cast(State, state), cast(type[State], DeltaState), x.shape[0], self._state_label())
+        layout, tokens = None, None
+        if key_padding_mask is not None:
+            layout = _Compaction(checks.padding_mask(key_padding_mask, x))
+            x, tokens = layout.apply(x), layout.lengths
+        needs_objective = self._begin_objective()
+        fused = x.shape[1] > 1 and delta_rule.uses_kernels(self.backend, x, self.head_dim, self.rank)
+
+        z = self._projections(x, fused)
+        phi, h = self._features(z, None if state is None else state.conv, fused)
+        log_decay, beta = self._log_decay(x), self.write_proj(x).to(accumulation_dtype(x.dtype)).sigmoid()
+        if layout is not None:  # padding neither decays nor updates W
+            log_decay, beta = layout.zero_padding(log_decay), layout.zero_padding(beta)
+        initial = None if state is None else torch.stack([state.w_e_x, state.w_r_x], dim=1)
+        beta = beta.unflatten(-1, (2, self.num_heads))
+        scores, final = delta_rule.delta_scores(phi, h, log_decay, beta, initial, fused=fused)  # (B, N, H, 2, s)
+        scores = scores if layout is None else layout.zero_padding(scores)
+
+        gate = None if self.gate_proj is None else self.gate_proj(x).unflatten(-1, (self.num_heads, -1))
+        both, energy = delta_rule.gated_scores(scores, self.score_norm, gate, self.gate, fused=fused)
+        y = self.out_proj(self.score_proj(F.dropout(both, self.dropout, self.training)).flatten(2))
+        y = y if layout is None else layout.undo(y)
+        if needs_objective:
+            trace = reference.weight_trace(final[:, 0], final[:, 1])
+            count = x.shape[1] if tokens is None else tokens
+            y, objective = couple_gradients(
+                y, reference.objective(energy, trace, self.sqrt_lambda, count, self.objective_form)
+            )
+            self._set_objective(objective)
+        extras: list[Any] = [] if key is None else [None]
         if return_scores:
-            if padding is not None:
-                flat = both.permute(0, 3, 1, 2, 4)  # (B, N, 2, H, s)
-                both = padding.leave(flat.flatten(2)).view_as(flat).permute(0, 2, 3, 1, 4)
-            extras.append(Scores(both[:, 0], both[:, 1]))
-        extras += [after] if return_state else []
+            scores = scores if layout is None else layout.undo(scores)
+            extras.append(Scores(*scores.permute(3, 0, 2, 1, 4)))
+        if return_state:
+            conv = self._last_inputs(z, None if state is None else state.conv, tokens)
+            extras.append(DeltaState(final[:, 0], final[:, 1], conv, self._state_label()))
         return (y, *extras) if extras else y
 
-    def _scores(
-        self, x: Tensor, behind: Tensor | None, state: DeltaState | None, fused: bool
-    ) -> tuple[Tensor, DeltaState]:
-        phi, h, conv = self._features(x, behind, None if state is None else state.conv, fused)
-        strength = self.write_proj(x).to(eq.wide(x.dtype)).sigmoid().unflatten(-1, (2, -1)).permute(0, 2, 3, 1)
-        if behind is not None:
-            strength = strength.masked_fill(behind[:, None, None], 0.0)
-        log_decay = self.fading(x, behind).log_decay[:, None]
-        start = None if state is None else torch.stack([state.w_e_x, state.w_r_x], dim=1)
-        both, last = corrected_weights(phi, phi, h, log_decay, strength, start, crossed=True, fused=fused)
-        if behind is not None:
-            both = both.masked_fill(behind[:, None, None, :, None], 0.0)
-        return both, DeltaState(last[:, 0], last[:, 1], conv)
-
-    def _features(
-        self, x: Tensor, behind: Tensor | None, past: Tensor | None, fused: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """φ(q), φ(k) (B, 2, H, N, p), h_r and h_e (B, 2, H, N, s), and the convolution's last inputs."""
-        alone = behind is None and past is None and self.conv is not None and self.conv.context is None
-        if fused and alone and x.shape[1] >= self.conv.kernel_size:  # type: ignore[union-attr]
-            return self._fused_features(x, self.conv)  # type: ignore[arg-type]
-        z, conv = torch.cat([self.qk_proj(x), self.dual_proj(x)], dim=-1), None
-        if self.conv is not None:
-            z, conv = self.conv(z, behind, state=past, return_state=True)
-            z = F.silu(z)
-        qk, h = z.split([2 * self.embed_dim, 2 * self.num_heads * self.rank], dim=-1)
-        # The cosine map z / ‖z‖, as torch's one pass for it.
-        size = torch.full((self.head_dim,), self.head_dim**-0.5, dtype=qk.dtype, device=qk.device)
-        phi = F.rms_norm(qk.unflatten(-1, (2, self.num_heads, -1)), size.shape, size, TINY).to(
-            qk.dtype
-        )  # autocast may widen
-        return phi.permute(0, 2, 3, 1, 4), h.unflatten(-1, (2, self.num_heads, -1)).permute(0, 2, 3, 1, 4), conv
-
-    def _fused_features(self, x: Tensor, conv: CausalConv) -> tuple[Tensor, Tensor, Tensor]:
-        from ..ops.fused.delta import features
-
-        qk, dual = self.qk_proj, self.dual_proj  # joining their weights is cheaper than joining what they make
+    def _projections(self, x: Tensor, fused: bool = False) -> Tensor:
+        """[q; k; h_r; h_e] before the convolution, (B, N, 2d + 2Hs)."""
+        qk, dual = self.qk_proj, self.dual_proj
+        if not (fused and is_plain_linear(qk) and is_plain_linear(dual)):
+            return torch.cat([qk(x), dual(x)], dim=-1)
+        # For long input, concatenating the weights is cheaper than concatenating the results.
         bias = None if qk.bias is None else torch.cat([qk.bias, qk.bias.new_zeros(dual.out_features)])
-        z = F.linear(x, torch.cat([qk.weight, dual.weight]), bias)
-        phi, h = features(z, conv.weight, conv.bias, self.num_heads, self.rank)
-        return phi, h, z[:, z.shape[1] - conv.kernel_size + 1 :].clone()
+        return F.linear(x, torch.cat([qk.weight, dual.weight]), bias)
 
-    def heads(self, both: Tensor, x: Tensor, fused: bool) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """W_o [e; r] of all heads side by side, (B, N, d), and the energies of [e; r] in training, (B, H, 2s)."""
-        scores = both.permute(0, 3, 2, 1, 4).flatten(3)  # (B, N, H, 2s)
-        gate = None if self.gate_proj is None else self.gate_proj(x).unflatten(-1, (self.num_heads, -1))
-        if fused and (gate is None or gate.dtype == scores.dtype):
-            from ..ops.fused.delta import gated
+    def _features(self, z: Tensor, past: Tensor | None, fused: bool) -> tuple[Tensor, Tensor]:
+        """φ(q), φ(k) (B, N, 2, H, p) and h_r, h_e (B, N, 2, H, s). past: the inputs before z."""
+        conv = self.conv
+        if conv is None:
+            return delta_rule.split_features(z, self.num_heads, self.rank)
+        if not fused:
+            z = F.silu(conv(z, state=past))
+            return delta_rule.split_features(z, self.num_heads, self.rank)
+        seen = z if past is None else torch.cat([past.to(z.dtype), z], dim=1)
+        phi, h = delta_rule.conv_features(seen, conv.weight, conv.bias, self.num_heads, self.rank)
+        return (phi, h) if past is None else (phi[:, past.shape[1] :], h[:, past.shape[1] :])
 
-            shown, energies = gated(scores, gate, self.score_norm, EPS)
-        else:
-            shown = F.rms_norm(scores, scores.shape[-1:], self.score_norm.to(scores.dtype), EPS).to(scores.dtype)
-            shown = shown if gate is None else shown * F.silu(gate)
-            energies = eq.energy(scores.transpose(1, 2)) if self.training else scores.new_zeros(0)
-        return self.score_proj(F.dropout(shown, self.dropout, self.training)).flatten(2), energies
+    def _last_inputs(self, z: Tensor, past: Tensor | None, tokens: Tensor | None) -> Tensor | None:
+        """The inputs that the convolution needs for the next token, (B, kernel − 1, 2d + 2Hs)."""
+        if self.conv is None:
+            return None
+        count = self.conv.kernel_size - 1
+        seen = F.pad(z, (0, 0, count, 0)) if past is None else torch.cat([past.to(z.dtype), z], dim=1)
+        if tokens is None:
+            return seen[:, seen.shape[1] - count :].clone()
+        rows = tokens[:, None] + torch.arange(count, device=z.device)
+        return seen.gather(1, rows[..., None].expand(-1, -1, seen.shape[2]))
+
+    def _log_decay(self, x: Tensor) -> Tensor:
+        """log γ of each token and head, (B, N, H), in at least float32: 16 bits have few numbers near 1."""
+        assert self.decay_logit is not None
+        return F.logsigmoid(self.decay_proj(x).to(accumulation_dtype(x.dtype)) + self.decay_logit)
 
     def kernel_factors(self, x: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        raise ValueError("the fading kernel of a delta layer has no factors of constant width: see kernel_matrix")
+        raise ValueError("the kernel of a delta layer has no factors of constant width: use kernel_matrix")
 
     def kernel_matrix(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """κ(x_i, x_j) = φ(q_i)·φ(k_j) γ_{j+1} ⋯ γ_i for j ≤ i, else 0: e = κ h̃. (B, H, N, N)."""
+        """Return κ(x_i, x_j) = φ(q_i)·φ(k_j) γ_{j+1} ⋯ γ_i for j ≤ i, else 0, so that e = κ h̃. (B, H, N, N)."""
         if key_padding_mask is not None:
             raise ValueError("kernel_matrix of a delta layer takes sequences without padding")
-        phi, _, _ = self._features(x, None, None)
-        total = self.fading(x).log_decay.cumsum(dim=-1)
-        past = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
-        left = (total[..., :, None] - total[..., None, :]).masked_fill(~past, -torch.inf).exp()
-        return phi[:, 0] @ phi[:, 1].mT * left.to(phi.dtype)
+        checks.tokens(x, self.embed_dim, packed=False)
+        phi, _ = self._features(self._projections(x), None, False)
+        phi_q, phi_k = phi.permute(2, 0, 3, 1, 4)
+        total = self._log_decay(x).transpose(1, 2).cumsum(dim=-1)
+        return phi_q @ phi_k.mT * delta_rule.decay_between(total).to(phi.dtype)
+
+    def _state_label(self) -> str:
+        conv = 0 if self.conv is None else self.conv.kernel_size
+        return f"delta rule, num_heads={self.num_heads}, head_dim={self.head_dim}, rank={self.rank}, conv={conv}"
 
     def initial_state(self, batch_size: int) -> DeltaState:  # type: ignore[override]
-        weight = self.qk_proj.weight
+        """Return the state before the first token."""
+        like = self.sqrt_lambda
         shape = (2, batch_size, self.num_heads, self.head_dim, self.rank)
-        zeros = torch.zeros(shape, dtype=eq.wide(weight.dtype), device=weight.device)
-        return DeltaState(zeros[0], zeros[1], None if self.conv is None else self.conv.initial_state(batch_size))
+        zeros = torch.zeros(shape, dtype=accumulation_dtype(like.dtype), device=like.device)
+        conv = None if self.conv is None else self.conv.initial_state(batch_size)
+        return DeltaState(zeros[0], zeros[1], conv, self._state_label())
+
+    def extra_repr(self) -> str:
+        return f"{self.embed_dim}, heads={self.num_heads}, rank={self.rank}, delta rule, backend={self.backend}"
+
+
+class _Compaction:
+    """Move the tokens of each sequence to the front, where the convolution sees them side by side, and back."""
+
+    def __init__(self, mask: Tensor) -> None:
+        self.mask, self.lengths = mask, (~mask).sum(dim=1)
+        self.order = mask.to(torch.uint8).argsort(dim=1, stable=True)
+        self.padding = torch.arange(mask.shape[1], device=mask.device) >= self.lengths[:, None]  # after the move
+
+    def apply(self, x: Tensor) -> Tensor:
+        return _take(x.masked_fill(self.mask[..., None], 0.0), self.order)  # zero the padding, including NaNs
+
+    def undo(self, y: Tensor) -> Tensor:
+        return _fill(_take(y, self.order.argsort(dim=1)), self.mask)
+
+    def zero_padding(self, t: Tensor) -> Tensor:
+        return _fill(t, self.padding)
+
+
+def _take(t: Tensor, rows: Tensor) -> Tensor:
+    return t.gather(1, rows.view(*rows.shape, *(1,) * (t.ndim - 2)).expand_as(t))
+
+
+def _fill(t: Tensor, where: Tensor) -> Tensor:
+    return t.masked_fill(where.view(*where.shape, *(1,) * (t.ndim - 2)), 0.0)

@@ -124,9 +124,10 @@ class PrimalAttention(nn.Module):
         # Stored as a logit: 16-bit floats have few numbers between 0.99 and 1.
         self.decay_logit: Tensor | None
         self._fixed_decay: tuple[float, ...] | None = None
-        if decay is None or isinstance(decay, str):
-            start = None if decay is None else nn.Parameter(torch.empty(self.num_heads, **factory))
-            self.register_parameter("decay_logit", start)
+        if decay is None:
+            self.decay_logit = None
+        elif isinstance(decay, str):
+            self.decay_logit = nn.Parameter(torch.empty(self.num_heads, **factory))
         else:
             rates = torch.as_tensor(decay, dtype=torch.float64, device="cpu")
             if rates.ndim > 1 or rates.numel() not in (1, self.num_heads):
@@ -238,17 +239,14 @@ class PrimalAttention(nn.Module):
         self._check_like_multihead(x, key, value, need_weights, attn_mask, is_causal)
         mask = self._check_input(x, key_padding_mask, cu_seqlens, max_seqlen, state, return_state)
         valid = None if mask is None else ~mask
-        needs_objective = self.training or self._last_call is not None
-        if self.training and not _is_recomputing():
-            # Drop the previous objective first. Its graph would pin gradient accumulation to the old stream and break
-            # CUDA-graph capture.
-            object.__setattr__(self, "_objective", None)
+        needs_objective = self._begin_objective()
         shift = None
         if self.training and self.sampling == "random":
             shift = random_shift(self.landmarks, x.device)
             shift = shift if self.context is None else self.context.first(shift)
         weights, applies_output = self._weights()
-        qk, boundary, tokens = None, None, x.shape[-2]
+        qk, boundary = None, None
+        tokens: Tensor | int = x.shape[-2]
         if weights.qk_weight is None or self.context is not None:
             x = x if valid is None else x.masked_fill(~valid[..., None], 0.0)  # zero the padding, including NaNs
             qk = self.qk_proj(x)
@@ -284,7 +282,7 @@ class PrimalAttention(nn.Module):
         extras: list[Any] = [result.scores] if return_scores else []
         if return_state:
             assert result.state is not None
-            extras.append(type(result.state)(*result.state[:-1], self._state_label()))
+            extras.append(type(result.state)(*result.state[:-1], self._state_label()))  # type: ignore[call-arg]
         if key is not None:
             extras.insert(0, None)
         return (y, *extras) if extras else y
@@ -307,7 +305,7 @@ class PrimalAttention(nn.Module):
         is_called = not (is_plain_linear(score) and is_plain_linear(out))
         maps: list[Tensor | None] = [None] * 4 if is_called else [score.weight, score.bias, out.weight, out.bias]
         of_qk = (qk.weight, qk.bias) if is_plain_linear(qk) else (None, None)
-        return Weights(*of_qk, self.w_e, self.w_r, *maps), is_called
+        return Weights(*of_qk, self.w_e, self.w_r, *maps), is_called  # type: ignore[call-arg]
 
     def _apply_output(self, result: Output, dropout: float, is_packed: bool) -> Tensor:
         """Call `score_proj` and `out_proj` as modules."""
@@ -332,6 +330,13 @@ class PrimalAttention(nn.Module):
                 f"feature_map must keep the head width {self.head_dim} ({tuple(z.shape)} became {tuple(phi.shape)})"
             )
         return phi
+
+    def _begin_objective(self) -> bool:
+        """Return True if the call computes J; drop the previous one."""
+        if self.training and not _is_recomputing():
+            # Its graph would pin gradient accumulation to the old stream and break CUDA-graph capture.
+            object.__setattr__(self, "_objective", None)
+        return self.training or self._last_call is not None
 
     def _set_objective(self, objective: Tensor) -> None:
         if _is_recomputing():

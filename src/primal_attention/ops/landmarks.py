@@ -24,7 +24,7 @@ def landmark_indices(
 
 
 def random_shift(landmarks: int, device: torch.device | str | None = None) -> Tensor:
-    """Draw the jitter of each landmark in units of the landmark spacing: uniform in [−½, ½), zero at both ends, (n,)."""
+    """Draw the jitter of each landmark in units of the spacing: uniform in [−½, ½), zero at both ends, (n,)."""
     i = torch.arange(landmarks, device=device)
     return torch.where((i == 0) | (i == landmarks - 1), 0.0, torch.rand(landmarks, device=device) - 0.5)
 

@@ -74,7 +74,7 @@ def attend(
         need_scores: return the scores.
         need_state: return the state after the last token.
     """
-    check_shapes(x, weights, mode)
+    check_shapes(x, weights, mode, decay)
     chosen = choose_backend(backend, x, weights, mode, feature_map, qk, decay, state, need_state, boundary)
     common: dict[str, Any] = {"qk": qk, "decay": decay, "shift": shift, "dropout": dropout, "trace": trace}
     if chosen == "fused":
@@ -99,9 +99,11 @@ def attend(
     width = max(int(cu_seqlens.diff().max()), 1) if max_seqlen is None else max_seqlen
     rows, valid = padding.padded_positions(cu_seqlens, width)
     total = x.shape[0]
-    padded, common["qk"] = (
-        None if t is None else t[rows] if total else t.new_zeros(*rows.shape, t.shape[-1]) for t in (x, qk)
-    )
+
+    def pad(t: Tensor) -> Tensor:
+        return t[rows] if total else t.new_zeros(*rows.shape, t.shape[-1])
+
+    padded, common["qk"] = pad(x), None if qk is None else pad(qk)
     result = compute(padded, weights, mode, valid=valid, **common)
     sequence, place = padding.packed_positions(cu_seqlens, total)
     scores = result.scores
@@ -115,7 +117,11 @@ def compute_objective(
 ) -> Tensor:
     """Return J of each sample, (B,), from the energies and traces of a layer. tokens: (B,) or one number."""
     energy, trace = result.energy, result.trace
-    assert energy is not None and trace is not None
+    assert energy is not None
+    assert trace is not None
+    heads, rank = energy.shape[1], energy.shape[3]  # the fused kernels store a rank that is rounded up
+    if sqrt_lambda.shape != (heads, min(sqrt_lambda.shape[-1], rank) if result.is_fused else rank):
+        raise ValueError(f"sqrt_lambda must have shape {(heads, rank)} (got {tuple(sqrt_lambda.shape)})")
     if not result.is_fused:
         return reference.objective(energy, trace, sqrt_lambda, tokens, form)
     if trace.ndim == 2:
@@ -127,7 +133,7 @@ def compute_objective(
         return Objective.apply(energy, sqrt_lambda, trace, lengths, length, form == "sum")  # type: ignore[no-any-return]
 
 
-def check_shapes(x: Tensor, weights: Weights, mode: Mode) -> None:
+def check_shapes(x: Tensor, weights: Weights, mode: Mode, decay: Tensor | None = None) -> None:
     """Raise if a parameter does not fit x and the mode. The kernels read memory by these shapes."""
     d, heads, rank = x.shape[-1], mode.heads, weights.w_e.shape[-1]
     p = d // heads
@@ -136,6 +142,8 @@ def check_shapes(x: Tensor, weights: Weights, mode: Mode) -> None:
     for name, weight, shape in zip(Weights._fields, weights, shapes, strict=True):
         if weight is not None and weight.shape != shape:
             raise ValueError(f"{name} must have shape {shape} (got {tuple(weight.shape)})")
+    if decay is not None and decay.shape != (heads,):
+        raise ValueError(f"decay must have shape {(heads,)} (got {tuple(decay.shape)})")
 
 
 @lru_cache(maxsize=1)
@@ -161,6 +169,7 @@ def choose_backend(
         why = why_not_fused(x, rank, mode, feature_map, state, need_state)
     elif backend == "cpu":
         why = why_not_cpu(weights, mode, feature_map, qk, decay, boundary)
+        why = why if x.device.type == "cpu" else f"x is on {x.device.type!r}"
     elif backend != "auto":
         return backend
     # torch.compile fuses the equations itself, and other tracers record them better than one opaque node.

@@ -100,7 +100,8 @@ def attention(
 
 def output_projection(scores: Scores, weights: Weights, dropout: float = 0.0) -> Tensor:
     """y = W_out concat_h(W_o [e; r] + b_o) + b_out, (B, N, d)."""
-    assert weights.score_weight is not None and weights.out_weight is not None
+    assert weights.score_weight is not None
+    assert weights.out_weight is not None
     both = F.dropout(torch.cat(scores, dim=-1), dropout)  # (B, H, N, 2s)
     bias = None if weights.score_bias is None else weights.score_bias.to(both.dtype)
     heads = F.linear(both, weights.score_weight.to(both.dtype), bias)
@@ -312,9 +313,9 @@ def causal_landmark_scores(
     )
     # The projection weights after the last token.
     last = position[:, -1:]
-    late = rows.to(dtype) * decay_power((last[..., None] - grid)[:, None], dtype).mT if decay is not None else rows
+    late = rows.to(dtype) * decay_power((last - grid)[:, None, :, None], dtype)  # (B, H, n, p)
     with disabled_autocast(rows.device):
-        w_e_x, w_r_x = (projection_weights(late.to(dtype), w.to(dtype)) for w in (w_e, w_r))
+        w_e_x, w_r_x = (projection_weights(late, w.to(dtype)) for w in (w_e, w_r))
     steps = x_h.shape[2]
     if past is not None:
         fade = decay_power((position - past.position[:, None] + 1)[:, None, :, None], q.dtype)

@@ -1,4 +1,4 @@
-"""One sequence over many machines: context parallelism for models with Primal-Attention, on PyTorch's own engine."""
+"""Context parallelism: one sequence over several ranks, for models with Primal-Attention."""
 
 from .apply import average_gradients, context_parallel, shard, unshard
 from .context import Context

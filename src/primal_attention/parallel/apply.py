@@ -1,14 +1,13 @@
-"""Context parallelism for a whole model: tokens sharded over a dimension of a device mesh, weights left as they are.
+"""Context parallelism for a whole model: tokens sharded over a dimension of a device mesh, parameters unchanged.
 
     mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("data", "context"))
     context_parallel(model, mesh["context"])
     loss = criterion(model(shard(x, mesh["context"])), …)       # the same number on the ranks of a sequence
     loss.backward()
 
-The gradients of the parameters: every rank's loss must be the loss of its *whole* sequences (pooling layers see to it;
-a loss per token is summed with `Context.sum` and divided by the count of all tokens). Then the mean over all ranks,
-those that share a sequence and those that do not, is the gradient. DDP over all ranks computes it, FSDP2 over the
-flattened mesh too, and `average_gradients` does it for a bare model.
+Each rank's loss must be the loss of its *whole* sequences. Pooling layers give it; sum a loss per token with
+`Context.sum` and divide it by the number of all tokens. The gradient is then the mean over all ranks. DDP over all
+ranks computes it, so does FSDP2 over the flattened mesh, and `average_gradients` for a model without either.
 """
 
 from __future__ import annotations
@@ -29,11 +28,15 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def context_parallel(model: Model, mesh: DeviceMesh | None, dim_name: str | None = None) -> Model:
-    """Let the model work on shards of its sequences, in place. `None` for the mesh makes it whole again.
+    """Make a model work on shards of its sequences, in place.
 
-    mesh: one dimension, or several of which `dim_name` names the one that shards the tokens.
+    Args:
+        model: the model. A layer that mixes tokens and cannot work on a shard is refused.
+        mesh: the ranks of a sequence, or None to make the model work on whole sequences again.
+        dim_name: the dimension of `mesh` that shards the tokens, if it has several.
 
-    Every layer that looks at more than one token must know how to work on a shard; one that does not is refused.
+    Returns:
+        The model.
     """
     context = None if mesh is None else Context.over(mesh if dim_name is None else mesh[dim_name])
     if context is not None:
@@ -45,11 +48,12 @@ def context_parallel(model: Model, mesh: DeviceMesh | None, dim_name: str | None
 
 
 def _refuse_mixers(model: nn.Module) -> None:
+    """Raise for a layer that mixes tokens without a context."""
+    from ..nn.baselines.base import BaselineAttention
     from ..nn.primal import PrimalAttention
-    from ..nn.rivals.base import RivalAttention
 
     mixers = (
-        RivalAttention,
+        BaselineAttention,
         nn.MultiheadAttention,
         nn.RNNBase,
         nn.modules.conv._ConvNd,
@@ -58,12 +62,12 @@ def _refuse_mixers(model: nn.Module) -> None:
     safe: set[int] = set()
     for name, module in model.named_modules():
         if isinstance(module, PrimalAttention):
-            knows = type(module).forward is PrimalAttention.forward  # a subclass may mix in ways of its own
+            has_context = type(module).forward is PrimalAttention.forward  # a subclass may mix tokens in other ways
         else:
-            knows = hasattr(type(module), "context")
-        if knows:  # it takes care of the layers that it holds itself
-            held = (m for child in module.children() for m in (child, *_listed(child)))
-            safe |= {id(m) for m in held}
+            has_context = hasattr(type(module), "context")
+        if has_context:  # the module passes its context on to its children
+            for child in module.children():
+                safe |= {id(child), *(map(id, child) if isinstance(child, nn.ModuleList) else ())}
         elif id(module) not in safe and isinstance(module, (*mixers, PrimalAttention)):
             raise ValueError(
                 f"layer {name!r} ({type(module).__name__}) mixes tokens and cannot work on a part of a sequence: "
@@ -71,14 +75,10 @@ def _refuse_mixers(model: nn.Module) -> None:
             )
 
 
-def _listed(module: nn.Module) -> Iterable[nn.Module]:
-    return module if isinstance(module, nn.ModuleList) else ()
-
-
 def shard(x: Tensor, mesh: DeviceMesh, dim: int = 1) -> Tensor:
-    """This rank's tokens of x: consecutive, in the order of the ranks; the first ranks have one more where it must be.
+    """Return this rank's tokens of x: consecutive, in the order of the ranks, the first ranks with one more if needed.
 
-    Any split into consecutive stretches serves as well; data that is loaded in pieces need not come through here.
+    Any other split into consecutive shards works too.
     """
     ranks, length = mesh.size(), x.shape[dim]
     if length < ranks:
@@ -87,10 +87,9 @@ def shard(x: Tensor, mesh: DeviceMesh, dim: int = 1) -> Tensor:
 
 
 def unshard(x: Tensor, mesh: DeviceMesh, dim: int = 1) -> Tensor:
-    """The whole of what `shard` splits, on every rank; differentiable."""
+    """Return the whole tensor that `shard` splits, on every rank; differentiable."""
     group = mesh.get_group()
-    here = torch.tensor([x.shape[dim]], device=x.device)
-    lengths = gather(here, group)[:, 0].tolist()
+    lengths = gather(torch.tensor([x.shape[dim]], device=x.device), group)[:, 0].tolist()
     rows = x.movedim(dim, 0)
     missing = x.new_zeros(max(lengths) - len(rows), *rows.shape[1:])
     every = gather(torch.cat([rows, missing]), group)
@@ -99,12 +98,13 @@ def unshard(x: Tensor, mesh: DeviceMesh, dim: int = 1) -> Tensor:
 
 @torch.no_grad()
 def average_gradients(parameters: nn.Module | Iterable[Tensor], mesh: DeviceMesh) -> None:
-    """The mean over the mesh of every parameter's gradient, in one reduction: for a model without DDP or FSDP."""
-    given = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
-    trained = [p for p in given if p.requires_grad]
+    """Average every parameter's gradient over the mesh in one reduction, for a model without DDP or FSDP."""
+    tensors = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
     by_kind: dict[Any, list[Tensor]] = {}
-    for p in trained:
-        if p.grad is None:  # a rank that did not use it must send zeros, or the ranks would disagree on the shape
+    for p in tensors:
+        if not p.requires_grad:
+            continue
+        if p.grad is None:  # the ranks must agree on the shape of the reduction
             p.grad = torch.zeros_like(p)
         by_kind.setdefault((p.grad.dtype, p.grad.device), []).append(p.grad)
     for grads in by_kind.values():

@@ -1,200 +1,292 @@
-"""One sequence over many ranks: each holds a stretch of consecutive tokens, in the order of the ranks.
+"""Context parallelism: each rank holds a shard of consecutive tokens of every sequence, in the order of the ranks.
 
-Given the projection weights every token of Primal-Attention stands alone. What a rank must learn from the others is
+Given the projection weights, the tokens of Primal-Attention are independent. A rank needs from the others
 
-    the landmarks' rows                n·d numbers      data-dependent weights, causal or not
-    the sums before its first token    2·d per rank     running means
-    the energies' sum                  2·H·s numbers    the objective
+    the landmark rows                       n·d numbers      data-dependent modes
+    the sums before and after its shard     2·d per rank     running means and decayed sums
+    the sum of the features φ_k             d per rank       softmax feature map
+    the sum of the energies                 2·H·s numbers    objective
 
-and the number of tokens that each rank holds. Nothing here grows with the length N. A `Stretch` answers these
-questions for one pass of a layer; `Context` makes it, and serves what stands around the attention: convolutions
-(`halo`), positions (`at`) and pooling (`sum`, `maximum`).
+and the number of tokens on each rank. Nothing sent grows with the length N. `Context.boundary` collects the first three
+for one call of a layer. The other methods serve the layers around attention: convolutions (`halo`), positions
+(`locate`) and pooling (`sum`, `maximum`).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from ..ops.reference import RunningState, wide
-from ..ops.sampling import ragged_landmark_indices, token_of_rank
+from ..ops import reference
+from ..ops.feature_maps import FeatureMap, accumulation_dtype
+from ..ops.landmarks import landmark_indices, position_of_rank, ragged_landmark_indices
+from ..ops.types import Boundary, Mode, RunningState
 from . import collectives
-from .totals import log_of, total
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+BLOCK = 2**14  # tokens whose copies in the accumulation dtype exist at a time
+
 
 class Context:
-    """The ranks that share sequences. Layers hold one as `context`; see `context_parallel`."""
+    """The ranks that share sequences. Layers hold it as `context`; see `context_parallel`."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
         self.rank, self.size = group.rank(), group.size()
-        self.looked_at: set[tuple[int, int]] = set()
+        self._checked_lengths: set[tuple[int, int]] = set()
 
     @classmethod
     def over(cls, mesh: DeviceMesh) -> Context:
+        """Return the context of a mesh of one dimension."""
         if mesh.ndim != 1:
             raise ValueError(f"mesh must have one dimension (got {mesh.ndim}): slice it by name, mesh['context']")
         return cls(mesh.get_group())
 
     def __deepcopy__(self, memo: Any) -> Context:
-        return self  # a copy of a model works with the same ranks
+        return self  # process groups cannot be copied
 
     def __repr__(self) -> str:
         return f"Context(rank={self.rank}, size={self.size})"
 
     def sum(self, t: Tensor) -> Tensor:
-        """Σ over the ranks, differentiable."""
+        """Return Σ over the ranks, differentiable."""
         return collectives.sum_over(t, self.group)
 
     def maximum(self, x: Tensor) -> Tensor:
-        """amax over the tokens of all ranks, (B, N, d) → (B, d). Equal maxima share the gradient, as in `amax`."""
+        """Return amax over the tokens of all ranks, (B, N, d) → (B, d). Equal maxima share the gradient."""
         best = collectives.reduce(x.detach().amax(dim=1), self.group, "max")
-        ties = x.detach() == best[:, None]
-        number = collectives.reduce(ties.sum(dim=1), self.group, "sum").clamp(min=1)
-        shared = self.sum(torch.where(ties, x / number[:, None], 0.0).sum(dim=1))
-        # The value is the maximum itself: −∞, and a share that rounding has touched, must not come out of the sum.
+        is_best = x.detach() == best[:, None]
+        number = collectives.reduce(is_best.sum(dim=1), self.group, "sum").clamp(min=1)
+        shared = self.sum(torch.where(is_best, x / number[:, None], 0.0).sum(dim=1))
+        # Only the gradient comes from the sum: its value is rounded, and NaN for −∞.
         return best + torch.where(torch.isfinite(best), shared - shared.detach(), 0.0)
 
     def first(self, t: Tensor) -> Tensor:
-        """The first rank's t on every rank, for what is drawn at random and must be one draw."""
+        """Return the first rank's t on every rank, so that all use the same random draw."""
         return collectives.reduce(t if self.rank == 0 else torch.zeros_like(t), self.group, "sum")
 
-    def at(self, x: Tensor, valid: Tensor | None = None, shift: Tensor | None = None) -> Stretch:
-        """This rank's stretch of the sequences whose tokens here are x (B, N, …), those that `valid` (B, N) marks.
+    def locate(self, x: Tensor, valid: Tensor | None = None) -> SequenceShard:
+        """Return the place of this rank's tokens x (B, N, …) in their sequences; `valid` (B, N) is True at tokens."""
+        count = torch.full((1,), x.shape[1], device=x.device) if valid is None else valid.sum(dim=1)
+        return SequenceShard(self, collectives.gather(count, self.group), valid)
 
-        shift: of the landmarks, the same on all ranks.
+    def boundary(
+        self,
+        x: Tensor,
+        qk: Tensor,
+        mode: Mode,
+        feature_map: FeatureMap,
+        valid: Tensor | None,
+        decay: Tensor | None,
+        shift: Tensor | None,
+    ) -> tuple[Boundary, Tensor]:
+        """Return the contributions of the other ranks to one call of a layer, and the lengths of the sequences, (B,).
+
+        Args:
+            x: input of this rank, (B, N, d), zero at padding.
+            qk: its projected queries and keys, (B, N, 2d).
+            mode: the mode of the layer.
+            feature_map: φ.
+            valid: (B, N) bool, True at tokens.
+            decay: γ of each head, (H,).
+            shift: jitter of the landmarks, the same on all ranks.
         """
-        here = torch.full((1,), x.shape[1], device=x.device) if valid is None else valid.sum(dim=1)
-        return Stretch(self, collectives.gather(here, self.group), valid, shift)
+        shard = self.locate(x, valid)
+        q, k = (reference.split_heads(z, mode.heads) for z in qk.chunk(2, dim=-1))
+        boundary = Boundary()
+        if mode.data_dependent and mode.causal:
+            assert mode.max_length is not None
+            shard.check_length(mode.max_length, x.shape[1])
+            grid = landmark_indices(mode.max_length, mode.landmarks, x.device)[None]
+            boundary = Boundary(shard.rows(x, grid), grid < shard.total[:, None], offset=shard.offset)
+        elif mode.data_dependent:
+            boundary = Boundary(shard.rows(x, ragged_landmark_indices(shard.total, mode.landmarks, shift)))
+        elif mode.causal or decay is not None:
+            past = shard.outer_sums(q, k, decay)
+            boundary = Boundary(past=past, future=None if mode.causal else shard.outer_sums(q, k, decay, after=True))
+        if feature_map.is_normalised:
+            feature_sum = self._feature_sum(shard, q, k, mode, feature_map, decay, boundary)
+            boundary = boundary._replace(feature_sum=feature_sum)
+        return boundary, shard.total.expand(x.shape[0]).contiguous()
+
+    def _feature_sum(
+        self,
+        shard: SequenceShard,
+        q: Tensor,
+        k: Tensor,
+        mode: Mode,
+        feature_map: FeatureMap,
+        decay: Tensor | None,
+        boundary: Boundary,
+    ) -> Tensor:
+        """Σ φ_k before the shard, (B, H, p), if causal, else over the whole sequences, (B, H, 1, p)."""
+        if mode.data_dependent:
+            phi_k = feature_map.apply(k)
+        else:
+            plain = replace(feature_map, is_normalised=False)
+            _, phi_k, _ = reference.sum_features(q, k, mode, plain, shard.valid, decay, boundary.past, boundary)
+        if mode.causal:
+            return shard.outer_sum(decayed_total(phi_k, decay, shard.valid), decay)
+        return self.sum(decayed_total(phi_k, None, shard.valid))[:, :, None]
 
     def halo(self, x: Tensor, left: int, right: int) -> Tensor:
-        """x with the last `left` tokens before it and the first `right` after it, zeros beyond the sequence's ends.
+        """Return x with the last `left` tokens before it and the first `right` after it, zeros beyond the ends.
 
-        (B, N, d) → (B, left + N + right, d). A rank may hold fewer tokens than its neighbours ask for.
+        (B, N, d) → (B, left + N + right, d). The tokens may come from several ranks.
         """
         counts = collectives.gather(torch.full((1,), x.shape[1], device=x.device), self.group)[:, 0]
         parts = [x]
         if left:
-            ends = collectives.gather(_padded(x[:, -left:], left, at_end=False), self.group)
+            ends = collectives.gather(_pad_tokens(x[:, -left:], left, at_end=False), self.group)
             order = torch.arange(self.rank - 1, -1, -1, device=x.device)
-            parts.insert(0, _collect(ends, counts, order, left).flip(1))
+            parts.insert(0, _nearest_tokens(ends, counts, order, left).flip(1))
         if right:
-            starts = collectives.gather(_padded(x[:, :right], right, at_end=True).flip(1), self.group)
+            starts = collectives.gather(_pad_tokens(x[:, :right], right, at_end=True).flip(1), self.group)
             order = torch.arange(self.rank + 1, self.size, device=x.device)
-            parts.append(_collect(starts, counts, order, right))
+            parts.append(_nearest_tokens(starts, counts, order, right))
         return torch.cat(parts, dim=1)
 
 
-class Stretch:
-    """The tokens of one rank in their sequences. Numbers per sequence are (B,), without a mask (1,) for all of them."""
+class SequenceShard:
+    """The place of one rank's tokens in their sequences.
 
-    def __init__(self, context: Context, counts: Tensor, valid: Tensor | None, shift: Tensor | None = None) -> None:
-        self.context, self.counts, self.valid, self.shift = context, counts, valid, shift  # counts: (ranks, B or 1)
+    Numbers per sequence are (B,), without a mask (1,) for all sequences; `counts` holds those of all ranks.
+    """
+
+    def __init__(self, context: Context, counts: Tensor, valid: Tensor | None) -> None:
+        self.context, self.counts, self.valid = context, counts, valid  # counts: (ranks, B or 1)
 
     @property
-    def before(self) -> Tensor:
+    def offset(self) -> Tensor:
         """Tokens on earlier ranks."""
         return self.counts[: self.context.rank].sum(dim=0)
-
-    @property
-    def here(self) -> Tensor:
-        return self.counts[self.context.rank]
 
     @property
     def total(self) -> Tensor:
         """Tokens of the whole sequences."""
         return self.counts.sum(dim=0)
 
-    def sum(self, t: Tensor) -> Tensor:
-        return self.context.sum(t)
-
-    def check_length(self, most: int, here: int) -> None:
-        """Refuse sequences longer than `most`. A look at the device waits for it, so it is taken once per size."""
-        if torch.compiler.is_compiling() or (most, here) in self.context.looked_at:
+    def check_length(self, max_length: int, local: int) -> None:
+        """Raise for sequences longer than `max_length`. On a GPU they are read once per number of local tokens."""
+        if torch.compiler.is_compiling() or (max_length, local) in self.context._checked_lengths:
             return
         longest = int(self.total.max()) if self.total.numel() else 0
-        if longest > most:
-            raise ValueError(f"max_length={most} is exceeded by a sequence of {longest} tokens")
+        if longest > max_length:
+            raise ValueError(f"max_length={max_length} is exceeded by a sequence of {longest} tokens")
         if self.total.device.type != "cpu":
-            self.context.looked_at.add((most, here))
+            self.context._checked_lengths.add((max_length, local))
 
-    def rows(self, x: Tensor, numbers: Tensor) -> Tensor:
-        """The tokens of the given numbers in their whole sequences, wherever they are; zero beyond the end.
+    def rows(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Return the tokens at the given positions of the whole sequences, from whichever rank; zero beyond the end.
 
-        x: (B, N, d), numbers: (B or 1, n) counted over the valid tokens → (B, n, d), the same on all ranks.
+        x: (B, N, d), positions: (B or 1, n) among the valid tokens → (B, n, d), the same on all ranks.
         """
-        local = numbers - self.before[:, None]
-        mine = (local >= 0) & (local < self.here[:, None])
-        local = torch.where(mine, local, 0).expand(x.shape[0], -1)
-        at = local if self.valid is None else token_of_rank(self.valid, local)
-        picked = x.gather(1, at[..., None].expand(-1, -1, x.shape[2]))
-        return self.sum(torch.where(mine[..., None], picked, 0.0))
+        local = positions - self.offset[:, None]
+        is_local = (local >= 0) & (local < self.counts[self.context.rank][:, None])
+        local = torch.where(is_local, local, 0).expand(x.shape[0], -1)
+        slots = local if self.valid is None else position_of_rank(self.valid, local)
+        picked = x.gather(1, slots[..., None].expand(-1, -1, x.shape[2]))
+        return self.context.sum(torch.where(is_local[..., None], picked, 0.0))
 
-    def landmarks(self, x: Tensor, count: int) -> Tensor:
-        """f(X): the landmarks of the whole sequences, (B, N, d) → (B, n, d); zero rows for an empty one."""
-        return self.rows(x, ragged_landmark_indices(self.total, count, self.shift))
+    def outer_sums(self, q: Tensor, k: Tensor, decay: Tensor | None, after: bool = False) -> RunningState:
+        """Return the running sums of q and k, (B, H, N, p), before the shard, or from the end if `after`."""
+        ones = torch.ones(1, 1, 1, 1, dtype=accumulation_dtype(q.dtype), device=q.device).expand(*q.shape[:3], 1)
+        totals = torch.cat([decayed_total(z, decay, self.valid, after) for z in (q, k, ones)], dim=-1)
+        p = q.shape[3]
+        query, key, weight = self.outer_sum(totals, decay, after).split([p, p, 1], dim=-1)
+        return RunningState(query, key, weight[..., 0])
 
-    def earlier(self, totals: Tensor, decay: Tensor | None) -> Tensor:
-        """s_{first − 1}: what is left of the earlier ranks' totals at the end of the last of them.
+    def outer_sum(self, totals: Tensor, decay: Tensor | None, after: bool = False) -> Tensor:
+        """Combine the totals (B, H, m) of the earlier ranks, or of the later ones if `after`, at the edge of the shard.
 
-        totals: (B, H, m) of this rank, decay: (H,) → (B, H, m).
+        Each rank's total is multiplied by γ for every token between its shard and this one.
         """
         every = collectives.gather(totals, self.context.group)  # (ranks, B, H, m)
-        earlier = torch.arange(self.context.size, device=totals.device) < self.context.rank
-        weight = earlier.to(totals.dtype)[:, None, None]  # (ranks, 1, 1)
+        rank, ranks = self.context.rank, torch.arange(self.context.size, device=totals.device)
+        weight = (ranks > rank if after else ranks < rank).to(totals.dtype)[:, None, None]  # (ranks, 1, 1)
         if decay is not None:
-            between = self.before - self.counts.cumsum(dim=0)  # tokens after rank c and before this one
-            power = log_of(decay.to(totals.dtype)) * between.clamp(min=0)[..., None]  # (ranks, B or 1, H)
-            weight = weight * power.exp()
+            ends = self.counts.cumsum(dim=0)
+            between = ends - self.counts - ends[rank] if after else self.offset - ends  # (ranks, B or 1)
+            weight = weight * (decay.to(totals.dtype).log() * between.clamp(min=0)[..., None]).exp()
         return (weight[..., None] * every).sum(dim=0)
 
-    def past(
-        self, q: Tensor, k: Tensor, decay: Tensor | None, valid: Tensor | None, held_bias: Tensor | None = None
-    ) -> RunningState:
-        """The running sums of q and k, (B, H, N, p), before this rank's first token.
 
-        held_bias: (2·H·p,), a bias that stands in q and k without its gradient, which then enters through the sums.
-        """
-        heads, p, dtype = q.shape[1], q.shape[3], wide(q.dtype)
-        ones = torch.ones(1, 1, 1, 1, dtype=dtype, device=q.device).expand(*q.shape[:3], 1)
-        weight = total(ones, decay, valid)  # (B, H, 1)
-        sums = torch.cat([total(q, decay, valid), total(k, decay, valid)], dim=-1)  # (B, H, 2p)
-        if held_bias is not None:
-            nothing = (held_bias - held_bias.detach()).to(dtype).view(2, heads, p)  # but for its gradient
-            sums = sums + weight * nothing.transpose(0, 1).flatten(1)
-        query, key, held = self.earlier(torch.cat([sums, weight], dim=-1), decay).split([p, p, 1], dim=-1)
-        return RunningState(query, key, held[..., 0])
+class _DecayedTotal(torch.autograd.Function):
+    """Σ_i γ^age_i z_i from z (B, H, N, p), log γ (H,) and age (B or 1, N), negative at padding → (B, H, p).
 
-    def past_sum(self, z: Tensor, decay: Tensor | None, valid: Tensor | None) -> Tensor:
-        """The running sum of z, (B, H, N, p), before this rank's first token: (B, H, p)."""
-        return self.earlier(total(z, decay, valid), decay)
+    The last row of a running sum would save the sums of all tokens for the backward pass; this saves z only.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, log_decay: Tensor, age: Tensor) -> Tensor:
+        ctx.save_for_backward(z, log_decay, age)
+        total = z.new_zeros(*z.shape[:2], z.shape[3], dtype=log_decay.dtype)
+        for block in _blocks(z.shape[2]):
+            power = _decay_powers(log_decay, age[:, block])
+            total += (power[:, :, None] @ z[:, :, block].to(total.dtype)).squeeze(2)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        z, log_decay, age = ctx.saved_tensors
+        grad_z, grad_log = torch.empty_like(z), torch.zeros_like(log_decay)
+        for block in _blocks(z.shape[2]):
+            power = _decay_powers(log_decay, age[:, block])
+            grad_z[:, :, block] = power[..., None] * grad[:, :, None]
+            product = (z[:, :, block].to(grad.dtype) @ grad[..., None]).squeeze(3)  # (B, H, n)
+            grad_log += (product * power * age[:, None, block].clamp(min=0)).sum((0, 2))
+        return grad_z, grad_log, None
 
 
-def _padded(x: Tensor, width: int, *, at_end: bool) -> Tensor:
+def _blocks(tokens: int) -> list[slice]:
+    return [slice(first, min(first + BLOCK, tokens)) for first in range(0, tokens, BLOCK)]
+
+
+def _decay_powers(log_decay: Tensor, age: Tensor) -> Tensor:
+    """γ_h^age, (B or 1, H, n); zero where the age is negative."""
+    power = (log_decay[None, :, None] * age[:, None].clamp(min=0)).exp()
+    return power.masked_fill(age[:, None] < 0, 0.0)
+
+
+def decayed_total(z: Tensor, decay: Tensor | None, valid: Tensor | None, from_end: bool = False) -> Tensor:
+    """Return the last row of `running_sum(z, decay, valid)`, or of the sum from the end: (B, H, N, p) → (B, H, p)."""
+    if decay is None:
+        tokens = z if valid is None else z.masked_fill(~valid[:, None, :, None], 0.0)
+        return tokens.sum(dim=2, dtype=accumulation_dtype(z.dtype))
+    count = torch.ones(1, z.shape[2], dtype=torch.int64, device=z.device) if valid is None else valid.long()
+    position = count.cumsum(dim=1)
+    age = position - 1 if from_end else position[:, -1:] - position  # tokens between a token and the edge
+    age = age.masked_fill(count == 0, -1)
+    return _DecayedTotal.apply(z, decay.to(accumulation_dtype(z.dtype)).log(), age)  # type: ignore[no-any-return]
+
+
+def _pad_tokens(x: Tensor, width: int, *, at_end: bool) -> Tensor:
     missing = width - x.shape[1]
     return torch.nn.functional.pad(x, (0, 0, 0, missing) if at_end else (0, 0, missing, 0))
 
 
-def _collect(edges: Tensor, counts: Tensor, order: Tensor, width: int) -> Tensor:
-    """The `width` tokens nearest to this rank, nearest first: (B, width, d).
+def _nearest_tokens(edges: Tensor, counts: Tensor, order: Tensor, width: int) -> Tensor:
+    """Return the `width` tokens nearest to this rank, nearest first: (B, width, d).
 
-    edges: (ranks, B, width, d), each rank's tokens with the one nearest to us last; order: ranks from near to far.
+    edges: (ranks, B, width, d), the tokens of each rank with the nearest one last; order: ranks from near to far.
     """
-    held = counts[order].clamp(max=width)
-    far = held.cumsum(dim=0)  # tokens on the ranks up to the i-th of `order`
+    available = counts[order].clamp(max=width)
+    cumulative = available.cumsum(dim=0)
     token = torch.arange(width, device=edges.device)
-    index = torch.searchsorted(far, token, right=True)
+    index = torch.searchsorted(cumulative, token, right=True)
     exists = index < len(order)
     if len(order) == 0:
-        # Nothing lies beyond, but the gathering must be part of this rank's graph as it is of the others'.
+        # The gathering must be in the graph of every rank, or the backward pass of the others waits for ever.
         return edges.sum(dim=0) * 0.0
     index = index.clamp(max=len(order) - 1)
-    place = width - 1 - (token - (far - held)[index])
+    place = width - 1 - (token - (cumulative - available)[index])
     picked = edges[order[index], :, place.clamp(min=0)].transpose(0, 1)  # (B, width, d)
     return torch.where(exists[:, None], picked, 0.0)

@@ -20,7 +20,7 @@ PROTOCOLS = (
 )
 # Changes no number of a run, or says only where it ran.
 ASIDE = ("seed", "trainer.progress", "trainer.tensorboard", "trainer.checkpoint_every", "data.folder")
-FIXED_SLOTS = {"primal": 0, "primal-fused": 0, "softmax": 1, "sdpa": 1, "primal+": 2, "primal-lean": 2}
+FIXED_SLOTS = {"primal": 0, "primal-fused": 0, "softmax": 1, "sdpa": 1, "primal+": 2, "primal-cpu": 2, "primal-lean": 2}
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """The paper's published numbers on D4RL, typed by hand.
 
 Chen et al., "Primal-Attention: Self-attention through Asymmetric Kernel SVD in Primal Representation", NeurIPS 2023.
-Each block names the label of its table in the paper's source. Rivals go by the names of `make_attention`; "softmax" is
-Decision Transformer, "primal+" Primal.+DT.
+Each block names the label of its table in the paper's source. Baselines go by the names of `make_attention`; "softmax"
+is Decision Transformer, "primal+" Primal.+DT.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Chen et al., "Primal-Attention: Self-attention through Asymmetric Kernel SVD in Primal Representation", NeurIPS 2023.
 Each block names the label of its table in the paper's source. Accuracies are per cent on the test set, one number per
-cell without a deviation. Rivals go by the names of `make_attention`; "primal" is PrimalFormer, "primal+" Primal.+Trans.
+cell without a deviation. Baselines go by the names of `make_attention`; "primal" is PrimalFormer, "primal+"
+Primal.+Trans.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ def lengthened(data: TokenData, length: int) -> TokenData:
     return dataclasses.replace(data, **{name: longer(split) for name, split in data.splits.items()})
 
 
-def test_published_padding_of_a_rival_is_refused_before_anything_is_written(expressions: Path, tmp_path: Path):
+def test_published_padding_of_a_baseline_is_refused_before_anything_is_written(expressions: Path, tmp_path: Path):
     recipe = small(folder=expressions, model__attention=("nystrom",), model__published_padding=True)
     with pytest.raises(RunError, match="published_padding is known for primal and softmax layers only") as caught:
         runner.train(recipe, tmp_path / "run")

@@ -122,10 +122,16 @@ def test_the_papers_setting() -> None:
     assert round(recipe.optim.warmup * recipe.trainer.epochs * recipe.trainer.steps_per_epoch) == 6000
 
 
+@pytest.mark.parametrize("mode", ["selective", "dual"])
+def test_a_recipe_with_a_removed_mode_gets_one_line(mode: str) -> None:
+    with pytest.raises(RunError, match=rf"model\.primal_mode: attention '{mode}' was removed; use 'decay' or 'delta'"):
+        override(registry.get("lm/wikipedia"), {"model.primal_mode": mode})
+
+
 def test_a_run_measures_what_its_model_predicts_and_repeats(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = small(folder, model__primal_mode="dual", model__conv=4, model__gate=True)
+    recipe = small(folder, model__primal_mode="delta", model__conv=4, model__gate=True)
     summary = runner.train(recipe, tmp_path / "a", name="lm/wikipedia")
     again = runner.train(recipe, tmp_path / "b", name="lm/wikipedia")
     assert summary["scores"] == again["scores"]

@@ -124,7 +124,7 @@ def make_module(task: str, attention: str, data: TokenData) -> SequenceModule:
             config.embed_dim, config.num_heads, rank=cast(int, config.rank), landmarks=cast(int, config.landmarks)
         )
         layer.load_state_dict(block.attention.state_dict())  # type: ignore[union-attr]
-        block.attention, block.fused = layer, False  # type: ignore[union-attr]
+        block.attention = layer  # type: ignore[union-attr]
     return PublishedModule(model, recipe, padded=data.padded)
 
 

@@ -152,7 +152,7 @@ def shard(model: nn.Module, mesh: Any) -> None:
     """Spread a model's weights over the devices (FSDP2): block by block, then the rest."""
     from torch.distributed.fsdp import fully_shard
 
-    from primal_attention.nn.encoder import EncoderBlock
+    from primal_attention.nn.blocks import EncoderBlock
 
     for block in model.modules():
         if isinstance(block, EncoderBlock):

@@ -202,7 +202,7 @@ def read_change(item: str) -> tuple[str, Any]:
 
 
 def check_models(model: str) -> None:
-    from primal_attention.nn.rivals import attention_traits
+    from primal_attention.nn.baselines import attention_traits
 
     try:
         attention_traits(model.removesuffix("+"))

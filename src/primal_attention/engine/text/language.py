@@ -62,10 +62,8 @@ class LanguageNetwork:
     activation: Literal["gelu", "relu"] = "gelu"
     """Of the feed-forward networks."""
     dropout: float = 0.0
-    primal_mode: Literal["mean", "landmarks", "decay", "selective", "dual", "delta"] = "mean"
-    """mean: the paper's; landmarks: causal and data-dependent; decay: learned fading; selective: a fading that each
-    token sets; dual: the same, with projection weights that the tokens write; delta: the same, where a token replaces
-    what stood at its place."""
+    primal_mode: Literal["mean", "landmarks", "decay", "delta"] = "mean"
+    """mean: the paper's; landmarks: causal and data-dependent; decay: a learned decay; delta: the delta rule."""
     primal_heads: int | None = None
     """Heads of the Primal layers, for more time scales of fading; None is num-heads."""
     rank: int = 30
@@ -91,7 +89,7 @@ class LanguageNetwork:
     def tells_order(self) -> bool:
         """Whether softmax layers (by rotation), fading or a convolution let the model know what came first."""
         kinds = {name for name in self.attention if name != "cosformer"}
-        fades = self.primal_mode in ("decay", "selective", "dual", "delta") or self.conv > 0
+        fades = self.primal_mode in ("decay", "delta") or self.conv > 0
         return "softmax" in kinds or any(name.endswith("+") for name in kinds) or ("primal" in kinds and fades)
 
 

@@ -1,4 +1,4 @@
-"""The models of the language table: softmax, every causal mode of Primal-Attention, what goes beyond it, and rivals.
+"""The models of the language table: softmax, every causal mode of Primal-Attention, what goes beyond it, and baselines.
 
 All have as many parameters as softmax's model: what their attention saves goes to the feed-forward width. The most
 telling ones come first, so that a grid that is cut off has said the most.
@@ -12,19 +12,9 @@ from primal_attention.engine.tables.plan import Variant
 
 LOCAL: dict[str, Any] = {"conv": 4, "gate": True}
 DELTA: dict[str, Any] = {"primal_mode": "delta", "primal_heads": 4, "rank": 64, **LOCAL}
-DUAL: dict[str, Any] = {"primal_mode": "dual", "rank": 32, "conv_place": "before", **LOCAL}
-SELECTIVE: dict[str, Any] = {
-    "primal_mode": "selective",
-    "primal_heads": 32,
-    "rank": 16,
-    "conv_place": "before",
-    **LOCAL,
-}
 BEYOND = {
     "delta": DELTA,
     "hybrid": {"attention": ("primal", "primal", "softmax") * 2, **DELTA},
-    "dual-conv-gate": DUAL,
-    "selective-conv-gate": SELECTIVE,
 }
 MODES = ("mean", "landmarks", "decay")
 

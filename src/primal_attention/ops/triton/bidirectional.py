@@ -528,7 +528,8 @@ def project(
     x = None if x is None else x.to(dtype)
     if qk is not None:
         return qk, x, None
-    assert x is not None and weight is not None
+    assert x is not None
+    assert weight is not None
     weight = weight.to(dtype)
     return F.linear(x, weight, None if bias is None else bias.to(dtype)), x, weight
 
@@ -598,7 +599,7 @@ class BidirectionalScores(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         ctx.dtypes = [None if t is None else t.dtype for t in (x, weight, bias, qk, source)]
         z, x, weight = project(x, weight, bias, qk, dtype)
-        wx: Tensor | tuple[Tensor, Tensor]
+        wx: Any
         if rows is None:
             wx, trace = (w_e, w_r), (w_e.float() * w_r.float()).sum((1, 2))
         else:
@@ -634,9 +635,8 @@ class BidirectionalScores(torch.autograd.Function):
                 grad_source = torch.zeros_like(source)
             elif grad_x is None:
                 grad_x = torch.zeros_like(x)
-            add_landmark_gradients(
-                rows, w_e, w_r, grad_wx, grad_x if grad_source is None else grad_source, is_distinct
-            )
+            target: Any = grad_x if grad_source is None else grad_source
+            add_landmark_gradients(rows, w_e, w_r, grad_wx, target, is_distinct)
             grad_wx = landmark_weight_gradients(origin, rows, w_e, grad_wx)
         grad_e, grad_r = finish_weights(grad_wx, w_e, w_r, grad_trace.contiguous())
         of_projection = projection_gradients(ctx.dtypes, grad_x, grad_z, x, weight, grad_bias)

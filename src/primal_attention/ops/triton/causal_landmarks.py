@@ -71,7 +71,9 @@ def _similarity_weights(first_position, position, exists, rate, BT: tl.constexpr
 
 
 @triton.jit
-def _load_state(states, own, P: tl.constexpr, S: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, EXISTS: tl.constexpr):
+def _load_state(
+    states, own, P: tl.constexpr, S: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, EXISTS: tl.constexpr
+):  # fmt: skip
     """W or G of a chunk and lane, (BP, BS) float32."""
     p, s = tl.arange(0, BP), tl.arange(0, BS)
     state = tl.zeros((BP, BS), tl.float32)
@@ -106,7 +108,7 @@ def _chunk_weights_kernel(
     state = tl.zeros((BP, BS), tl.float32)
     end_mark = tl.load(marks_before + tl.minimum(end, max_length))
     for first in range(tl.load(marks_before + tl.minimum(begin, max_length)), end_mark, BN):
-        xl, wl, position, exists = _load_block(
+        xl, wl, position, _ = _load_block(
             x, rows + sequence * n, grid, w, first, end_mark, head, HEADS, P, RANK, BN, BP, BS
         )
         late = powers(rate, tl.maximum(end - 1 - position, 0), DECAY)
@@ -142,7 +144,7 @@ def _scores_kernel(
         live = row < end
         z = tl.load(qk + row[:, None] * (2 * HEADS * P) + p[None], mask=live[:, None] & (p[None] < P), other=0.0)
         z = z.to(tl.float32)
-        inverse, above = inverse_norms(z)
+        inverse, _above = inverse_norms(z)
         phi = (z * inverse[:, None]).to(kind)
         begin, count = first + shift, tl.minimum(end - first, BT)
         e = dot(phi, state.to(kind), PRECISION) * powers(rate, t + 1, DECAY)[:, None]
@@ -150,7 +152,7 @@ def _scores_kernel(
         end_mark = tl.load(marks_before + tl.minimum(begin + count, max_length))
         for mark in range(tl.load(marks_before + tl.minimum(begin, max_length)), end_mark, BN):
             xl, wl, position, exists = _load_block(x, rows, grid, w, mark, end_mark, head, HEADS, P, RANK, BN, BP, BS)
-            weight, age = _similarity_weights(begin, position, exists, rate, BT, DECAY)
+            weight, _age = _similarity_weights(begin, position, exists, rate, BT, DECAY)
             e += dot((dot(phi, tl.trans(xl), PRECISION) * weight).to(kind), wl, PRECISION)
             late = powers(rate, tl.maximum(begin + count - 1 - position, 0), DECAY)
             state += dot(tl.trans((xl * late[:, None]).to(kind)), wl, PRECISION)
@@ -278,7 +280,7 @@ def _landmarks_backward_kernel(
         live = row < end
         z = tl.load(qk + row[:, None] * (2 * HEADS * P) + p[None], mask=live[:, None] & (p[None] < P), other=0.0)
         z = z.to(tl.float32)
-        inverse, above = inverse_norms(z)
+        inverse, _above = inverse_norms(z)
         phi = (z * inverse[:, None]).to(kind)
         begin, count = first + shift, tl.minimum(end - first, BT)
         e = tl.load(
@@ -289,7 +291,7 @@ def _landmarks_backward_kernel(
         end_mark = tl.load(marks_before + tl.minimum(begin + count, max_length))
         for mark in range(tl.load(marks_before + tl.minimum(begin, max_length)), end_mark, BN):
             xl, wl, position, exists = _load_block(x, rows, grid, w, mark, end_mark, head, HEADS, P, RANK, BN, BP, BS)
-            weight, age = _similarity_weights(begin, position, exists, rate, BT, DECAY)
+            weight, _age = _similarity_weights(begin, position, exists, rate, BT, DECAY)
             a = (dot(phi, tl.trans(xl), PRECISION) * weight).to(kind)
             da = (dot(narrow, tl.trans(wl), PRECISION) * weight).to(kind)
             late = powers(rate, tl.maximum(begin + count - 1 - position, 0), DECAY)[:, None]
@@ -302,7 +304,7 @@ def _landmarks_backward_kernel(
             tl.store(grad_w + out * S + s[None], tl.where(exists[:, None], dw, 0.0), mask=is_mark & (s[None] < S))
         weighted = (de * powers(rate, t + 1, DECAY)[:, None]).to(kind)
         grad_state = grad_state * powers(rate, count, DECAY) + dot(tl.trans(phi), weighted, PRECISION)
-    if HAS_INITIAL:
+    if HAS_INITIAL:  # noqa: SIM102 (a constant, unlike the next condition)
         if chunk == tl.load(first_chunk + sequence):
             _store_state(grad_initial, sequence * (2 * HEADS) + lane, grad_state, P, S, BP, BS)
 
@@ -371,10 +373,12 @@ def _constants(z: Tensor, w_e: Tensor, log_decay: Tensor | None, offset: Tensor 
     }  # fmt: skip
 
 
-def _scan(sums: Tensor, log_decay: Tensor | None, tables: tuple[Tensor, ...], initial: Tensor | None, reverse: bool) -> Tensor:
+def _scan(
+    sums: Tensor, log_decay: Tensor | None, tables: tuple[Tensor, ...], initial: Tensor | None, reverse: bool
+) -> Tensor:
     """The scan of `causal_sum` over states (chunks, H, 2, p, S) instead of sums."""
     heads, numbers = sums.shape[1], sums.shape[3] * sums.shape[4]
-    carries = torch.empty_like(sums)
+    carries = torch.zeros_like(sums)  # chunks beyond the last sequence stay zero
     _carries_kernel[(tables[0].shape[0], 2 * heads, ceil_div(numbers, 64))](
         sums, carries, sums if initial is None else initial, sums, sums if log_decay is None else log_decay,
         tables[2], tables[1], HEADS=heads, P=numbers, ROWS=CHUNK, BC=64, DECAY=log_decay is not None, REVERSE=reverse,
@@ -427,11 +431,12 @@ class CausalLandmarkScores(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.dtypes = [None if t is None else t.dtype for t in (x, weight, bias, qk)]
         z, x, weight = project(x, weight, bias, qk, dtype)  # type: ignore[assignment]
-        (heads, n, rank), chunks, constants = w_e.shape, tables[4].shape[0], _constants(z, w_e, log_decay, offset)
+        heads, n = w_e.shape[:2]
+        chunks, constants = tables[4].shape[0], _constants(z, w_e, log_decay, offset)
         p, stored = constants["P"], constants["S"]
         rate, offsets = z if log_decay is None else log_decay, rows if offset is None else offset
         places = (tables[0], *tables[3:], n, marks_before.shape[0] - 1)
-        new = {"dtype": torch.float32, "device": z.device}
+        new: dict[str, Any] = {"dtype": torch.float32, "device": z.device}
         if is_single_chunk:
             states = torch.empty((0, heads, 2, p, stored), **new) if initial is None else initial
         else:
@@ -456,18 +461,17 @@ class CausalLandmarkScores(torch.autograd.Function):
         return scores, segment_sum(energy, tables[2], is_single_chunk), trace
 
     @staticmethod
-    def backward(
-        ctx: Any, grad_scores: Tensor, grad_energy: Tensor, grad_trace: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_scores: Tensor, grad_energy: Tensor, grad_trace: Tensor) -> tuple[Tensor | None, ...]:
         forbid_double_backward()
         x, weight, z, w_e, w_r, log_decay, states, scores, rows, grid, marks_before, offset, *tables = ctx.saved_tensors
         covers_rows, is_single_chunk = ctx.settings
-        (heads, n, rank), chunks, constants = w_e.shape, tables[4].shape[0], _constants(z, w_e, log_decay, offset)
+        heads, n = w_e.shape[:2]
+        chunks, constants = tables[4].shape[0], _constants(z, w_e, log_decay, offset)
         p, stored, batch = constants["P"], constants["S"], rows.shape[0]
         rate, offsets = z if log_decay is None else log_decay, rows if offset is None else offset
         places = (*tables[3:], n, marks_before.shape[0] - 1)
         grad_scores, grad_energy = grad_scores.contiguous(), grad_energy.contiguous()
-        new = {"dtype": torch.float32, "device": z.device}
+        new: dict[str, Any] = {"dtype": torch.float32, "device": z.device}
         grad_z = (torch.empty_like if covers_rows else torch.zeros_like)(z)
         grad_bias, grad_decay = torch.empty((chunks, 2 * heads * p), **new), torch.empty((chunks, heads, 2), **new)
         shape = (0 if is_single_chunk else chunks, heads, 2, p, stored)

@@ -1,7 +1,7 @@
 """Data-independent modes with sums over tokens: forward and backward kernels.
 
-    causal        s_i = γ s_{i−1} + z_i        φ_i = s_i / ‖s_i‖,   e_i = W_eᵀ φ_i      (reference: `reference.sum_features`)
-    two-sided     s_i = Σ_j γ^|i−j| z_j        z is q or k; γ = 1 without decay
+    causal        s_i = γ s_{i−1} + z_i        φ_i = s_i / ‖s_i‖,   e_i = W_eᵀ φ_i
+    two-sided     s_i = Σ_j γ^|i−j| z_j        z is q or k; γ = 1 without decay  (reference: `reference.sum_features`)
 
 Chunked scan in three launches: per-chunk sums, prefix sums over chunks, scores. The backward pass runs the same scan in
 reverse. Single-chunk sequences skip the first two launches (`HAS_CARRY_IN`, `HAS_CARRY_OUT`). Within a block of rows
@@ -416,7 +416,7 @@ def chunk_carries(
 
 
 def _initial_gradient(grad_z: Tensor, row: Tensor, lengths: Tensor, heads: int, log_decay: Tensor | None) -> Tensor:
-    """The sums before the first token enter through it alone, s_0 = γ s + z_0: their gradient is γ dz_0, (B, H, 2, p)."""
+    """The sums before the first token enter through it alone, s_0 = γ s + z_0: their gradient is γ dz_0."""
     first = grad_z[row.clamp(0, len(grad_z) - 1)].float().view(len(row), 2, heads, -1).transpose(1, 2)
     first = first * (lengths > 0)[:, None, None, None]
     return first if log_decay is None else first * log_decay.exp()[:, None, None]
@@ -492,7 +492,7 @@ class CausalSumScores(torch.autograd.Function):
             grad_z = z
         else:
             grad_z = (torch.empty_like if covers_rows else torch.zeros_like)(z)
-        new = {"dtype": torch.float32, "device": z.device}
+        new: dict[str, Any] = {"dtype": torch.float32, "device": z.device}
         grad_wx = torch.empty((chunks, heads, 2, p, stored), **new)
         grad_bias, grad_decay = torch.empty((chunks, 2 * heads * p), **new), torch.empty((chunks, heads, 2), **new)
         sums = torch.empty((chunks, heads, 2, p), **new)

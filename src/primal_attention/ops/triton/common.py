@@ -154,12 +154,6 @@ def multiprocessors(device: torch.device) -> int:
 
 
 @torch.compiler.assume_constant_result
-def shared_memory(device: torch.device) -> int:
-    """Return the bytes of shared memory that a program may use; the interpreter uses those of an H200."""
-    return 227 * 2**10 if INTERPRETED else torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-
-
-@torch.compiler.assume_constant_result
 def precision(dtype: torch.dtype) -> str:
     """Return how products are computed.
 
@@ -200,12 +194,13 @@ def inverse_norms(z):
     square, small = tl.sum(z * z, 1), z * SHRINK
     is_huge = square > HUGE_SQUARE
     norm = tl.sqrt(tl.where(is_huge, tl.sum(small * small, 1), square))
-    return tl.where(is_huge, SHRINK, 1.0) / tl.maximum(norm, tl.where(is_huge, 0.0, EPSILON)), is_huge | (norm > EPSILON)
+    floor = tl.where(is_huge, 0.0, EPSILON)
+    return tl.where(is_huge, SHRINK, 1.0) / tl.maximum(norm, floor), norm > floor
 
 
 @triton.jit
 def scale_weights(w):
-    """Divide large weights by a power of two, so that products with large rows stay finite. Returns w and the factor."""
+    """Divide large weights by a power of two, so that products with large rows stay finite. Returns the factor too."""
     largest = tl.max(tl.max(tl.abs(w.to(tl.float32)), 1), 0)
     factor = tl.where((largest > 65536.0) & (largest < float("inf")), tl.exp2(tl.floor(tl.log2(largest))), 1.0)
     return (w.to(tl.float32) * (1.0 / factor)).to(w.dtype), factor

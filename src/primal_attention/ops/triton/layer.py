@@ -108,8 +108,16 @@ def fused_attention(
             past = state if isinstance(state, RunningState) else boundary.past
             initial = None if past is None else torch.stack([past.query_sum, past.key_sum], dim=2).float()
             scores, energy, total_trace, final = CausalSumScores.apply(
-                flat, weights.qk_weight, weights.qk_bias, z, weights.w_e, weights.w_r, log_decay, initial,
-                dtype, *layout,
+                flat,
+                weights.qk_weight,
+                weights.qk_bias,
+                z,
+                weights.w_e,
+                weights.w_r,
+                log_decay,
+                initial,
+                dtype,
+                *layout,
             )
             after = _running_state(final, tokens, decay, past) if need_state else None
         else:
@@ -136,7 +144,9 @@ def _landmarks_before(
     boundary: Boundary, grid: Tensor, weights: Weights, log_decay: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """W before the first token from the landmarks of earlier shards, (B, H, 2, p, S) float32."""
-    assert boundary.landmark_rows is not None and boundary.has_landmark is not None and boundary.offset is not None
+    assert boundary.landmark_rows is not None
+    assert boundary.has_landmark is not None
+    assert boundary.offset is not None
     heads, _, rank = weights.w_e.shape
     rows = boundary.landmark_rows.to(dtype).float().unflatten(-1, (heads, -1)).transpose(1, 2)  # (B, H, n, p)
     age = boundary.offset[:, None] - 1 - grid  # (B or 1, n)
@@ -246,14 +256,17 @@ def _decode_one_token(
     x: Tensor, weights: Weights, qk: Tensor | None, log_decay: Tensor | None, state: RunningState
 ) -> Output:
     """One token of each stream."""
-    assert weights.out_weight is not None and weights.score_weight is not None
+    assert weights.out_weight is not None
+    assert weights.score_weight is not None
     if qk is None:
         assert weights.qk_weight is not None
         qk = F.linear(x, weights.qk_weight, weights.qk_bias)
-    scores, *sums = decode(qk[:, 0], *state[:3], weights.w_e, weights.w_r, log_decay)
+    scores, query_sum, key_sum, weight = decode(qk[:, 0], *state[:3], weights.w_e, weights.w_r, log_decay)
     heads = F.linear(scores.flatten(2), weights.score_weight, weights.score_bias)  # (B, H, p)
     y = F.linear(heads.flatten(1), weights.out_weight, weights.out_bias)
-    return Output(y[:, None], scores=Scores(*scores[:, :, :, None].unbind(2)), state=RunningState(*sums))
+    return Output(
+        y[:, None], scores=Scores(*scores[:, :, :, None].unbind(2)), state=RunningState(query_sum, key_sum, weight)
+    )
 
 
 def _running_state(

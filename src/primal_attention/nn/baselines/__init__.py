@@ -1,0 +1,98 @@
+"""The attentions that the paper compares with, under one contract: `make_attention(name, embed_dim, num_heads, …)`.
+
+The contract: y = attn(x, key_padding_mask=None), x and y (B, N, embed_dim), mask (B, N) bool with True at padding,
+which may stand anywhere. Outputs at padding are zero and do not depend on its values.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch import nn
+
+from .base import BaselineAttention
+from .cosformer import CosformerAttention
+from .flow import FlowAttention
+from .linear import LinearAttention
+from .linformer import LinformerAttention
+from .longformer import LongformerAttention
+from .nystrom import NystromAttention
+from .performer import PerformerAttention
+from .reformer import ReformerAttention
+from .soft import SoftAttention
+from .softmax import SoftmaxAttention
+from .yoso import YosoAttention
+
+__all__ = ["AttentionTraits", "attention_names", "attention_traits", "make_attention"]
+
+_BASELINES: dict[str, type[BaselineAttention]] = {
+    baseline.name: baseline
+    for baseline in (
+        SoftmaxAttention,
+        LinearAttention,
+        PerformerAttention,
+        ReformerAttention,
+        LongformerAttention,
+        LinformerAttention,
+        NystromAttention,
+        YosoAttention,
+        CosformerAttention,
+        SoftAttention,
+        FlowAttention,
+    )
+}
+
+
+@dataclass(frozen=True)
+class AttentionTraits:
+    """Properties of an attention, for code that iterates over all of them; see `BaselineAttention`."""
+
+    complexity: str
+    linear_memory: bool
+    supports_causal: bool
+    streams: bool
+    stochastic: bool
+    exact_gradient: bool
+
+
+_PRIMAL = AttentionTraits("O(N)", True, True, True, stochastic=False, exact_gradient=True)
+
+
+def attention_names() -> tuple[str, ...]:
+    """Return all names of `make_attention`, softmax and primal first."""
+    return ("softmax", "primal", *(name for name in _BASELINES if name != "softmax"))
+
+
+def attention_traits(name: str) -> AttentionTraits:
+    """Return the properties of the attention of this name, without building it."""
+    _check_name(name)
+    if name == "primal":
+        return _PRIMAL
+    return AttentionTraits(*(getattr(_BASELINES[name], field.name) for field in fields(AttentionTraits)))
+
+
+def make_attention(name: str, embed_dim: int, num_heads: int, **settings: Any) -> nn.Module:
+    """Build an attention by name.
+
+    Args:
+        name: one of `attention_names()`.
+        embed_dim: width of the tokens.
+        num_heads: number of heads.
+        settings: passed to the class: causal, bias, dropout, device, dtype, and the class's own arguments.
+    """
+    _check_name(name)
+    if name == "primal":
+        from ..primal import PrimalAttention
+
+        return PrimalAttention(embed_dim, num_heads, **settings)
+    return _BASELINES[name](embed_dim, num_heads, **settings)
+
+
+def _check_name(name: str) -> None:
+    if name == "primal" or name in _BASELINES:
+        return
+    near = difflib.get_close_matches(name, attention_names(), n=1, cutoff=0.4)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ValueError(f"unknown attention {name!r}: {hint}known are {', '.join(attention_names())}")

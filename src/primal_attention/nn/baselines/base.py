@@ -1,0 +1,146 @@
+"""Base classes of the baselines: projections, heads, padding, streaming and argument checks.
+
+Padding may stand anywhere. Where a mechanism depends on the order of the tokens, they are moved to the front and back
+again, so that a mechanism only handles padding at the end.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...ops.reference import split_heads
+from .. import checks
+from ..padding import Padding, Tokens
+
+
+class BaselineAttention(nn.Module):
+    """Self-attention by name: y = attn(x, key_padding_mask), x and y (B, N, embed_dim).
+
+    Args:
+        embed_dim: width of the tokens.
+        num_heads: number of heads.
+        causal: position i depends on positions ≤ i only.
+        bias: add a bias in the projections.
+        dropout: rate on the attention weights where the mechanism has them, else on the output; training only.
+        device: of the parameters.
+        dtype: of the parameters.
+    """
+
+    name: ClassVar[str]
+    complexity: ClassVar[str] = "O(N)"  # time, in the number of tokens
+    linear_memory: ClassVar[bool] = True  # memory saved for backward grows with N, not with N²
+    supports_causal: ClassVar[bool] = False
+    streams: ClassVar[bool] = False  # causal=True has initial_state and step, with a state of constant size
+    stochastic: ClassVar[bool] = False  # draws random numbers from `seed`; the same in every eval forward
+    exact_gradient: ClassVar[bool] = True  # the backward pass is the derivative of the forward pass
+    order_matters: ClassVar[bool] = True  # permuting the tokens does more than permute the outputs, causal or not
+    drops_weights: ClassVar[bool] = False
+    projections: ClassVar[int] = 3  # rows of in_proj: [W_q; W_k; W_v], or [W_qk; W_v] where q and k are shared
+
+    isolates_non_finite = True
+    """Causal: a NaN or inf in a token makes its output and later ones NaN, and leaves earlier ones alone. The products
+    of the mechanisms alone do not (0·NaN). Benchmarks of the mechanism switch it off."""
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        causal: bool = False,
+        bias: bool = True,
+        dropout: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        checks.widths(embed_dim, num_heads)
+        checks.probability("dropout", dropout)
+        if causal and not self.supports_causal:
+            raise ValueError(f"causal=True is not defined for attention {self.name!r}: use causal=False")
+        self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
+        self.causal, self.dropout = causal, dropout
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.in_proj = nn.Linear(embed_dim, self.projections * embed_dim, bias=bias, **factory)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **factory)
+
+    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        return self._attend(x, key_padding_mask, None)[0]
+
+    def _attend(self, x: Tensor, mask: Tensor | None, state: Any) -> tuple[Tensor, Any]:
+        """The output, and the state after the last token of layers that stream."""
+        checks.tokens(x, self.embed_dim, packed=False)
+        padding, tokens, poison = None, Tokens(), None
+        if mask is not None:
+            padding = Padding(checks.padding_mask(mask, x), compact=self.causal or self.order_matters)
+            x, tokens = padding.enter(x), padding.tokens
+        if self.causal and self.isolates_non_finite:
+            x, poison = _isolate_non_finite(x)
+        heads, after = self._resume(x, tokens, state, poison)
+        y = self.project_out(heads)
+        y = y if poison is None else y + poison[..., None].to(y.dtype)
+        return y if padding is None else padding.leave(y), after
+
+    def _resume(self, x: Tensor, tokens: Tokens, state: Any, poison: Tensor | None) -> tuple[Tensor, Any]:
+        """As `mix`, continuing from a state. `poison` (B, N) is NaN from the first non-finite token on, else 0."""
+        return self.mix(x, tokens), None
+
+    def mix(self, x: Tensor, tokens: Tokens) -> Tensor:
+        """The mechanism: x (B, N, embed_dim) → outputs of the heads (B, H, N, p). The caller zeroes the padding."""
+        raise NotImplementedError
+
+    def project_in(self, x: Tensor) -> tuple[Tensor, ...]:
+        """q, k, v (or qk, v), each (B, H, N, p)."""
+        return tuple(split_heads(t, self.num_heads) for t in self.in_proj(x).chunk(self.projections, dim=-1))
+
+    def project_out(self, heads: Tensor) -> Tensor:
+        y = self.out_proj(heads.transpose(1, 2).flatten(-2))  # (B, N, embed_dim)
+        return y if self.drops_weights else F.dropout(y, self.dropout, self.training)
+
+    @property
+    def weight_dropout(self) -> float:
+        return self.dropout if self.training else 0.0
+
+    def extra_repr(self) -> str:
+        return f"{self.embed_dim}, heads={self.num_heads}" + (", causal" if self.causal else "")
+
+
+class StreamingAttention(BaselineAttention):
+    """A baseline whose causal form continues from a state; subclasses define `initial_state` and `_resume`."""
+
+    supports_causal = True
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        key_padding_mask: Tensor | None = None,
+        *,
+        state: Any = None,
+        return_state: bool = False,
+    ) -> Any:
+        """Return y, or (y, state) with `return_state`; `state` is the state after earlier tokens of the sequences."""
+        if (state is not None or return_state) and not self.causal:
+            raise ValueError("state needs a causal layer (causal=False): only a causal layer streams")
+        y, after = self._attend(x, key_padding_mask, state)
+        return (y, after) if return_state else y
+
+    def mix(self, x: Tensor, tokens: Tokens) -> Tensor:
+        return self._resume(x, tokens, None, None)[0]
+
+    def step(self, x_t: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """Process one token of each sequence: x_t (B, embed_dim) → y_t, row t of the full pass, and the next state."""
+        if x_t.ndim != 2 or x_t.shape[-1] != self.embed_dim:
+            raise ValueError(f"x_t must have shape (batch, {self.embed_dim}) (got {tuple(x_t.shape)})")
+        y, state = self(x_t[:, None], state=state, return_state=True)
+        return y[:, 0], state
+
+
+def _isolate_non_finite(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Zero the tokens that are not finite; return also (B, N) NaN from the first of them on, 0 before it."""
+    # The largest absolute value is NaN or inf if any element is.
+    is_bad = ~x.detach().abs().amax(dim=-1).isfinite()
+    poison = torch.where(is_bad.cumsum(dim=1) > 0, torch.nan, 0.0).to(x.dtype)
+    return x.masked_fill(is_bad[..., None], 0.0), poison

@@ -1,0 +1,65 @@
+"""cosFormer: linear attention with ReLU features and a weight that falls with distance,
+
+    s_ij = relu(q_i)·relu(k_j) cos(π/2 · (i - j)/M),   y_i = Σ_j s_ij v_j / Σ_j s_ij,
+
+which is linear because the cosine of a difference splits into products. Qin et al., "cosFormer: Rethinking Softmax in
+Attention", ICLR 2022. Positions count valid tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...ops.feature_maps import accumulation_dtype
+from .. import checks
+from .linear import KernelizedAttention
+
+CAUSAL_MAX_LENGTH = 4096
+
+
+class CosformerAttention(KernelizedAttention):
+    """
+    Args:
+        max_length: M. None takes each sequence's own length, as the authors do. A causal layer cannot know how long
+            its sequence will be, so there M is a number, 4096 unless given, and longer inputs are refused. (A stream
+            that runs past M is not noticed: looking at its position would wait for the device at every step.)
+        eps: the least denominator, as in the authors' code.
+    """
+
+    name = "cosformer"
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        max_length: int | None = None,
+        eps: float = 1e-6,
+        **common: Any,
+    ) -> None:
+        super().__init__(embed_dim, num_heads, **common)
+        if max_length is not None:
+            checks.positive("max_length", max_length)
+        self.max_length = CAUSAL_MAX_LENGTH if self.causal and max_length is None else max_length
+        self.eps = eps
+
+    @property
+    def num_features(self) -> int:
+        return 2 * self.head_dim
+
+    def features(self, q: Tensor, k: Tensor, positions: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        length = q.shape[2]
+        if self.max_length is not None and length > self.max_length:
+            raise ValueError(f"max_length={self.max_length} is exceeded by an input of {length} tokens")
+        horizon = lengths[:, None] if self.max_length is None else self.max_length
+        angle = (positions.to(accumulation_dtype(q.dtype)) * (math.pi / 2) / horizon)[:, None, :, None]
+        cos, sin = angle.cos().to(q.dtype), angle.sin().to(q.dtype)
+        q, k = q.relu(), k.relu()
+        return torch.cat([q * cos, q * sin], dim=-1), torch.cat([k * cos, k * sin], dim=-1)
+
+    def divide(self, num: Tensor, den: Tensor) -> Tensor:
+        return (num / den.clamp(min=self.eps).unsqueeze(-1)).to(num.dtype)

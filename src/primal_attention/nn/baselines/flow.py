@@ -1,0 +1,78 @@
+"""Flowformer: attention as a flow network whose capacities are conserved, φ = sigmoid,
+
+    I_i = φ(q_i)·Σ_j φ(k_j),            O_j = φ(k_j)·Σ_i φ(q_i)               (in of each sink, out of each source)
+    Î_i = φ(q_i)·Σ_j φ(k_j)/O_j,        Ô_j = φ(k_j)·Σ_i φ(q_i)/I_i           (with the other side fixed to 1)
+    Y_i = sigmoid(Î_i) · φ(q_i)/I_i · Σ_j φ(k_j)ᵀ (L softmax_j(Ô) v_j)
+
+Wu et al., "Flowformer: Linearizing Transformers with Conservation Flows", ICML 2022. The causal form sums over j ≤ i
+and counts the tokens so far where the other counts L, as the authors' code does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...ops.feature_maps import accumulation_dtype
+from ..padding import Tokens
+from .base import BaselineAttention
+from .linear import causal_linear
+
+
+class FlowAttention(BaselineAttention):
+    """eps: added to both sides of each flow, as in the authors' code."""
+
+    name = "flow"
+    supports_causal = True
+    order_matters = False
+
+    def __init__(self, embed_dim: int, num_heads: int, *, eps: float = 1e-6, **common: Any) -> None:
+        super().__init__(embed_dim, num_heads, **common)
+        self.eps = eps
+
+    def mix(self, x: Tensor, tokens: Tokens) -> Tensor:
+        q, k, v = self.project_in(x)
+        dtype = q.dtype
+        # Flows are sums over N: not in bfloat16.
+        q, k = (t.to(accumulation_dtype(dtype)).sigmoid() for t in (q, k))
+        if self.causal:
+            return self._causal(q, k, v).to(dtype)
+        incoming, _, conserved_in, conserved_out = flows(q, k, self.eps, tokens)
+        if tokens.valid is not None:
+            conserved_out = conserved_out.masked_fill(~tokens.valid[:, None, :], -torch.inf)
+        competition = conserved_out.softmax(-1) * tokens.number(q)
+        sources = k.mT.to(dtype) @ (v * competition.unsqueeze(-1).to(dtype))  # (B, H, p, p)
+        y = (q / incoming.unsqueeze(-1)).to(dtype) @ sources
+        return y * conserved_in.sigmoid().unsqueeze(-1).to(dtype)
+
+    def _causal(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        # Padding stands behind all tokens, so no token reads its part of a running sum.
+        count = torch.arange(1, q.shape[2] + 1, device=q.device, dtype=q.dtype)
+        incoming = _flow(q, k.cumsum(2), self.eps)
+        outgoing = _flow(k, q.cumsum(2), self.eps)
+        conserved_in = _flow(q, (k * (count / outgoing).unsqueeze(-1)).cumsum(2), self.eps) / count
+        conserved_out = _flow(k, (q * (count / incoming).unsqueeze(-1)).cumsum(2), self.eps) / count
+        competition = (conserved_out - conserved_out.logcumsumexp(-1)).exp() * count
+        y, _, _ = causal_linear(
+            (q / incoming.unsqueeze(-1)).to(v.dtype), k.to(v.dtype), v * competition.unsqueeze(-1).to(v.dtype)
+        )
+        return y * conserved_in.sigmoid().unsqueeze(-1).to(v.dtype)
+
+
+def flows(q: Tensor, k: Tensor, eps: float, tokens: Tokens | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """I, O, Î, Ô, each (B, H, N), of non-negative q and k (B, H, N, p)."""
+
+    def total(t: Tensor) -> Tensor:
+        return (t if tokens is None else tokens.zero_padding(t)).sum(2, keepdim=True)
+
+    incoming = _flow(q, total(k), eps)
+    outgoing = _flow(k, total(q), eps)
+    conserved_in = _flow(q, total(k / outgoing.unsqueeze(-1)), eps)
+    conserved_out = _flow(k, total(q / incoming.unsqueeze(-1)), eps)
+    return incoming, outgoing, conserved_in, conserved_out
+
+
+def _flow(ends: Tensor, total: Tensor, eps: float) -> Tensor:
+    return ((ends + eps) * (total + eps)).sum(-1)

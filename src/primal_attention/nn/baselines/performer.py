@@ -1,0 +1,72 @@
+"""Performer (FAVOR+): softmax attention estimated with positive orthogonal random features,
+
+    φ(z) = exp(ωᵣᵀ z - ‖z‖²/2) / √m, r = 1 … m,   E[φ(q)ᵀφ(k)] = exp(qᵀk),   with q, k scaled by p^(-1/4).
+
+Choromanski et al., "Rethinking Attention with Performers", ICLR 2021. The features are scaled by their largest value,
+which cancels in the ratio; no constant is added to them, so causal, streamed and padded forms agree exactly.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...ops.feature_maps import accumulation_dtype
+from .. import checks
+from .linear import KernelizedAttention
+from .random_buffers import RandomBuffers, orthogonal_gaussian
+
+
+class PerformerAttention(RandomBuffers, KernelizedAttention):
+    """
+    Args:
+        features: m, random features, shared by the heads.
+        seed, redraw_every: see `RandomBuffers`.
+    """
+
+    name = "performer"
+    stochastic = True
+    order_matters = False
+    log_keys = True
+    frequencies: Tensor
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        features: int = 256,
+        seed: int | None = None,
+        redraw_every: int | None = 1000,
+        **common: Any,
+    ) -> None:
+        super().__init__(embed_dim, num_heads, **common)
+        checks.positive("features", features)
+        self._num_features = features
+        self.register_buffer("frequencies", self.in_proj.weight.new_empty(features, self.head_dim).detach())  # ω
+        self.start_draws(seed, redraw_every)
+        self.redraw()
+
+    @property
+    def num_features(self) -> int:
+        return self._num_features
+
+    def draw(self, generator: torch.Generator) -> dict[str, Tensor]:
+        return {"frequencies": orthogonal_gaussian(generator, self._num_features, self.head_dim)}
+
+    def features(self, q: Tensor, k: Tensor, positions: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        self.count_forward()
+        log_q, log_k = self._log_features(q), self._log_features(k)
+        phi_q = (log_q - log_q.detach().amax(dim=-1, keepdim=True)).exp()
+        return phi_q.to(q.dtype), log_k
+
+    def _log_features(self, z: Tensor) -> Tensor:
+        # In float32 at least: an exponent of bfloat16 would be off by several per cent of its exponential.
+        z = z.to(accumulation_dtype(z.dtype)) * self.head_dim**-0.25
+        return z @ self.frequencies.to(z.dtype).T - z.square().sum(-1, keepdim=True) / 2
+
+    def divide(self, num: Tensor, den: Tensor) -> Tensor:
+        # The best feature of q may be so rare among the keys that the product underflows: then y = 0, not NaN.
+        return (num / den.clamp(min=1e-30).unsqueeze(-1)).to(num.dtype)

@@ -1,0 +1,94 @@
+"""Random projections and hashes: drawn from a seed, stored as buffers, fixed in eval, redrawn in training.
+
+The forward pass does not use torch's global generator: the seed of a layer alone determines its draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .. import checks
+
+
+class RandomBuffers(nn.Module):
+    """Mixin of layers with random buffers, made by `draw`.
+
+    Args:
+        seed: None draws one from torch's global generator.
+        redraw_every: training forwards between two draws; None keeps the first draw. A compiled forward does not count:
+            call `redraw` between steps.
+    """
+
+    def start_draws(self, seed: int | None, redraw_every: int | None) -> None:
+        if redraw_every is not None:
+            checks.positive("redraw_every", redraw_every)
+        self.seed = int(torch.randint(2**31, (), device="cpu")) if seed is None else seed
+        self.redraw_every = redraw_every
+        self.draws = 0
+        self._forwards_since_draw = 0
+
+    def draw(self, generator: torch.Generator) -> dict[str, Tensor]:
+        """Return new values of the buffers by name, on the device of the generator."""
+        raise NotImplementedError
+
+    def redraw(self) -> None:
+        """Draw the random buffers again. The n-th draw of a seed is always the same."""
+        reference = next(self.parameters())
+        self._forwards_since_draw = 0
+        self.draws += 1
+        if reference.is_meta:
+            return
+        # One stream of seeds per layer; the odd factor separates the streams of neighbouring seeds.
+        generator = torch.Generator(reference.device).manual_seed((self.seed * 0x9E3779B1 + self.draws) % 2**63)
+        for name, value in self.draw(generator).items():
+            # A new tensor, not a copy into the old one: an earlier forward may still be waiting for its backward.
+            setattr(self, name, value.to(reference.dtype))
+
+    def count_forward(self) -> None:
+        if not self.training or self.redraw_every is None or torch.compiler.is_compiling():
+            return
+        if torch._C._current_graph_task_id() != -1:
+            return  # inside a backward pass: activation checkpointing repeats a forward, and needs the same draw
+        self._forwards_since_draw += 1
+        if self._forwards_since_draw > self.redraw_every:
+            self.redraw()
+            self._forwards_since_draw = 1
+
+
+def drawn_buffers(model: nn.Module) -> set[str]:
+    """Return the names of all random buffers in the state dict."""
+    layers = ((f"{path}." if path else "", m) for path, m in model.named_modules() if isinstance(m, RandomBuffers))
+    return {f"{path}{name}" for path, layer in layers for name, _ in layer.named_buffers(recurse=False)}
+
+
+def draw_counts(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return each layer's number of draws and of forwards since the last draw, for `restore_draw_counts`.
+
+    They are not in the state dict, which holds the last draw itself.
+    """
+    layers = {path: layer for path, layer in model.named_modules() if isinstance(layer, RandomBuffers)}
+    return {path: (layer.draws, layer._forwards_since_draw) for path, layer in layers.items()}
+
+
+def restore_draw_counts(model: nn.Module, counts: Mapping[str, Sequence[int]]) -> None:
+    """Continue the draws of another model, whose state dict was loaded."""
+    for path, (draws, forwards) in counts.items():
+        layer = model.get_submodule(path)
+        assert isinstance(layer, RandomBuffers)
+        layer.draws, layer._forwards_since_draw = draws, forwards
+
+
+def gaussian(generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=generator, device=generator.device)
+
+
+def orthogonal_gaussian(generator: torch.Generator, rows: int, columns: int) -> Tensor:
+    """(rows, columns): orthogonal in blocks of `columns` rows, each row distributed as a Gaussian vector."""
+    blocks = -(-rows // columns)
+    q, r = torch.linalg.qr(gaussian(generator, blocks, columns, columns))
+    q = q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)  # uniform over rotations, not as QR happens to sign them
+    directions = q.mT.flatten(0, 1)[:rows]
+    return directions * gaussian(generator, rows, columns).norm(dim=1, keepdim=True)

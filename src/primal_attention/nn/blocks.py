@@ -1,0 +1,376 @@
+"""Transformer blocks that take any attention by name, short convolutions, and pooling.
+
+    post-LN (the original Transformer):  x = LN(x + A(x));  x = LN(x + F(x))
+    pre-LN:                              x = x + A(LN x);   x = x + F(LN x)
+    decoder, h = LN x:                   x = x + gate(h) ⊙ (A(h) + C(h));  x = x + F(LN x)
+
+F is a GELU network of two linear maps, A is `make_attention(name, …)`, C a short convolution and gate(h) = SiLU(W_g h);
+C and gate are optional. Layers that mix tokens and have an attribute `context` work on shards of the sequences, too:
+`primal_attention.context_parallel` sets it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from ..ops.feature_maps import accumulation_dtype
+from . import checks
+from .baselines import make_attention
+
+
+def attention_names(attention: str | Sequence[str], layers: int) -> tuple[str, ...]:
+    """Return one attention name per layer.
+
+    A single name fills all layers: "primal" is the PrimalFormer. A name with a plus is used in the last layer only,
+    after softmax attention: "primal+" is the paper's Primal.+. A sequence of several names is returned as it is.
+    """
+    if layers < 1:
+        raise ValueError(f"layers must be at least 1 (layers={layers})")
+    if isinstance(attention, str):
+        if attention.endswith("+"):
+            return ("softmax",) * (layers - 1) + (attention[:-1],)
+        return (attention,) * layers
+    names = tuple(attention)
+    if len(names) == 1:
+        return attention_names(names[0], layers)
+    if len(names) != layers:
+        raise ValueError(f"attention must name one kind or one per layer (got {len(names)} names for layers={layers})")
+    return names
+
+
+# Convolutions
+
+
+def convolve(conv: nn.Conv1d, x: Tensor, context: Any = None) -> Tensor:
+    """Apply a convolution over time that keeps the length, (B, N, C) → (B, N, d).
+
+    On a shard the tokens of the neighbouring shards take the place of the zero padding.
+    """
+    if context is None:
+        return conv(x.transpose(1, 2)).transpose(1, 2)
+    reach = conv.kernel_size[0] // 2
+    padded = context.halo(x, reach, reach).transpose(1, 2)
+    return F.conv1d(padded, conv.weight, conv.bias, groups=conv.groups).transpose(1, 2)
+
+
+class LocalMixing(nn.Module):
+    """Depthwise convolution over time; padding is read as zeros."""
+
+    context: Any = None
+
+    def __init__(self, embed_dim: int, kernel_size: int) -> None:
+        super().__init__()
+        if kernel_size < 1 or kernel_size % 2 == 0:
+            raise ValueError(f"the convolution's kernel must be a positive odd number (kernel_size={kernel_size})")
+        self.conv = nn.Conv1d(embed_dim, embed_dim, kernel_size, padding=kernel_size // 2, groups=embed_dim)
+
+    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        if key_padding_mask is not None:
+            x = x.masked_fill(key_padding_mask.unsqueeze(-1), 0.0)
+        return convolve(self.conv, x, self.context)
+
+
+class ShiftedProducts(torch.autograd.Function):
+    """y_i = b + Σ_j c_j ⊙ x_{i−j} from x (B, kernel − 1 + N, d), c (kernel, d) and b (d): one pass over y per row of c.
+
+    A grouped convolution would transpose x, and its backward pass is slow for groups of one channel.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        current, *earlier = _shifts(x, len(weight))
+        y = torch.addcmul(bias, current, weight[0])
+        for row, shifted in zip(weight[1:], earlier, strict=True):
+            y.addcmul_(shifted, row)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        grad_x = F.pad(grad * weight[0], (0, 0, len(weight) - 1, 0))
+        for row, shifted in zip(weight[1:], _shifts(grad_x, len(weight))[1:], strict=True):
+            shifted.addcmul_(grad, row)
+        dtype = accumulation_dtype(grad.dtype)
+        sums = [(grad * shifted).sum(dim=(0, 1), dtype=dtype) for shifted in _shifts(x, len(weight))]
+        return grad_x, torch.stack(sums).to(weight.dtype), grad.sum(dim=(0, 1), dtype=dtype).to(weight.dtype)
+
+
+def _shifts(x: Tensor, kernel: int) -> list[Tensor]:
+    """Views (B, N, d) of the inputs 0, 1, … kernel − 1 tokens ago."""
+    n = x.shape[1] - kernel + 1
+    return [x[:, start : start + n] for start in range(kernel - 1, -1, -1)]
+
+
+class CausalConv(nn.Module):
+    """Short causal depthwise convolution. Padding has to stand behind the tokens; the state is the last inputs."""
+
+    context: Any = None
+
+    def __init__(self, embed_dim: int, kernel_size: int) -> None:
+        super().__init__()
+        checks.positive("kernel_size", kernel_size)
+        self.embed_dim, self.kernel_size = embed_dim, kernel_size
+        self.weight = nn.Parameter(torch.empty(kernel_size, embed_dim))  # row j multiplies the input j tokens ago
+        self.bias = nn.Parameter(torch.zeros(embed_dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.uniform_(self.weight, -(self.kernel_size**-0.5), self.kernel_size**-0.5)
+        nn.init.zeros_(self.bias)
+
+    def initial_state(self, batch_size: int) -> Tensor:
+        """Return the state before the first token: zeros, (B, kernel − 1, d)."""
+        return self.weight.new_zeros(batch_size, self.kernel_size - 1, self.embed_dim)
+
+    def forward(
+        self,
+        x: Tensor,
+        key_padding_mask: Tensor | None = None,
+        *,
+        state: Tensor | None = None,
+        return_state: bool = False,
+    ) -> Any:  # (B, N, d) → (B, N, d), or a pair with the state after the last token
+        past, n = self.kernel_size - 1, x.shape[1]
+        if self.context is not None:
+            padded = self.context.halo(x, past, 0)
+        else:
+            padded = F.pad(x, (0, 0, past, 0)) if state is None else torch.cat([state.to(x.dtype), x], dim=1)
+        y = ShiftedProducts.apply(padded, self.weight.to(x.dtype), self.bias.to(x.dtype))
+        if not return_state:
+            return y
+        if key_padding_mask is None:
+            return y, padded[:, n:].clone()
+        lengths = (~key_padding_mask).sum(dim=1, keepdim=True)
+        rows = lengths + torch.arange(past, device=x.device)  # (B, kernel − 1): the last inputs of each sequence
+        return y, padded.gather(1, rows[..., None].expand(-1, -1, self.embed_dim))
+
+    def extra_repr(self) -> str:
+        return f"{self.embed_dim}, kernel_size={self.kernel_size}"
+
+
+# Encoder
+
+
+class FeedForward(nn.Sequential):
+    """Linear, GELU, Linear, with dropout after each linear map."""
+
+    def __init__(self, embed_dim: int, hidden_dim: int, dropout: float = 0.0) -> None:
+        super().__init__(
+            nn.Linear(embed_dim, hidden_dim),
+            nn.GELU(),
+            nn.Dropout(dropout),
+            nn.Linear(hidden_dim, embed_dim),
+            nn.Dropout(dropout),
+        )
+
+
+class EncoderBlock(nn.Module):
+    """One Transformer block.
+
+    Args:
+        embed_dim: width of the tokens.
+        num_heads: number of heads.
+        attention: a name for `make_attention`, or a module with the same call.
+        ffn_dim: hidden width of the feed-forward network, 4 · embed_dim if None.
+        dropout: rate after attention and after each linear map.
+        norm_first: pre-LN, else post-LN.
+        local_kernel: width of a depthwise convolution beside the attention; None for none.
+        attention_kwargs: keywords of `make_attention`.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        attention: str | nn.Module = "primal",
+        *,
+        ffn_dim: int | None = None,
+        dropout: float = 0.0,
+        norm_first: bool = True,
+        local_kernel: int | None = None,
+        attention_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.attention: nn.Module = (
+            make_attention(attention, embed_dim, num_heads, **(attention_kwargs or {}))
+            if isinstance(attention, str)
+            else attention
+        )
+        self.local = LocalMixing(embed_dim, local_kernel) if local_kernel else None
+        self.norm1 = nn.LayerNorm(embed_dim)
+        self.norm2 = nn.LayerNorm(embed_dim)
+        self.feed_forward = FeedForward(embed_dim, ffn_dim or 4 * embed_dim, dropout)
+        self.dropout = nn.Dropout(dropout)
+        self.norm_first = norm_first
+
+    def mix(self, x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+        """Mix the tokens: attention, plus the local convolution if there is one."""
+        mixed = self.attention(x, key_padding_mask=key_padding_mask)
+        if self.local is not None:
+            mixed = mixed + self.local(x, key_padding_mask)
+        return self.dropout(mixed)
+
+    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:  # (B, N, d) → (B, N, d)
+        if self.norm_first:
+            x = x + self.mix(self.norm1(x), key_padding_mask)
+            return x + self.feed_forward(self.norm2(x))
+        x = self.norm1(x + self.mix(x, key_padding_mask))
+        return self.norm2(x + self.feed_forward(x))
+
+
+class Encoder(nn.Module):
+    """A stack of blocks and a final LayerNorm.
+
+    Args:
+        embed_dim: width of the tokens.
+        num_heads: number of heads.
+        layers: number of blocks.
+        attention: a name, a name with a plus (last layer only), or one name per layer; see `attention_names`.
+        attention_kwargs: keywords by attention name, for example `{"primal": {"rank": 30, "landmarks": 150}}`.
+        block: class of the blocks.
+        settings: further arguments of the blocks.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        layers: int,
+        attention: str | Sequence[str] = "primal",
+        *,
+        attention_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+        block: type[EncoderBlock] = EncoderBlock,
+        **settings: Any,
+    ) -> None:
+        super().__init__()
+        self.attention_names = attention_names(attention, layers)
+        keywords = attention_kwargs or {}
+        self.blocks = nn.ModuleList(
+            block(embed_dim, num_heads, name, attention_kwargs=keywords.get(name), **settings)
+            for name in self.attention_names
+        )
+        self.norm = nn.LayerNorm(embed_dim)
+
+    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:  # (B, N, d) → (B, N, d)
+        for block in self.blocks:
+            x = block(x, key_padding_mask)
+        return self.norm(x)
+
+
+# Decoder
+
+
+class BlockState(NamedTuple):
+    """Streaming state of a block: of its attention, and the last inputs of its convolution."""
+
+    attention: Any
+    conv: Tensor | None
+
+
+class DecoderBlock(EncoderBlock):
+    """A pre-LN block with a causal attention, for whole sequences and token by token.
+
+    Args:
+        embed_dim: width of the tokens.
+        num_heads: number of heads.
+        attention: a causal attention module. Padding has to stand behind the tokens.
+        ffn_dim: hidden width of the feed-forward network, 4 · embed_dim if None.
+        dropout: rate after attention and after each linear map.
+        conv: kernel of a causal convolution at the attention; 0 for none.
+        conv_place: "beside" adds C(h) to the output of the attention, "before" adds SiLU(C(h)) to its input.
+        gate: multiply the result by SiLU(W_g h).
+        activation: of the feed-forward network.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        attention: nn.Module,
+        *,
+        ffn_dim: int | None = None,
+        dropout: float = 0.0,
+        conv: int = 0,
+        conv_place: Literal["beside", "before"] = "beside",
+        gate: bool = False,
+        activation: Literal["gelu", "relu"] = "gelu",
+    ) -> None:
+        super().__init__(embed_dim, num_heads, attention, ffn_dim=ffn_dim, dropout=dropout)
+        checks.one_of("conv_place", conv_place, ("beside", "before"))
+        checks.one_of("activation", activation, ("gelu", "relu"))
+        if activation == "relu":
+            self.feed_forward[1] = nn.ReLU()
+        self.conv = CausalConv(embed_dim, conv) if conv else None
+        self.conv_place = conv_place
+        self.gate = nn.Linear(embed_dim, embed_dim, bias=False) if gate else None
+
+    @property
+    def streams(self) -> bool:
+        """Whether the attention has a state to continue from."""
+        return hasattr(self.attention, "initial_state")
+
+    def initial_state(self, batch_size: int) -> BlockState:
+        """Return the state before the first token."""
+        conv = None if self.conv is None else self.conv.initial_state(batch_size)
+        return BlockState(self.attention.initial_state(batch_size), conv)  # type: ignore[operator]
+
+    def mix(self, x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+        local = None if self.conv is None else self.conv(x)
+        y = self.attention(self._add_local(x, local, "before"), key_padding_mask=key_padding_mask)
+        return self._apply_gate(x, self._add_local(y, local, "beside"))
+
+    def _add_local(self, x: Tensor, local: Tensor | None, place: str) -> Tensor:
+        if local is None or place != self.conv_place:
+            return x
+        return x + (F.silu(local) if place == "before" else local)
+
+    def _apply_gate(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.dropout(y if self.gate is None else y * F.silu(self.gate(x)))
+
+    def resume(
+        self, x: Tensor, key_padding_mask: Tensor | None = None, state: BlockState | None = None
+    ) -> tuple[Tensor, BlockState]:
+        """Return the output for the tokens that follow `state`, and the state after them."""
+        h = self.norm1(x)
+        before = BlockState(None, None) if state is None else state
+        local, conv = None, None
+        if self.conv is not None:
+            local, conv = self.conv(h, key_padding_mask, state=before.conv, return_state=True)
+        y, attention = self.attention(
+            self._add_local(h, local, "before"),
+            key_padding_mask=key_padding_mask,
+            state=before.attention,
+            return_state=True,
+        )
+        x = x + self._apply_gate(h, self._add_local(y, local, "beside"))
+        return x + self.feed_forward(self.norm2(x)), BlockState(attention, conv)
+
+
+# Pooling
+
+
+def masked_mean(x: Tensor, key_padding_mask: Tensor | None = None, context: Any = None) -> Tensor:
+    """Mean over the valid tokens, (B, N, d) → (B, d); zero for an empty sequence."""
+    if key_padding_mask is None:
+        return x.mean(dim=1) if context is None else context.sum(x.sum(dim=1)) / context.locate(x).total[:, None]
+    valid = ~key_padding_mask
+    total, count = torch.where(valid[..., None], x, 0.0).sum(dim=1), valid.sum(dim=1)
+    if context is not None:
+        total, count = context.sum(total), context.locate(x, valid).total
+    return total / count[:, None].clamp(min=1)
+
+
+def masked_max(x: Tensor, key_padding_mask: Tensor | None = None, context: Any = None) -> Tensor:
+    """Maximum over the valid tokens, (B, N, d) → (B, d); zero for an empty sequence."""
+    if key_padding_mask is not None:
+        x = x.masked_fill(key_padding_mask.unsqueeze(-1), -torch.inf)
+    best = x.amax(dim=1) if context is None else context.maximum(x)
+    return best if key_padding_mask is None else torch.where(torch.isneginf(best), 0.0, best)

@@ -1,0 +1,267 @@
+"""Baselines against their published formulas, written out with N×N matrices and loops, and their known limits."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from closeness import assert_close, rms_ratio
+from primal_attention.nn.baselines import make_attention
+from primal_attention.nn.baselines.flow import flows
+from primal_attention.nn.baselines.nystrom import iterative_pinv, means
+from primal_attention.nn.baselines.soft import gaussian_kernel, newton_inverse
+from primal_attention.nn.baselines.yoso import collision_probability, hash_codes
+from primal_attention.nn.padding import Tokens
+
+DIM, HEADS, WIDTH = 16, 2, 8
+EXACT = 1e-10  # float64, the same sums in another order
+
+
+def build(name: str, **settings: Any) -> Any:
+    return make_attention(name, DIM, HEADS, dtype=torch.float64, **settings).eval()
+
+
+def tokens(batch: int, length: int) -> Tensor:
+    return torch.randn(batch, length, DIM, dtype=torch.float64)
+
+
+def through_weights(attn: Any, x: Tensor, weights: Tensor) -> Tensor:
+    """The layer's output if its heads mix the values by these weights, (B, H, N, N)."""
+    v = attn.project_in(x)[-1]
+    return attn.project_out(weights @ v)
+
+
+class TestCosformer:
+    @pytest.mark.parametrize("causal", [False, True])
+    def test_cosine_of_the_distance(self, causal: bool) -> None:
+        length, horizon = 150, 200
+        attn = build("cosformer", causal=causal, max_length=horizon)
+        x = tokens(2, length)
+        q, k, _ = attn.project_in(x)
+        i = torch.arange(length, dtype=torch.float64)
+        weights = q.relu() @ k.relu().mT * torch.cos(math.pi / 2 * (i[:, None] - i) / horizon)
+        weights = weights.tril() if causal else weights
+        weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-6)
+        assert_close(attn(x), through_weights(attn, x, weights), EXACT)
+
+    def test_horizon_is_the_sequence_itself_unless_given(self) -> None:
+        attn, fixed = build("cosformer"), build("cosformer", max_length=21)
+        fixed.load_state_dict(attn.state_dict())
+        x = tokens(2, 21)
+        assert_close(attn(x), fixed(x), EXACT)
+
+    def test_far_horizon_forgets_positions(self) -> None:
+        attn = build("cosformer", max_length=10**9)
+        x, order = tokens(1, 30), torch.randperm(30)
+        assert_close(attn(x[:, order]), attn(x)[:, order], 1e-8)
+
+    def test_longer_input_than_max_length_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="max_length=8 is exceeded by an input of 9 tokens"):
+            build("cosformer", causal=True, max_length=8)(tokens(1, 9))
+
+
+class TestSoft:
+    def kernel(self, a: Tensor, b: Tensor) -> Tensor:
+        return torch.exp(-torch.cdist(a, b).square() / (2 * math.sqrt(WIDTH)))
+
+    def test_nystrom_form_of_the_gaussian_kernel(self) -> None:
+        attn = build("soft", landmarks=5, newton_iterations=60)
+        x = tokens(2, 40)
+        q, _ = attn.project_in(x)
+        landmarks = q.unflatten(2, (5, 8)).mean(3)
+        left, middle = self.kernel(q, landmarks), self.kernel(landmarks, landmarks)
+        weights = left @ torch.linalg.pinv(middle) @ left.mT
+        assert_close(attn(x), through_weights(attn, x, weights), 1e-8)
+
+    def test_as_many_landmarks_as_tokens_is_the_kernel_itself(self) -> None:
+        attn = build("soft", landmarks=40)
+        x = tokens(2, 40)
+        q, _ = attn.project_in(x)
+        assert_close(attn(x), through_weights(attn, x, self.kernel(q, q)), EXACT)
+
+    def test_newton_inverse_converges_to_the_pinv(self) -> None:
+        points = torch.randn(3, 12, 4, dtype=torch.float64)
+        kernel = gaussian_kernel(points, points)
+        errors = [rms_ratio(newton_inverse(kernel, n), torch.linalg.pinv(kernel)) for n in (3, 8, 40)]
+        assert errors == sorted(errors, reverse=True)
+        assert errors[-1] < 1e-9
+
+    def test_newton_inverse_of_a_singular_kernel_is_its_pinv(self) -> None:
+        points = torch.randn(6, 4, dtype=torch.float64).repeat(2, 1)  # every landmark twice: rank 6 of 12
+        kernel = gaussian_kernel(points, points)
+        assert_close(newton_inverse(kernel, 40), torch.linalg.pinv(kernel, rtol=1e-10), 1e-6)
+
+    def test_equal_landmarks_do_not_break_it(self) -> None:
+        attn = build("soft", landmarks=5)
+        x = tokens(1, 1).expand(1, 40, DIM)
+        assert torch.isfinite(attn(x)).all()
+
+
+class TestFlow:
+    def features(self, length: int) -> tuple[Tensor, Tensor]:
+        q, k = torch.randn(2, 3, HEADS, length, WIDTH, dtype=torch.float64).sigmoid()
+        return q, k
+
+    def test_conservation(self) -> None:
+        """Each source's flow out, and each sink's flow in, is 1 once it is divided by its capacity."""
+        q, k = self.features(50)
+        incoming, outgoing, conserved_in, conserved_out = flows(q, k, eps=0.0)
+        sent = torch.einsum("bhjp,bhip->bhj", k / outgoing.unsqueeze(-1), q)
+        received = torch.einsum("bhip,bhjp->bhi", q / incoming.unsqueeze(-1), k)
+        assert (sent - 1).abs().max() < 1e-12
+        assert (received - 1).abs().max() < 1e-12
+        # Nothing is lost on the way: what the sinks take from sources of capacity 1 is the number of sources.
+        assert (conserved_in.sum(-1) / 50 - 1).abs().max() < 1e-12
+        assert (conserved_out.sum(-1) / 50 - 1).abs().max() < 1e-12
+
+    def test_formula(self) -> None:
+        attn = build("flow", eps=0.0)
+        x = tokens(2, 30)
+        q, k, v = attn.project_in(x)
+        q, k = q.sigmoid(), k.sigmoid()
+        attention = q @ k.mT  # (B, H, N, N)
+        incoming, outgoing = attention.sum(-1), attention.sum(-2)
+        conserved_in = (attention / outgoing.unsqueeze(-2)).sum(-1)
+        conserved_out = (attention / incoming.unsqueeze(-1)).sum(-2)
+        competing = v * (30 * conserved_out.softmax(-1)).unsqueeze(-1)
+        y = conserved_in.sigmoid().unsqueeze(-1) * (attention / incoming.unsqueeze(-1) @ competing)
+        assert_close(attn(x), attn.project_out(y), EXACT)
+
+    def test_causal_formula_token_by_token(self) -> None:
+        attn = build("flow", eps=0.0, causal=True)
+        length = 140
+        x = tokens(1, length)
+        q, k, v = attn.project_in(x)
+        q, k = q.sigmoid()[0], k.sigmoid()[0]
+        rows = []
+        scaled_in, scaled_out, total, sources = [], [], torch.zeros(HEADS), []
+        total = total.double()
+        for t in range(length):
+            seen = slice(0, t + 1)
+            scaled_in.append((t + 1) / (q[:, t] * k[:, seen].sum(1)).sum(-1))
+            scaled_out.append((t + 1) / (k[:, t] * q[:, seen].sum(1)).sum(-1))
+            weighted_k = sum(k[:, j] * scaled_out[j][:, None] for j in range(t + 1))
+            weighted_q = sum(q[:, j] * scaled_in[j][:, None] for j in range(t + 1))
+            conserved_in = (q[:, t] * weighted_k).sum(-1) / (t + 1)
+            conserved_out = ((k[:, t] * weighted_q).sum(-1) / (t + 1)).exp()
+            total = total + conserved_out
+            sources.append(v[0, :, t] * (conserved_out / total * (t + 1))[:, None])
+            scores = torch.einsum("hp,hjp->hj", q[:, t], k[:, seen]) * (scaled_in[t] / (t + 1))[:, None]
+            y = torch.einsum("hj,hjp->hp", scores, torch.stack(sources, dim=1))
+            rows.append(conserved_in.sigmoid()[:, None] * y)
+        assert_close(attn(x), attn.project_out(torch.stack(rows, dim=1)[None]), EXACT)
+
+
+class TestYoso:
+    def test_collision_probability_is_that_of_random_hyperplanes(self) -> None:
+        q, k = F.normalize(torch.randn(2, 1, 1, 12, 6, dtype=torch.float64), dim=-1)
+        k = F.normalize(k + q, dim=-1)  # close enough that collisions happen
+        hashes, bits = 40_000, 4
+        planes = torch.randn(1, hashes, 6, bits, dtype=torch.float64)
+        met = hash_codes(q, planes).unsqueeze(-1) == hash_codes(k, planes).unsqueeze(-2)  # (1, 1, m, N, N)
+        frequency = met.double().mean(2)
+        expected = collision_probability(q, k, bits)
+        deviation = (expected * (1 - expected) / hashes).sqrt()
+        # Five standard deviations, and a little for probabilities so small that they hardly have one.
+        assert ((frequency - expected).abs() <= 5 * deviation + 1e-4).all()
+
+    def test_more_hashes_come_closer_to_the_expectation_and_its_gradient(self) -> None:
+        expectation = build("yoso", bits=3)
+        x = tokens(1, 24)
+
+        def run(attn: Any) -> tuple[Tensor, Tensor]:
+            leaf = x.clone().requires_grad_()
+            y = attn(leaf)
+            (y * torch.linspace(-1, 1, DIM, dtype=torch.float64)).sum().backward()
+            assert leaf.grad is not None
+            return y.detach(), leaf.grad
+
+        expected = run(expectation)
+        errors = []
+        for hashes in (16, 256):
+            sampled = build("yoso", bits=3, estimator="sampled", hashes=hashes, seed=1)
+            sampled.load_state_dict(expectation.state_dict(), strict=False)
+            errors.append([rms_ratio(found, wanted) for found, wanted in zip(run(sampled), expected, strict=True)])
+        for few, many in zip(*errors, strict=True):
+            assert many < few / 2  # sixteen times the hashes: a quarter of the error, on average
+        assert max(errors[1]) < 0.2
+
+    def test_sampled_hashes_are_new_in_training_and_fixed_in_eval(self) -> None:
+        attn = build("yoso", estimator="sampled", hashes=4, bits=3, seed=0)
+        x = tokens(1, 10)
+        assert torch.equal(attn(x), attn(x))
+        attn.train()
+        assert not torch.allclose(attn(x), attn(x))
+
+    def test_blocks_of_queries_do_not_show(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        attn, x = build("yoso"), tokens(2, 40)
+        whole = attn(x)
+        monkeypatch.setattr("primal_attention.nn.baselines.yoso.BLOCK", 7)
+        assert_close(attn(x), whole, EXACT)
+
+    def test_sampled_handles_padding(self) -> None:
+        attn = build("yoso", estimator="sampled", hashes=4, bits=3, seed=0)
+        x = tokens(2, 12)
+        mask = torch.zeros(2, 12, dtype=torch.bool)
+        mask[1, 7:] = True
+        x[mask] = torch.nan
+        assert_close(attn(x, mask)[1, :7], attn(x[1:, :7])[0], EXACT)
+
+
+class TestLandmarks:
+    @pytest.mark.parametrize("length", [6, 7, 11, 12, 50])
+    def test_segments_cover_each_token_once_and_differ_by_one_at_most(self, length: int) -> None:
+        t = torch.eye(length, dtype=torch.float64)[None, None]
+        member = means(t, 6, Tokens())[0, 0] > 0  # (m, N)
+        assert (member.sum(0) == 1).all()
+        sizes = member.sum(1)
+        assert sizes.max() - sizes.min() <= 1
+        assert (member.float().argmax(0).diff() >= 0).all()
+
+    def test_iterative_pinv_converges(self) -> None:
+        a = torch.randn(2, 3, 10, 10, dtype=torch.float64).mul(4).softmax(-1)
+        errors = [rms_ratio(iterative_pinv(a, n), torch.linalg.pinv(a)) for n in (2, 6, 20)]
+        assert errors == sorted(errors, reverse=True)
+        assert errors[-1] < 1e-8
+
+
+class TestSoftmaxLimits:
+    """Where an approximation of softmax attention has nothing left to approximate, it is softmax attention."""
+
+    def same_weights(self, name: str, **settings: Any) -> tuple[Any, Any]:
+        softmax = build("softmax")
+        attn = build(name, **settings)
+        attn.load_state_dict(softmax.state_dict(), strict=False)
+        return attn, softmax
+
+    def test_nystrom_with_a_landmark_per_token(self) -> None:
+        attn, softmax = self.same_weights("nystrom", landmarks=20, conv_kernel=None)
+        x = tokens(2, 20)
+        assert_close(attn(x), softmax(x), EXACT)
+
+    def test_longformer_with_a_window_over_all(self) -> None:
+        attn, softmax = self.same_weights("longformer", window=40, global_tokens=0)
+        x = tokens(2, 20)
+        assert_close(attn(x), softmax(x), EXACT)
+
+    def test_linformer_with_identity_projections(self) -> None:
+        attn, softmax = self.same_weights("linformer", projected_length=20, max_length=20)
+        with torch.no_grad():
+            attn.key_rows.copy_(torch.eye(20))
+            attn.value_rows.copy_(torch.eye(20))
+        x = tokens(2, 20)
+        assert_close(attn(x), softmax(x), EXACT)
+
+    def test_performer_with_many_features(self) -> None:
+        x = tokens(2, 20)
+        errors = []
+        for features in (64, 4096):
+            attn, softmax = self.same_weights("performer", features=features, seed=0)
+            errors.append(rms_ratio(attn(x), softmax(x)))
+        assert errors[1] < errors[0] / 3  # 64 times the features: an eighth of the error, on average
+        assert errors[1] < 0.05

@@ -1,0 +1,381 @@
+"""The CPU backend against the equations: outputs, J, scores, state and every gradient."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck
+
+from closeness import assert_close
+from primal_attention import PrimalAttention, ksvd_loss
+from primal_attention.ops import primal
+from primal_attention.ops.cpu import attention, matmul
+from primal_attention.ops.feature_maps import COSINE
+from primal_attention.ops.types import Mode, Weights
+
+# The same sums in another order. float32: some gradients are sums over all tokens that nearly cancel.
+SAME = {torch.float64: 1e-12, torch.float32: 4e-6}
+MODES: dict[str, dict[str, Any]] = {
+    "plain": {"data_dependent": False},
+    "data_dependent": {},
+    "causal": {"data_dependent": False, "causal": True},
+    "causal_decay": {"data_dependent": False, "causal": True, "decay": "learned"},
+}
+every_mode = pytest.mark.parametrize("mode", MODES)
+causal_modes = pytest.mark.parametrize("mode", ["causal", "causal_decay"])
+
+
+def make(mode: str, d: int = 24, heads: int = 3, **keywords: Any) -> PrimalAttention:
+    merged = {"rank": 5, "landmarks": 20, "dtype": torch.float64, "backend": "cpu", **MODES[mode], **keywords}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a rank above the head width is allowed
+        return PrimalAttention(d, heads, **merged)
+
+
+def scattered_padding(b: int, n: int) -> Tensor:
+    """A padding mask with gaps inside the sequences; the last sequence is all padding."""
+    mask = torch.rand(b, n) < 0.4
+    mask[-1] = True
+    return mask
+
+
+def results(
+    layer: PrimalAttention, backend: str, x: Tensor, mask: Tensor | None = None, **keywords: Any
+) -> dict[str, Tensor]:
+    """Outputs of a training pass, and all gradients of a loss that depends on each of them."""
+    layer.backend = backend
+    x = x.clone().requires_grad_()
+    torch.manual_seed(1)
+    y, scores = layer(x, key_padding_mask=mask, return_scores=True, **keywords)
+    loss = (y * torch.randn_like(y)).sum() + ksvd_loss(layer) + scores.e.pow(3).sum() + scores.r.sin().sum()
+    inputs = {"x": x, **dict(layer.named_parameters())}
+    grads = torch.autograd.grad(loss, list(inputs.values()), allow_unused=True, materialize_grads=True)
+    tensors = {"y": y, "J": layer.objective, "e": scores.e, "r": scores.r}
+    return tensors | {f"gradient of {name}": grad for name, grad in zip(inputs, grads, strict=True)}
+
+
+def assert_same(layer: PrimalAttention, x: Tensor, mask: Tensor | None = None, **keywords: Any) -> None:
+    ours, expected = (results(layer, backend, x, mask, **keywords) for backend in ("cpu", "reference"))
+    for name, value in ours.items():
+        assert value.dtype == expected[name].dtype, name
+        factor = 10 if name in ("J", "gradient of sqrt_lambda") else 1  # J, which scales its gradient, is a difference
+        assert_close(value, expected[name], factor * SAME[x.dtype], name)
+
+
+@pytest.fixture
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 64 rows, so that short sequences span several."""
+    monkeypatch.setattr(attention, "BLOCK_SIZE", 1)
+
+
+@pytest.mark.parametrize("dtype", SAME)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (2, 63), (3, 65), (1, 500), (70, 2)], ids=str)
+@every_mode
+@pytest.mark.usefixtures("_small_blocks")
+def test_equals_the_equations(mode: str, shape: tuple[int, int], masked: bool, dtype: torch.dtype) -> None:
+    # 20 landmarks: rows repeat in the shorter sequences.
+    mask = scattered_padding(*shape) if masked else None
+    assert_same(make(mode, dtype=dtype), torch.randn(*shape, 24, dtype=dtype), mask)
+
+
+@pytest.mark.parametrize(("d", "heads", "rank"), [(48, 1, 30), (60, 5, 3), (32, 4, 16), (24, 12, 1)])
+@every_mode
+def test_other_sizes(mode: str, d: int, heads: int, rank: int) -> None:
+    layer = make(mode, d, heads, rank=rank)
+    assert_same(layer, torch.randn(2, 150, d, dtype=torch.float64))
+    assert_same(layer, torch.randn(1, 3, d, dtype=torch.float64))
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "no bias": {"bias": False},
+    "sum": {"objective_form": "sum"},
+    "trace of the projections": {"objective_trace": "projections"},
+    "sum, trace of the projections": {"objective_form": "sum", "objective_trace": "projections"},
+}
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@every_mode
+def test_options_of_the_layer(mode: str, options: dict[str, Any], masked: bool) -> None:
+    x = torch.randn(3, 40, 24, dtype=torch.float64)
+    assert_same(make(mode, **options), x, scattered_padding(3, 40) if masked else None)
+
+
+@pytest.mark.parametrize(("batch", "masked"), [(1, False), (3, False), (3, True)])
+def test_random_landmarks(batch: int, masked: bool) -> None:
+    layer = make("data_dependent", sampling="random")
+    x = torch.randn(batch, 40, 24, dtype=torch.float64)
+    assert_same(layer, x, scattered_padding(batch, 40) if masked else None)
+
+
+@every_mode
+def test_packed_sequences(mode: str) -> None:
+    cu_seqlens = torch.tensor([0, 5, 5, 47, 48], dtype=torch.int32)
+    assert_same(make(mode), torch.randn(48, 24, dtype=torch.float64), cu_seqlens=cu_seqlens)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@every_mode
+def test_empty_batch(mode: str, masked: bool) -> None:
+    assert_same(make(mode), torch.randn(0, 5, 24, dtype=torch.float64), torch.zeros(0, 5).bool() if masked else None)
+
+
+@every_mode
+def test_values_at_padding_have_no_effect(mode: str) -> None:
+    layer, x, mask = make(mode), torch.randn(3, 50, 24, dtype=torch.float64), scattered_padding(3, 50)
+    expected = results(layer, "cpu", x, mask)
+    for value in (float("nan"), float("inf")):
+        for name, result in results(layer, "cpu", x.masked_fill(mask[..., None], value), mask).items():
+            assert torch.equal(result, expected[name]), name
+
+
+def test_rows_below_the_smallest_norm() -> None:
+    # There the divisor of the cosine map is a constant.
+    layer = make("plain", bias=False)
+    x = torch.randn(1, 6, 24, dtype=torch.float64)
+    x[:, 2] = 0.0
+    x[:, 3] *= 1e-14
+    assert_same(layer, x)
+
+
+@pytest.mark.parametrize("size", [1e16, 1e20, 1e30])
+@every_mode
+def test_large_inputs_do_not_overflow(mode: str, size: float) -> None:
+    layer, x = make(mode, dtype=torch.float32), torch.randn(3, 50, 24) * size
+    tensors = []
+    for layer.backend in ("reference", "cpu"):
+        leaf = x.clone().requires_grad_()
+        y = layer(leaf)
+        # e² overflows in the data-dependent mode, so J is left out.
+        grads = torch.autograd.grad(y.sum(), [leaf, *layer.parameters()], allow_unused=True, materialize_grads=True)
+        tensors.append([y, *grads])
+    for name, expected, ours in zip(["y", "x", *dict(layer.named_parameters())], *tensors, strict=True):
+        assert_close(ours, expected, 2e-5, name)  # some gradients are sums that nearly cancel
+
+
+@every_mode
+def test_gradcheck(mode: str) -> None:
+    layer = make(mode, 8, 2, rank=2, landmarks=3)
+    names = [name for name, _ in layer.named_parameters()]
+    mask = torch.tensor([[False, True, False, False], [False, False, True, True]])
+
+    def function(x: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
+        keywords = {"key_padding_mask": mask, "return_scores": True}
+        y, scores = torch.func.functional_call(layer, dict(zip(names, values, strict=True)), (x,), keywords)
+        return y, layer.objective, *scores
+
+    values = [p.detach().clone().requires_grad_() for p in layer.parameters()]
+    assert gradcheck(function, (torch.randn(2, 4, 8, dtype=torch.float64, requires_grad=True), *values))
+
+
+@pytest.mark.parametrize("name", ["qk_proj.weight", "w_e", "score_proj.bias", "sqrt_lambda", "x"])
+def test_single_gradient(name: str) -> None:
+    layer = make("data_dependent").requires_grad_(False)
+    x = torch.randn(2, 30, 24, dtype=torch.float64)
+    grads = []
+    for layer.backend in ("reference", "cpu"):
+        leaf = (x if name == "x" else layer.get_parameter(name)).requires_grad_()
+        grads += torch.autograd.grad(layer(x).square().sum() + ksvd_loss(layer), leaf)
+    assert_close(grads[1], grads[0], SAME[torch.float64])
+
+
+@every_mode
+def test_gradients_of_the_objective_alone(mode: str) -> None:
+    layer, x, grads = make(mode), torch.randn(2, 30, 24, dtype=torch.float64), []
+    for layer.backend in ("reference", "cpu"):
+        layer(x)
+        parameters = list(layer.parameters())
+        grads.append(torch.autograd.grad(ksvd_loss(layer), parameters, allow_unused=True, materialize_grads=True))
+    for (name, _), expected, ours in zip(layer.named_parameters(), *grads, strict=True):
+        assert_close(ours, expected, SAME[torch.float64], name)
+
+
+def test_one_token_leaves_the_decay_with_a_zero_gradient() -> None:
+    # DistributedDataParallel waits for the gradient of every parameter.
+    layer = make("causal_decay")
+    layer(torch.randn(2, 1, 24, dtype=torch.float64)).sum().backward()
+    assert torch.equal(layer.decay_logit.grad, torch.zeros(3, dtype=torch.float64))
+
+
+@every_mode
+def test_no_grad_gives_the_same_bits(mode: str) -> None:
+    layer, x = make(mode), torch.randn(3, 200, 24, dtype=torch.float64)
+    y, scores = layer(x, return_scores=True)
+    with torch.no_grad():
+        again, scores_again = layer(x, return_scores=True)
+        assert torch.equal(layer(x), y)
+    assert torch.equal(again, y)
+    assert torch.equal(scores_again.e, scores.e)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@every_mode
+def test_half_precision_is_as_exact_as_the_equations_in_it(mode: str, dtype: torch.dtype) -> None:
+    exact = make(mode, 32, 2, landmarks=50).to(dtype).double()
+    x = torch.randn(2, 300, 32).to(dtype).double()
+    expected = results(exact, "reference", x)
+    rounded = make(mode, 32, 2, landmarks=50).to(dtype)
+    rounded.load_state_dict({name: value.to(dtype) for name, value in exact.state_dict().items()})
+    errors = {}
+    for backend in ("reference", "cpu"):
+        errors[backend] = {
+            name: ((value.double() - expected[name]).norm() / expected[name].norm().clamp(min=1e-30)).item()
+            for name, value in results(rounded, backend, x.to(dtype)).items()
+        }
+    for name, error in errors["cpu"].items():
+        assert error <= 1.2 * errors["reference"][name] + 2 * torch.finfo(dtype).eps, name
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["backward outside", "backward inside"])
+@every_mode
+def test_autocast(mode: str, inside: bool) -> None:
+    layer, x = make(mode, dtype=torch.float32), torch.randn(2, 60, 24)
+    expected = layer(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = layer(x)
+        loss = y.float().square().mean() + ksvd_loss(layer)
+    assert y.dtype == torch.bfloat16
+    assert layer.objective.dtype == torch.float32
+    assert_close(y.float(), expected, 2e-2)  # bfloat16 has 8 bits
+    parameters = list(layer.parameters())
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside):
+        grads = torch.autograd.grad(loss, parameters)
+    assert [grad.dtype for grad in grads] == [parameter.dtype for parameter in parameters]
+
+
+def test_dropout_keeps_the_expectation_and_its_mask() -> None:
+    layer = make("plain", 16, 2, rank=4, dropout=0.25)
+    x = torch.randn(1, 5, 16, dtype=torch.float64)
+    with torch.no_grad():
+        mean = torch.stack([layer(x) for _ in range(4000)]).mean(0)
+        assert_close(mean, layer.eval()(x), 0.05)  # 4000 draws
+    layer.train()
+
+    def function(x: Tensor) -> Tensor:
+        torch.manual_seed(3)
+        return layer(x)
+
+    assert gradcheck(function, x.requires_grad_())
+
+
+@pytest.mark.parametrize("rate", [1e-3, 0.1, 0.5, 0.999])
+def test_dropout_masks_are_independent_with_the_given_rate(rate: float) -> None:
+    n = 2**20
+    mask = attention.draw_dropout_mask((n + 3,), rate, torch.device("cpu"))[:n].double()
+    tolerance = 5 * (rate * (1 - rate) / n) ** 0.5  # five standard deviations
+    assert abs(mask.mean() - rate) < tolerance + 2**-17  # the rate is rounded to 16 bits
+    for lag in (1, 2, 3, 4):  # four numbers share one draw
+        product = ((mask[lag:] - rate) * (mask[:-lag] - rate)).mean()
+        assert abs(product) < 5 * rate * (1 - rate) / n**0.5 + 2**-17
+
+
+@causal_modes
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("_small_blocks")
+def test_later_tokens_do_not_change_a_bit_of_earlier_outputs(mode: str, dtype: torch.dtype) -> None:
+    layer = make(mode, dtype=dtype)
+    x = torch.randn(2, 150, 24, dtype=dtype)
+    y = layer(x)
+    for cut in (1, 17, 64, 100, 149):
+        for later in (100.0 * torch.randn_like(x), torch.full_like(x, float("nan")), torch.full_like(x, float("inf"))):
+            changed = torch.cat([x[:, :cut], later[:, cut:]], dim=1)
+            assert torch.equal(layer(changed)[:, :cut], y[:, :cut])
+
+
+@causal_modes
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.usefixtures("_small_blocks")
+def test_state_and_its_gradients_equal_the_equations(mode: str, masked: bool) -> None:
+    layer, x = make(mode), torch.randn(3, 100, 24, dtype=torch.float64)
+    mask = scattered_padding(3, 100) if masked else torch.zeros(3, 100, dtype=torch.bool)
+    tensors = []
+    for layer.backend in ("reference", "cpu"):
+        leaf, state, outputs = x.clone().requires_grad_(), layer.initial_state(3), []
+        for part, part_mask in zip(leaf.split([70, 1, 29], dim=1), mask.split([70, 1, 29], dim=1), strict=True):
+            y, state = layer(part, key_padding_mask=part_mask, state=state, return_state=True)
+            outputs.append(y)
+        sums = [state.query_sum, state.key_sum, state.weight]
+        loss = sum((t.sin() * torch.arange(t.numel()).view_as(t)).sum() for t in (*outputs, *sums))
+        inputs = [leaf, *layer.parameters()]
+        grads = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
+        tensors.append([*outputs, *sums, *grads])
+    for expected, ours in zip(*tensors, strict=True):
+        assert_close(ours, expected, 1e-11)  # a longer chain of the same sums
+
+
+@every_mode
+def test_bytes_saved_for_backward(mode: str) -> None:
+    """x, z, the scores and the norms; nothing else grows with the tokens."""
+    layer = make(mode, 128, 4, rank=10, landmarks=50, dtype=torch.float32)
+    parameters = {p.untyped_storage().data_ptr() for p in layer.parameters()}
+    sizes = []
+    for n in (100, 300):
+        saved: dict[int, int] = {}
+
+        def pack(tensor: Tensor, saved: dict[int, int] = saved) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in parameters:
+                saved[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            y = layer(torch.randn(1, n, 128, requires_grad=True))
+        del y
+        sizes.append(sum(saved.values()))
+    per_token = (sizes[1] - sizes[0]) / 200
+    assert per_token == 4 * (128 + 2 * 128 + 4 * 2 * 10 + 2 * 4)
+    assert sizes[0] - 100 * per_token < 4096
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 480, 37), (3, 16, 100), (2, 5, 1), (0, 3, 4), (2, 0, 4)], ids=str)
+def test_transpose_copy(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    matrices = torch.randn(shape).to(dtype)
+    assert matmul.transpose_copy(matrices).is_contiguous()
+    assert torch.equal(matmul.transpose_copy(matrices), matrices.mT)
+    assert torch.equal(matmul.transpose_copy(matrices.mT), matrices)
+
+
+def test_half_precision_products_accumulate_in_float32() -> None:
+    a, b = torch.randn(20, 30).bfloat16(), torch.randn(10, 30).bfloat16()
+    total = matmul.accumulate_linear(matmul.accumulate_linear(None, a, b), a, b)
+    assert total.dtype == torch.float32
+    assert torch.equal(total, 2 * torch.nn.functional.linear(a, b).float())
+
+
+class TestChoice:
+    def chosen(self, x: Tensor, mode: Mode | None = None) -> str:
+        weight = torch.empty(0)
+        weights = Weights(weight, None, torch.empty(2, 6, 4), torch.empty(2, 6, 4), weight, None, weight, None)
+        return primal.choose_backend("auto", x, weights, mode or Mode(2, 6), COSINE)
+
+    def test_auto_takes_it_on_a_cpu_for_all_but_small_inputs(self) -> None:
+        assert self.chosen(torch.empty(1, 2**17, 1)) == "cpu"
+        assert self.chosen(torch.empty(1, 4, 8)) == "reference"
+
+    def test_auto_takes_the_equations_for_other_calls(self) -> None:
+        x = torch.zeros(1, 2**13, 16)
+        assert self.chosen(x, Mode(2, 6, causal=True, max_length=2**13)) == "reference"
+        assert torch.func.vmap(lambda one: torch.tensor(self.chosen(x) == "reference") | (one == one).all())(x).all()
+        with torch.autograd.forward_ad.dual_level():
+            assert self.chosen(x) == "reference"
+
+    def test_unsupported_mode_is_refused(self) -> None:
+        layer = PrimalAttention(16, 2, rank=4, landmarks=6, causal=True, max_length=9, backend="cpu")
+        with pytest.raises(ValueError, match="backend='cpu' cannot serve this call: it has no causal data-dependent"):
+            layer(torch.randn(1, 5, 16))
+
+    def test_other_devices_are_refused(self) -> None:
+        with pytest.raises(ValueError, match="backend='cpu' cannot serve this call: x is on 'meta'"):
+            make("plain").to("meta")(torch.empty(1, 5, 24, dtype=torch.float64, device="meta"))
+
+    def test_second_derivative_is_refused(self) -> None:
+        layer, x = make("plain"), torch.randn(1, 5, 24, dtype=torch.float64, requires_grad=True)
+        with pytest.raises(RuntimeError, match="differentiated twice"):
+            torch.autograd.grad(layer(x).sum(), x, create_graph=True)

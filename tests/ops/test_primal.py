@@ -1,0 +1,125 @@
+"""The choice of the backend: "fused" and "cpu" say in one line why they cannot serve a call, "auto" falls back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from closeness import assert_close
+from kernel_cases import SAME, make, tokens, twin
+from primal_attention import PrimalAttention
+from primal_attention.ops import primal
+from primal_attention.ops.feature_maps import COSINE, FeatureMap
+from primal_attention.ops.primal import choose_backend
+from primal_attention.ops.types import Mode, Weights
+
+PLAIN = Mode(heads=2, landmarks=4, data_dependent=False)
+CAUSAL_LANDMARKS = Mode(heads=2, landmarks=4, causal=True, max_length=8)
+SOFTMAX = FeatureMap(lambda z: z, is_normalised=True)
+
+
+def call(dtype: torch.dtype = torch.float32, width: int = 32, rank: int = 5, **keywords: Any) -> dict[str, Any]:
+    """The arguments of `choose_backend` after the backend."""
+    w, one = torch.zeros(2, width // 2, rank), torch.zeros(1)
+    weights = Weights(one, None, w, w, one, None, one, None)
+    arguments = {"x": torch.zeros(1, 3, width, dtype=dtype), "weights": weights, "mode": PLAIN, "feature_map": COSINE}
+    return {**arguments, **keywords}
+
+
+REFUSED = {
+    "float64": (call(torch.float64), "float64 is not one of"),
+    "rank": (call(rank=257), "rank 257 must not exceed 256"),
+    "head_dim": (call(width=2 * 257), "head width 257"),
+    "landmark_rank": (call(width=128, rank=200, mode=CAUSAL_LANDMARKS), "do not fit the registers"),
+    "softmax": (call(feature_map=SOFTMAX), "only the cosine feature map"),
+    "state": (call(need_state=True), "gradients through a streaming state"),
+    "empty": ({**call(), "x": torch.zeros(0, 3, 32)}, "x is empty"),
+}
+
+
+@pytest.fixture
+def _has_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(primal, "device_problem", lambda device: None)
+
+
+@pytest.mark.usefixtures("_has_device")
+@pytest.mark.parametrize("case", REFUSED)
+def test_fused_says_in_one_line_why_it_cannot_and_auto_falls_back(case: str) -> None:
+    arguments, why = REFUSED[case]
+    with pytest.raises(ValueError, match=why) as raised:
+        choose_backend("fused", **arguments)
+    message = str(raised.value)
+    assert message.startswith("backend='fused' cannot serve this call: ")
+    assert "\n" not in message
+    assert "auto" in message
+    assert choose_backend("auto", **arguments) in ("reference", "cpu")
+
+
+@pytest.mark.usefixtures("_has_device")
+@pytest.mark.parametrize("arguments", [call(), call(torch.float16), call(torch.bfloat16), call(rank=256, width=512)])
+def test_fused_takes_what_the_kernels_serve(arguments: dict[str, Any]) -> None:
+    assert choose_backend("fused", **arguments) == "fused"
+
+
+@pytest.mark.parametrize(
+    ("keywords", "why"),
+    [
+        ({"mode": CAUSAL_LANDMARKS}, "no causal data-dependent mode"),
+        ({"decay": torch.ones(2)}, "no decay in both directions"),
+        ({"qk": torch.zeros(1, 3, 64)}, "plain nn.Linear maps only"),
+        ({"feature_map": SOFTMAX}, "only the cosine feature map"),
+    ],
+)
+def test_cpu_says_why_it_cannot(keywords: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        choose_backend("cpu", **call(**keywords))
+
+
+def test_fused_on_a_cpu_without_the_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(primal, "is_interpreting", lambda: False)
+    with pytest.raises(ValueError, match=r"x is on 'cpu', the kernels run on 'cuda'"):
+        choose_backend("fused", **call())
+    layer = make("data_dependent", backend="auto")
+    x = tokens(layer, 1, 3)
+    assert_close(layer(x), twin(layer)(x.double()), SAME)
+
+
+def test_fused_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(primal, "HAS_TRITON", False)
+    with pytest.raises(ValueError, match="Triton is not installed"):
+        choose_backend("fused", **call())
+    assert choose_backend("auto", **call()) != "fused"
+
+
+@pytest.mark.usefixtures("_has_device")
+def test_transforms_and_forward_derivatives_are_left_to_the_equations() -> None:
+    layer = make("plain", backend="fused")
+
+    def output(x: Tensor) -> Tensor:
+        y: Tensor = layer(x)
+        return y
+
+    attempts: list[Callable[[], Any]] = [
+        lambda: torch.func.vmap(output)(tokens(layer, 2, 1, 3)),
+        lambda: torch.func.jvp(output, (tokens(layer, 1, 3),), (tokens(layer, 1, 3),)),
+    ]
+    for attempt in attempts:
+        with pytest.raises(ValueError, match="need the equations"):
+            attempt()
+
+
+def test_the_layer_refuses_before_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(primal, "device_problem", lambda device: None)
+    layer = PrimalAttention(32, 2, rank=5, landmarks=4, backend="fused", dtype=torch.float64)
+    with pytest.raises(ValueError, match="float64 is not one of bfloat16, float16, float32"):
+        layer(tokens(layer, 1, 3))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_auto_takes_the_kernels_on_a_gpu() -> None:
+    assert choose_backend("auto", **{**call(), "x": torch.zeros(1, 3, 32, device="cuda")}) == "fused"

@@ -1,0 +1,77 @@
+"""Padding anywhere, and packed sequences: as the equations have it, with NaN in the padding and in unwritten memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernel_cases import MODES, assert_as_truth, make, results, tokens
+from primal_attention.ops.triton import causal_sum
+
+pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan", "short_chunks")
+
+PLACES = [(mode, "hole") for mode in MODES]
+SIDES = ("data_dependent", "learned_decay", "causal_landmarks")
+PLACES += [(mode, where) for mode in SIDES for where in ("right", "left")]
+
+
+def padding(lengths: list[int], width: int, where: str) -> Tensor:
+    """(B, N) bool, True at padding, for sequences of the lengths."""
+    mask = torch.ones(len(lengths), width, dtype=torch.bool)
+    for row, length in zip(mask, lengths, strict=True):
+        if where == "right":
+            row[:length] = False
+        elif where == "left":
+            row[width - length :] = False
+        else:
+            row[torch.randperm(width)[:length]] = False
+    return mask
+
+
+@pytest.mark.parametrize(("mode", "where"), PLACES)
+def test_padded_input_matches_and_what_stands_in_the_padding_is_never_read(
+    device: torch.device, mode: str, where: str
+) -> None:
+    """Sequences of two chunks, of none, of less than the landmarks."""
+    layer = make(mode, heads=1).to(device)
+    mask = padding([70, 0, 5], 75, where).to(device)
+    x = tokens(layer, *mask.shape)
+    x[mask] = float("nan")
+    found = assert_as_truth(layer, x, mask)
+    for name in ("y", "gradient of x"):
+        assert not found[name][mask].any(), name
+    for name in ("e", "r"):
+        assert not found[name].transpose(1, 2)[mask].any(), name
+
+
+@pytest.mark.parametrize("mode", ["causal", "learned_decay"])
+def test_sequences_of_one_chunk_need_no_scan_over_chunks(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, mode: str
+) -> None:
+    """Left padding as in reinforcement learning; one of the sequences is empty."""
+    for kernel in ("_chunk_sums_kernel", "_carries_kernel"):
+        monkeypatch.setattr(causal_sum, kernel, None)
+    layer = make(mode, rank=24).to(device)
+    mask = padding([60, 0, 5, 33], 60, "left").to(device)
+    x = tokens(layer, *mask.shape)
+    x[mask] = float("nan")
+    assert_as_truth(layer, x, mask, scored=False)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_packed_input_matches(device: torch.device, mode: str) -> None:
+    """Empty sequences at both ends and in between, one of exactly a chunk, one of several."""
+    layer = make(mode, heads=1).to(device)
+    cu_seqlens = torch.tensor([0, 0, 70, 70, 134, 139, 139], dtype=torch.int32, device=device)
+    assert_as_truth(layer, tokens(layer, 139), cu_seqlens=cu_seqlens)
+
+
+@pytest.mark.parametrize("mode", ["data_dependent", "learned_decay", "causal_landmarks"])
+def test_packed_input_without_tokens_gives_no_rows(device: torch.device, mode: str) -> None:
+    layer = make(mode, backend="auto").to(device)
+    found = results(layer, tokens(layer, 0), cu_seqlens=torch.tensor([0, 0], dtype=torch.int32, device=device))
+    assert found["y"].shape == (0, 32)
+    assert found["e"].shape == (2, 0, 5)
+    for name, value in found.items():
+        assert torch.isfinite(value).all(), name

@@ -1,0 +1,112 @@
+"""In 16 bits the kernels are no further from the truth than the equations are in the same dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from closeness import assert_close, rms_ratio
+from kernel_cases import CANCELLED, SAME, Layer, Results, make, results, tokens, twin
+
+# What the kernels may lose against the equations in the same dtype. The ratio of two errors of a handful of numbers is
+# a matter of luck: a GPU compares them over many inputs, and the interpreter, which is slow, gives them more room.
+FACTOR, FACTOR_OF_A_HANDFUL = 1.2, 3.0
+HANDFUL = 32
+INPUTS = {"cuda": 100, "cpu": 4}
+# Half of what one rounding costs (RMS 0.2 eps): below it the equations were merely lucky, as with J in float32.
+FLOOR = 0.1
+TF32 = 2.0**-10  # its ten bits after the first
+
+
+def limits(truth: Results, eager: Results, eps: float) -> dict[str, float]:
+    """What results of `several` may miss the truth by, relative to it: what the equations do, and a little."""
+    found = {}
+    for name, value in truth.items():
+        factor = FACTOR if max(value[0].numel(), len(value)) >= HANDFUL else FACTOR_OF_A_HANDFUL
+        found[name] = max(factor * rms_ratio(eager[name], value), FLOOR * eps)
+    return found
+
+
+def many(layer: Layer, *shape: int) -> list[Tensor]:
+    return [tokens(layer, *shape) for _ in range(INPUTS[layer.w_e.device.type])]
+
+
+def several(layer: Layer, inputs: list[Tensor], **keywords: bool) -> Results:
+    """The results of several inputs side by side: errors of one alone are compared by luck."""
+    each = [results(layer, x, **keywords) for x in inputs]
+    return {name: torch.stack([found[name].detach() for found in each]) for name in each[0]}
+
+
+@pytest.mark.usefixtures("bfloat16_rounds")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    "mode", ["data_dependent", "plain", "two_sided", "causal", "learned_decay", "causal_landmarks_decay"]
+)
+def test_the_kernels_are_as_exact_as_the_equations_in_the_same_dtype(
+    device: torch.device, mode: str, dtype: torch.dtype
+) -> None:
+    as_exact_as_the_equations(make(mode, heads=4, max_length=40).to(device, dtype), 40, dtype)
+
+
+def as_exact_as_the_equations(layer: Layer, length: int, dtype: torch.dtype) -> None:
+    inputs = many(layer, 1, length)
+    truth, eager, fused = (several(one, inputs) for one in (twin(layer), twin(layer, dtype), layer))
+    allowed = limits(truth, eager, torch.finfo(dtype).eps)
+    for name, value in fused.items():
+        assert value.dtype == eager[name].dtype, name
+        assert_close(value, truth[name], allowed[name], name)
+
+
+def test_the_gradient_of_the_decay_survives_long_sums_in_half_precision(device: torch.device) -> None:
+    """It is a sum of ds_i · s_{i−1}, and ds_i stands upright on s_i: what rounding leaves along s would drown it."""
+    layer = make("learned_decay", head_dim=64, rank=30, heads=3).to(device, torch.float16)
+    x = tokens(layer, 1, 300)
+    truth, eager, fused = (
+        results(one, x)["gradient of decay_logit"] for one in (twin(layer), twin(layer, torch.float16), layer)
+    )
+    assert_close(fused, truth, FACTOR * rms_ratio(eager, truth))
+
+
+@pytest.fixture
+def _tf32_is_allowed() -> Iterator[None]:
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.mark.usefixtures("_tf32_is_allowed")
+@pytest.mark.parametrize(("head_dim", "rank"), [(16, 5), (64, 96)], ids=["narrow", "wide"])
+@pytest.mark.parametrize("mode", ["data_dependent", "plain", "causal", "learned_decay"])
+def test_where_tf32_is_allowed_the_kernels_lose_nothing_by_it(
+    device: torch.device, mode: str, head_dim: int, rank: int
+) -> None:
+    """The large products around the kernels round to TF32, in the equations as here; the kernels' own do not."""
+    layer = make(mode, head_dim=head_dim, rank=rank).to(device)
+    inputs = many(layer, 2, 60)
+    truth, eager, fused = (
+        several(one, inputs, scored=False) for one in (twin(layer), twin(layer, torch.float32), layer)
+    )
+    allowed = limits(truth, eager, TF32 if device.type == "cuda" else 0.0)
+    for name, value in fused.items():
+        assert_close(value, truth[name], max(allowed[name], CANCELLED.get(name, SAME)), name)
+
+
+def test_autocast_runs_the_kernels_in_its_dtype(device: torch.device) -> None:
+    layer = make("data_dependent").to(device)
+    x = tokens(layer, 2, 7)
+    half = make("data_dependent").to(device)
+    half.load_state_dict(layer.state_dict())
+    half.half()
+    with torch.autocast(device.type, torch.float16):
+        y = layer(x)
+    assert y.dtype == torch.float16
+    # W_e and W_r are converted inside the kernels, which the interpreter does by truncation.
+    assert_close(y, half(x.half()), 1e-3)
+    y.float().sum().backward()
+    assert layer.w_e.grad.dtype == torch.float32
+    # √Λ is a parameter of J alone and stays in its own dtype.
+    assert layer.objective.dtype == torch.float32
