@@ -359,7 +359,9 @@ class PrimalAttention(nn.Module):
         is_causal: bool,
     ) -> None:
         if any(t is not None and t is not x for t in (key, value)):
-            raise ValueError("key and value must be the same tensor as x: the method does not define cross-attention")
+            raise ValueError(
+                "key and value must be the same tensor as x: cross-attention is not defined for this method"
+            )
         if need_weights:
             raise ValueError("need_weights=True is not supported: the layer forms no N×N matrix (see kernel_matrix)")
         if is_causal and not self.causal:
