@@ -498,7 +498,7 @@ class TestMultiheadAttentionCall:
         encoder: Any = nn.TransformerEncoderLayer(EMBED, HEADS, **options)
         encoder.self_attn = make(mode)
         if depth is not None:
-            encoder = nn.TransformerEncoder(encoder, depth)
+            encoder = nn.TransformerEncoder(encoder, depth, enable_nested_tensor=False)
         x = inputs(2, 9).requires_grad_()
         mask = torch.zeros(2, 9, dtype=torch.bool)
         mask[0, 5:] = True
