@@ -1,4 +1,4 @@
-"""The four modes of PrimalAttention as small float64 layers: the cases that most tests of the core run over."""
+"""The modes of PrimalAttention as small float64 layers: the cases of most tests of the layer."""
 
 from __future__ import annotations
 
@@ -16,20 +16,23 @@ MAX_LENGTH = 24
 # Name of the mode → the keywords that make it. Landmarks are few enough to leave gaps and to repeat on short input.
 MODES: dict[str, dict[str, Any]] = {
     "plain": {"data_dependent": False},
+    "two_sided": {"data_dependent": False, "decay": "learned"},
     "data_dependent": {},
     "causal": {"data_dependent": False, "causal": True},
     "causal_data_dependent": {"causal": True, "max_length": MAX_LENGTH},
 }
 CAUSAL = [name for name, keywords in MODES.items() if keywords.get("causal")]
 
-# (mode, decay): every mode has a decay but the data-dependent one that is not causal.
-MODES_AND_DECAYS = [(name, None) for name in MODES] + [(name, "learned") for name in MODES if name != "data_dependent"]
+# (mode, decay). The causal modes also exist without decay.
+MODES_AND_DECAYS = [(name, None) for name in MODES] + [(name, "learned") for name in CAUSAL]
 CAUSAL_AND_DECAYS = [case for case in MODES_AND_DECAYS if case[0] in CAUSAL]
 
 
 def make(mode: str, decay: Any = None, **keywords: Any) -> PrimalAttention:
-    """A layer of the mode, float64 unless told otherwise, with every parameter away from zero."""
-    merged = {"rank": 4, "landmarks": 6, "dtype": torch.float64, **MODES[mode], "decay": decay, **keywords}
+    """Return a layer of the mode, in float64 by default, with every parameter away from zero."""
+    merged = {"rank": 4, "landmarks": 6, "dtype": torch.float64, **MODES[mode], **keywords}
+    if decay is not None:
+        merged["decay"] = decay
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the warning about a large rank has a test of its own
         layer = PrimalAttention(EMBED, HEADS, **merged)
@@ -44,7 +47,7 @@ def inputs(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def gradients(layer: nn.Module, loss: Tensor, *, keep_graph: bool = False) -> dict[str, Tensor]:
-    """The gradient of every parameter; one that the loss does not reach counts as zero."""
-    names, parameters = zip(*layer.named_parameters(), strict=True)
+    """The gradient of every trained parameter; zero where the loss does not depend on it."""
+    names, parameters = zip(*((n, p) for n, p in layer.named_parameters() if p.requires_grad), strict=True)
     found = torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=keep_graph)
     return {name: torch.zeros_like(p) if g is None else g for name, p, g in zip(names, parameters, found, strict=True)}

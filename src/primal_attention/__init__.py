@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .engine.timeseries.estimator import PrimalClassifier
     from .ksvd import KernelSVD
     from .nn.baselines import attention_names, make_attention
-    from .nn.objective import ksvd_loss
+    from .nn.objective import ksvd_loss, record_objective
     from .nn.primal import PrimalAttention
     from .official import load_official
     from .parallel import context_parallel
@@ -32,6 +32,7 @@ _LAZY = {
     "load_primalized": "primal_attention.convert",
     "make_attention": "primal_attention.nn.baselines",
     "primalize": "primal_attention.convert",
+    "record_objective": "primal_attention.nn.objective",
     "spectrum": "primal_attention.convert.spectrum",
 }
 _SUBPACKAGES = ("nn", "ops")
@@ -49,6 +50,7 @@ __all__ = [
     "load_primalized",
     "make_attention",
     "primalize",
+    "record_objective",
     "spectrum",
 ]
 

@@ -48,7 +48,10 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
         {"sampling": "random", "causal": True, "max_length": 8},
         "sampling='random' needs data_dependent=True and causal=False (got data_dependent=True, causal=True)",
     ),
-    ({"decay": 0.9}, "decay needs causal=True (got decay=0.9 with causal=False)"),
+    ({"decay": 0.9}, "decay needs causal=True or data_dependent=False (got decay=0.9)"),
+    ({"causal": "no"}, "causal must be True or False (got 'no')"),
+    ({"decay": 1e-50, "data_dependent": False}, "decay underflows in float32 (got 1e-50): use at least 1.2e-38"),
+    ({"backend": "lean"}, "backend='lean' is now called 'cpu'"),
     (
         {"decay": "fast", "causal": True, "data_dependent": False},
         "decay must be one of 'learned' (got 'fast')",
@@ -63,7 +66,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"causal": True},
-        "max_length is required when causal and data_dependent: the landmarks' grid spans it",
+        "max_length is required when causal and data_dependent: the landmark grid spans it",
     ),
     ({"causal": True, "max_length": 0}, "max_length must be at least 1 (got 0)"),
     (
@@ -105,9 +108,19 @@ BAD_CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     ),
     "no tokens": ((torch.zeros(2, 0, 12, dtype=torch.float64),), {}, "x must hold at least one token (got 0)"),
     "mask dtype": (
-        (inputs(2, 5), torch.zeros(2, 5)),
+        (inputs(2, 5), torch.ones(2, 5, dtype=torch.int64)),
         {},
-        "key_padding_mask must be a bool tensor, True at padding (got torch.float32)",
+        "key_padding_mask must be a bool tensor, True at padding (got torch.int64)",
+    ),
+    "mask numbers": (
+        (inputs(2, 5), torch.ones(2, 5)),
+        {},
+        "key_padding_mask must be bool, or −inf at padding and 0 elsewhere (got other numbers)",
+    ),
+    "dtype": (
+        (inputs(2, 5, dtype=torch.float32),),
+        {},
+        "x must have the dtype of the layer's parameters, torch.float64 (got torch.float32)",
     ),
     "mask shape": (
         (inputs(2, 5), torch.zeros(2, 4, dtype=torch.bool)),

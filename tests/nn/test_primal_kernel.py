@@ -19,7 +19,7 @@ SAME = 1e-12  # float64, the same sums in another order
 
 
 def features(layer: PrimalAttention, x: Tensor) -> tuple[Tensor, Tensor]:
-    """φ of q and k (of their decayed sums in the data-independent modes that mix tokens), with the norm written out."""
+    """φ of q and k, or of their weighted sums in the data-independent modes, with the norm written out."""
     q, k = (split_heads(z, layer.num_heads) for z in layer.qk_proj(x).chunk(2, -1))
     if not layer.data_dependent and (layer.causal or layer.decay is not None):
         n = x.shape[1]

@@ -69,11 +69,14 @@ def padding_mask(mask: Tensor, x: Tensor) -> Tensor:
     """Return the mask as bool; a float mask has −inf at padding and 0 elsewhere, as torch's encoder layers pass it."""
     if mask.shape != x.shape[:2]:
         raise ValueError(f"key_padding_mask must have shape {tuple(x.shape[:2])}, as x (got {tuple(mask.shape)})")
-    if mask.is_floating_point():
-        return mask == -torch.inf
-    if mask.dtype != torch.bool:
+    if mask.dtype == torch.bool:
+        return mask
+    if not mask.is_floating_point():
         raise TypeError(f"key_padding_mask must be a bool tensor, True at padding (got {mask.dtype})")
-    return mask
+    is_padding = mask == -torch.inf
+    if not (torch.compiler.is_compiling() or mask.is_meta or (is_padding | (mask == 0)).all()):
+        raise ValueError("key_padding_mask must be bool, or −inf at padding and 0 elsewhere (got other numbers)")
+    return is_padding
 
 
 def state(state: State, kind: type[State], batch: int, label: str) -> None:

@@ -134,9 +134,7 @@ class DeltaPrimalAttention(PrimalAttention):
         if key_padding_mask is not None:
             layout = _Compaction(checks.padding_mask(key_padding_mask, x))
             x, tokens = layout.apply(x), layout.lengths
-        needs_objective = self.training or self._recorded is not None
-        if needs_objective:
-            self._set_objective(None)  # drop the previous graph first, as in PrimalAttention
+        needs_objective = self._begin_objective()
         fused = x.shape[1] > 1 and delta_rule.uses_kernels(self.backend, x, self.head_dim, self.rank)
 
         z = self._projections(x, fused)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .primal import PrimalAttention
+from .primal import PrimalAttention, RecordedCall
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -32,20 +33,21 @@ def record_objective(model: nn.Module) -> Iterator[None]:
     """Record J of every call of the model's Primal layers, in training and evaluation mode.
 
     Inside the context `ksvd_loss` counts every call of a layer, for models that share layers (siamese encoders,
-    parameter sharing over depth); recomputation by activation checkpointing is not counted. Leaving the context clears
-    the record. Outside it `ksvd_loss` counts the last call of each layer in training mode.
+    parameter sharing over depth); recomputation by activation checkpointing is not counted. For gradient accumulation
+    a call that has been differentiated is dropped when newer calls exist. Leaving the context clears the record.
+    Outside it `ksvd_loss` counts the last call of each layer in training mode.
 
     Args:
         model: the model whose layers are recorded.
     """
-    layers = list(primal_layers(model).values())
-    for layer in layers:
-        layer._recorded = []
+    outer = [(layer, layer._last_call) for layer in primal_layers(model).values()]
+    for layer, _ in outer:
+        layer._last_call = RecordedCall()
     try:
         yield
     finally:
-        for layer in layers:
-            layer._recorded = None
+        for layer, last_call in outer:
+            layer._last_call = last_call
 
 
 def ksvd_loss(
@@ -76,6 +78,8 @@ def ksvd_loss(
             f"model has no PrimalAttention layer ({type(model).__name__}): there is no KSVD objective to add"
         )
     means = [_reduce(j, reduction) for name, layer in found.items() for j in _objectives(name, layer)]
+    if not means:
+        raise RuntimeError("no layer was called inside record_objective: call the model before ksvd_loss")
     if part != 1.0:
         means = [mean * part for mean in means]
     losses = [mean.square() for mean in _mean_over_ranks(means, group)] if reduction == "batch" else means
@@ -87,8 +91,11 @@ def ksvd_loss(
 
 def _objectives(name: str, layer: PrimalAttention) -> list[Tensor]:
     """J of the recorded calls of a layer, or of its last one."""
-    found = layer._recorded or ([] if layer.objective is None else [layer.objective])
-    if not found:
+    if layer._last_call is not None:
+        found = _recorded_objectives(layer._last_call)
+    elif layer._objective is not None:
+        found = [layer._objective]
+    else:
         raise RuntimeError(f"layer {name!r} has no objective yet: call the model in training mode before ksvd_loss")
     for j in found:
         if torch.is_grad_enabled() and layer.training and not j.requires_grad and layer.sqrt_lambda.requires_grad:
@@ -97,6 +104,25 @@ def _objectives(name: str, layer: PrimalAttention) -> list[Tensor]:
                 "(with activation checkpointing, pass use_reentrant=False)"
             )
     return found
+
+
+def _recorded_objectives(last: RecordedCall) -> list[Tensor]:
+    """J of the recorded calls, the first one first. Differentiated calls count only if there are no others."""
+    calls = []
+    call: RecordedCall | None = last
+    while call is not None and call.objective is not None:
+        calls.append(call)
+        call = call.previous
+    calls = [call for call in calls if not call.is_differentiated] or calls
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        for call in calls:
+            if call.objective is not None and call.objective.requires_grad:
+                call.objective.register_hook(partial(_mark_differentiated, call))
+    return [call.objective for call in reversed(calls) if call.objective is not None]
+
+
+def _mark_differentiated(call: RecordedCall, _: Tensor) -> None:
+    call.is_differentiated = True
 
 
 def _reduce(j: Tensor, reduction: str) -> Tensor:

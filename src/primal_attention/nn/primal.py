@@ -105,8 +105,8 @@ class PrimalAttention(nn.Module):
         self.dropout, self.backend, self.recompute = dropout, backend, recompute
         self.objective_form: Literal["mean", "sum"] = objective_form
         self.objective_trace: Literal["weights", "projections"] = objective_trace
-        self._objective: Tensor | None = None
-        self._recorded: list[Tensor] | None = None  # set by `record_objective`
+        self._objective: Tensor | None = None  # of the last call in training mode
+        self._last_call: RecordedCall | None = None  # set by `record_objective`
 
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         rows = landmarks if data_dependent else self.head_dim
@@ -192,7 +192,8 @@ class PrimalAttention(nn.Module):
     @property
     def objective(self) -> Tensor | None:
         """J of each sample, (B,), of the last forward in training mode or inside `record_objective`; None before it."""
-        return self._objective
+        recorded = None if self._last_call is None else self._last_call.objective
+        return self._objective if recorded is None else recorded
 
     def forward(
         self,
@@ -219,7 +220,8 @@ class PrimalAttention(nn.Module):
             value: the same tensor as x.
             key_padding_mask: (B, N), True (or −inf) at padding, which may stand anywhere. Outputs there are zero.
             need_weights: not supported; `kernel_matrix` returns the kernel of short sequences.
-            attn_mask: accepted if it is the causal mask and the layer is causal.
+            attn_mask: accepted if it is the causal mask and the layer is causal, or if it hides nothing and the layer
+                is not. Its values are not read under torch.compile.
             average_attn_weights: ignored.
             is_causal: accepted if the layer is causal.
             cu_seqlens: int32 boundaries of packed sequences, as in FlashAttention's varlen functions.
@@ -231,16 +233,13 @@ class PrimalAttention(nn.Module):
         Returns:
             y of the shape of x; (y, None) if `key` and `value` are given; (y, scores, state) of what was requested.
         """
-        if key is not None and value is None and key.dtype == torch.bool and key_padding_mask is None:
+        is_mask = key is not None and (key.dtype == torch.bool or key.ndim < x.ndim)
+        if is_mask and value is None and key_padding_mask is None:
             key, key_padding_mask = None, key
         self._check_like_multihead(x, key, value, need_weights, attn_mask, is_causal)
         mask = self._check_input(x, key_padding_mask, cu_seqlens, max_seqlen, state, return_state)
         valid = None if mask is None else ~mask
-        needs_objective = self.training or self._recorded is not None
-        if needs_objective:
-            # Drop the previous objective first. Its graph would pin gradient accumulation to the old stream and break
-            # CUDA-graph capture.
-            self._set_objective(None)
+        needs_objective = self._begin_objective()
         shift = None
         if self.training and self.sampling == "random":
             shift = random_shift(self.landmarks, x.device)
@@ -271,6 +270,10 @@ class PrimalAttention(nn.Module):
             y = y if valid is None else y.masked_fill(~valid[..., None], 0.0)
         assert y is not None
         if needs_objective:
+            if result.energy is None:  # one token of a stream: the kernel returns the scores only
+                assert result.scores is not None
+                energy = torch.stack([reference.score_energy(s) for s in result.scores], dim=2)
+                result = result._replace(energy=energy, trace=reference.weight_trace(self.w_e, self.w_r))
             if self.context is not None:
                 result = result._replace(energy=self.context.sum(result.energy))
             objective = compute_objective(result, self.sqrt_lambda, tokens, self.objective_form)
@@ -328,11 +331,21 @@ class PrimalAttention(nn.Module):
             )
         return phi
 
-    def _set_objective(self, objective: Tensor | None) -> None:
+    def _begin_objective(self) -> bool:
+        """Return True if the call computes J; drop the previous one."""
+        if self.training and not _is_recomputing():
+            # Its graph would pin gradient accumulation to the old stream and break CUDA-graph capture.
+            object.__setattr__(self, "_objective", None)
+        return self.training or self._last_call is not None
+
+    def _set_objective(self, objective: Tensor) -> None:
+        if _is_recomputing():
+            return
         # nn.Module.__setattr__ would first test for a parameter.
-        object.__setattr__(self, "_objective", objective)
-        if objective is not None and self._recorded is not None and not _is_recomputing():
-            self._recorded.append(objective)
+        if self.training:
+            object.__setattr__(self, "_objective", objective)
+        if self._last_call is not None:
+            object.__setattr__(self, "_last_call", RecordedCall(objective, self._last_call))
 
     # Checks
 
@@ -346,22 +359,26 @@ class PrimalAttention(nn.Module):
         is_causal: bool,
     ) -> None:
         if any(t is not None and t is not x for t in (key, value)):
-            raise ValueError("key and value must be the same tensor as x: cross-attention is not defined here")
+            raise ValueError(
+                "key and value must be the same tensor as x: cross-attention is not defined for this method"
+            )
         if need_weights:
             raise ValueError("need_weights=True is not supported: the layer forms no N×N matrix (see kernel_matrix)")
         if is_causal and not self.causal:
             raise ValueError("is_causal=True needs a layer with causal=True")
         if attn_mask is None:
             return
-        if not self.causal:
-            raise ValueError("attn_mask must be None for a layer with causal=False")
-        n = x.shape[1]
+        n = x.shape[-2]
         if attn_mask.shape[-2:] != (n, n):
             raise ValueError(f"attn_mask must have shape ({n}, {n}) (got {tuple(attn_mask.shape)})")
-        if not torch.compiler.is_compiling():
-            hidden = attn_mask if attn_mask.dtype == torch.bool else attn_mask == -torch.inf
-            if not torch.equal(hidden, hidden.new_ones(n, n).triu(1).expand_as(hidden)):
-                raise ValueError("attn_mask must be the causal mask: the layer supports no other")
+        if torch.compiler.is_compiling() or attn_mask.is_meta:  # the values cannot be read
+            return
+        hidden = torch.ones(n, n, dtype=torch.bool, device=attn_mask.device).triu(1) & self.causal
+        if attn_mask.dtype != torch.bool:
+            hidden = attn_mask.new_zeros(n, n).masked_fill(hidden, -torch.inf)
+        if not torch.equal(attn_mask, hidden.expand_as(attn_mask)):
+            supported = "be the causal mask" if self.causal else "hide nothing"
+            raise ValueError(f"attn_mask must {supported} for a layer with causal={self.causal}")
 
     def _check_input(
         self,
@@ -488,7 +505,15 @@ class PrimalAttention(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # The objective belongs to one forward pass and its graph; a copy of the layer starts without it.
-        return {**self.__dict__, "_objective": None, "_recorded": None}
+        return {**self.__dict__, "_objective": None, "_last_call": None}
+
+
+class RecordedCall:
+    """J of a call, and the call before it. A list would recompile at every call: torch.compile guards its length."""
+
+    def __init__(self, objective: Tensor | None = None, previous: RecordedCall | None = None) -> None:
+        self.objective, self.previous = objective, previous
+        self.is_differentiated = False  # the backward pass has reached J
 
 
 def is_plain_linear(module: nn.Module) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +35,11 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def disabled_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Compute in the dtype of the tensors. The meta device has no autocast."""
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+
+
 def cosine(z: Tensor) -> Tensor:
     """Return z / ‖z‖₂ for every row, without overflow for any finite z. The paper's experiments use this map."""
     rows = z.to(accumulation_dtype(z.dtype))
@@ -56,7 +63,7 @@ def positive_random(z: Tensor, frequencies: Tensor) -> Tensor:
     """
     p = z.shape[-1]
     rows = z.to(accumulation_dtype(z.dtype)) * p**-0.25
-    with torch.autocast(z.device.type, enabled=False):  # an error in the exponent is a factor in the result
+    with disabled_autocast(z.device):  # an error in the exponent is a factor in the result
         logits = rows @ frequencies.to(rows.dtype).mT - rows.square().sum(-1, keepdim=True) / 2
     return (logits.exp() * p**-0.5).to(z.dtype)
 

@@ -12,14 +12,14 @@ def check_boundaries(cu_seqlens: Tensor, total: int, max_seqlen: int | None = No
     """Raise unless the boundaries start at 0, never decrease, end at `total` and lie at most `max_seqlen` apart.
 
     Reading the values synchronises with the device. A tensor that passed is marked and not read again until it
-    changes; torch.compile skips the check.
+    changes; torch.compile and the meta device skip the check.
     """
     if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"cu_seqlens must be a 1-D int32 tensor of at least two boundaries (got {cu_seqlens.dtype}, "
             f"shape {tuple(cu_seqlens.shape)})"
         )
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or cu_seqlens.is_meta:
         return
     # Inference tensors have no version counter, so a change could not be noticed: read them every time.
     mark = None if cu_seqlens.is_inference() else (cu_seqlens._version, total, max_seqlen)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .feature_maps import COSINE, FeatureMap, accumulation_dtype, normalise_features
+from .feature_maps import COSINE, FeatureMap, accumulation_dtype, disabled_autocast, normalise_features
 from .landmarks import landmark_indices, position_of_rank, ragged_landmark_indices
 from .types import Boundary, LandmarkState, Mode, Output, RunningState, Scores, State, Weights
 
@@ -169,14 +169,13 @@ def sum_features(
     if not mode.causal and decay is None:
         return *token_features(q, k, feature_map, valid, boundary.feature_sum), None
     ones = torch.ones_like(q[..., :1], dtype=accumulation_dtype(q.dtype))
-
-    def edge(state: RunningState | None) -> list[Tensor | None]:
-        return [None] * 3 if state is None else [state.query_sum, state.key_sum, state.weight[..., None]]
-
-    q_sum, k_sum, weight = (
-        running_sum(z, decay, valid, start) if mode.causal else two_sided_sum(z, decay, valid, start, end)
-        for z, start, end in zip((q, k, ones), edge(past), edge(boundary.future), strict=True)
+    start, end = (
+        None if s is None else torch.cat([s.query_sum, s.key_sum, s.weight[..., None]], dim=-1)
+        for s in (past, boundary.future)
     )
+    z = torch.cat([q, k, ones], dim=-1)  # one scan for both sums and their weight
+    sums = running_sum(z, decay, valid, start) if mode.causal else two_sided_sum(z, decay, valid, start, end)
+    q_sum, k_sum, weight = sums.split([q.shape[-1], k.shape[-1], 1], dim=-1)
     # The cosine map does not depend on the divisor of the mean.
     divisor = 1.0 if feature_map.is_scale_free else weight.clamp(min=1.0)
     phi_q, phi_k = (feature_map.apply(z / divisor).to(q.dtype) for z in (q_sum, k_sum))
@@ -315,7 +314,7 @@ def causal_landmark_scores(
     # The projection weights after the last token.
     last = position[:, -1:]
     late = rows.to(dtype) * decay_power((last - grid)[:, None, :, None], dtype)  # (B, H, n, p)
-    with torch.autocast(rows.device.type, enabled=False):
+    with disabled_autocast(rows.device):
         w_e_x, w_r_x = (projection_weights(late, w.to(dtype)) for w in (w_e, w_r))
     steps = x_h.shape[2]
     if past is not None:
