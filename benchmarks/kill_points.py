@@ -3,7 +3,7 @@
     python benchmarks/kill_points.py                     # 20 kills, two ranks, DDP and FSDP2 in turn
     python benchmarks/kill_points.py --points 4 --seed 7
 
-Each point: `torchrun --nproc-per-node 2 --max-restarts 3 -m primal_attention.cli train …` on a small made-up set, then
+Each point: `torchrun --nproc-per-node 2 --max-restarts 3 -m primal_attention train …` on a small made-up set, then
 SIGKILL to one of its two processes after a random time, counted from the start of the run's folder. torchrun starts
 both again, the run finds its last whole checkpoint, and in the end model.safetensors and metrics.csv must be those of
 the undisturbed run, byte for byte. The log goes to results/faults/kill_points.json; the command fails if one differs.
@@ -26,9 +26,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from primal_attention.bench.provenance import origin
 from primal_attention.data import uea
-from primal_attention.data.series import SeriesData, Split
+from primal_attention.data.uea import SeriesData, Split
+from primal_attention.utils.provenance import origin
 
 ROOT = Path(__file__).resolve().parents[1]
 FLAGS = """
@@ -59,7 +59,7 @@ def launch(work: Path, out: Path, strategy: str) -> subprocess.Popen[str]:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "3"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        [sys.executable, *torchrun, "-m", "primal_attention.cli", *words],
+        [sys.executable, *torchrun, "-m", "primal_attention.cli.main", *words],
         cwd=work,
         env=environment,
         stdout=subprocess.PIPE,

@@ -133,7 +133,7 @@ def simulate(sent: dict[str, list[int]]) -> None:
                         f"{name:>15} {length:>6} tokens {where}  measured {measured:.4f} s  predicted {predicted:.4f} s"
                     )
     if dist.get_rank() == 0:
-        from primal_attention.bench.provenance import origin
+        from primal_attention.utils.provenance import origin
 
         about = origin(torch.device("cpu"), "python benchmarks/link_simulation.py")
         settings = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 os.environ.setdefault("TRITON_INTERPRET", "1" if not os.path.exists("/dev/nvidiactl") else "0")
@@ -23,3 +24,15 @@ def _same_random_numbers() -> None:
 def golden() -> Path:
     """Small arrays that the published research code produced."""
     return Path(__file__).parent / "golden"
+
+
+sys.path.insert(0, str(Path(__file__).parent / "train"))  # scripts that tests start as processes are also modules
+
+
+@pytest.fixture(scope="session")
+def toy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small generated archive of time series."""
+    import toy
+
+    torch.set_num_threads(1)
+    return toy.folder(tmp_path_factory.mktemp("uea"))

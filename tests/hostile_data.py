@@ -28,8 +28,13 @@ from typing import Any
 import numpy as np
 
 import image_files
-from primal_attention.data import bytes as reviews
-from primal_attention.data import d4rl, images, listops, pathfinder, pixels, retrieval, text, uea, vocabulary
+from primal_attention.data import d4rl, uea
+from primal_attention.data import image as images
+from primal_attention.data import lm as text
+from primal_attention.data import lm as vocabulary
+from primal_attention.data.lra import image as pixels
+from primal_attention.data.lra import listops, pathfinder, retrieval
+from primal_attention.data.lra import text as reviews
 
 Damage = Callable[[Path], object]
 
@@ -401,7 +406,7 @@ def run_and_kill(words: list[str], errors: Path, kill_at: int = -1, largest: int
         errors: File for what goes to stderr.
         largest: Limit of a file's size in bytes, after which writing fails as on a full disk.
     """
-    from primal_attention import cli
+    from primal_attention.cli import main as cli
 
     sys.stderr = errors.open("w")
     pathfinder.FOLDER_SIZE, pathfinder.DRAWN_AT_ONCE = 10, 32  # several folders and sheets for few images

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from primal_attention.engine import folder as run_folder
-from primal_attention.engine.config import override, to_plain
-from primal_attention.engine.files import write_csv, write_json
-from primal_attention.engine.timeseries.uea import UEARecipe, paper_recipe
+from primal_attention.train import folder as run_folder
+from primal_attention.train.config import override, to_plain
+from primal_attention.train.uea import UEARecipe, paper_recipe
+from primal_attention.utils.files import write_csv, write_json
 
 RECIPE = "uea/JapaneseVowels"
 EPOCHS = 5

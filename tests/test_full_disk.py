@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import page_cases
-from primal_attention import cli
-from primal_attention.engine import registry
-from primal_attention.engine.config import override, to_plain
+from primal_attention.cli import main as cli
+from primal_attention.train import registry
+from primal_attention.train.config import override, to_plain
 
 resource = pytest.importorskip("resource")
 pytest.importorskip("tyro")
@@ -67,7 +67,7 @@ def test_a_full_disk_is_one_line(name: str, before: str | None, home: Path, caps
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="/dev/full stands for a full disk")
 def test_a_full_disk_under_standard_output_is_one_line() -> None:
     with open("/dev/full", "w") as full:
-        words = [sys.executable, "-m", "primal_attention.cli", "recipes"]
+        words = [sys.executable, "-m", "primal_attention", "recipes"]
         done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert "No space left on device" in done.stderr

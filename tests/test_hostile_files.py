@@ -29,11 +29,11 @@ safetensors = pytest.importorskip("safetensors.torch")
 hf = pytest.importorskip("transformers")
 
 import page_cases  # noqa: E402
-from primal_attention import cli  # noqa: E402
+from primal_attention.cli import main as cli  # noqa: E402
 from primal_attention.data import uea  # noqa: E402
-from primal_attention.data.series import SeriesData, Split  # noqa: E402
-from primal_attention.engine import registry, runner  # noqa: E402
-from primal_attention.engine.config import override  # noqa: E402
+from primal_attention.data.uea import SeriesData, Split  # noqa: E402
+from primal_attention.train import registry, runner  # noqa: E402
+from primal_attention.train.config import override  # noqa: E402
 
 Damage = Callable[[Path], object]
 SMALL = {

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from primal_attention.extras import EXTRAS, install_hint
+from primal_attention.utils.errors import EXTRAS, install_hint
 
 pytest.importorskip("lightning")
 
@@ -57,7 +57,7 @@ import sys
 from pathlib import Path
 import numpy as np
 from primal_attention.data import uea
-from primal_attention.data.series import SeriesData, Split
+from primal_attention.data.uea import SeriesData, Split
 rng = np.random.default_rng(0)
 halves = [Split([rng.standard_normal((9, 2)) for _ in range(n)], np.arange(n, dtype=np.int64) % 2) for n in (16, 8)]
 uea.save_npz(SeriesData("Toy", *halves, ("a", "b")), Path(sys.argv[1]))

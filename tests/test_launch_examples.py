@@ -24,7 +24,7 @@ FLAGS = """
 --model.kind modern --model.embed-dim 8 --model.num-heads 2 --model.layers 1 --model.ffn-dim 16 --model.rank 3
 --model.landmarks 4 --trainer.accelerator cpu --trainer.no-progress --trainer.no-tensorboard"""
 
-sys.path.insert(0, str(Path(__file__).parent / "engine"))
+sys.path.insert(0, str(Path(__file__).parent / "train"))
 
 import toy  # noqa: E402
 

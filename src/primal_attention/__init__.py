@@ -6,16 +6,16 @@ TYPE_CHECKING = False  # `typing` takes longer to import than this file
 if TYPE_CHECKING:
     from typing import Any
 
-    from .convert import load_primalized, primalize
-    from .convert.distill import distill
-    from .convert.spectrum import spectrum
-    from .engine.timeseries.estimator import PrimalClassifier
-    from .ksvd import KernelSVD
-    from .nn.baselines import attention_names, make_attention
-    from .nn.objective import ksvd_loss, record_objective
-    from .nn.primal import PrimalAttention
-    from .official import load_official
-    from .parallel import context_parallel
+    from primal_attention.convert import load_primalized, primalize
+    from primal_attention.convert.distill import distill
+    from primal_attention.convert.spectrum import spectrum
+    from primal_attention.ksvd import KernelSVD
+    from primal_attention.nn.baselines import attention_names, make_attention
+    from primal_attention.nn.objective import ksvd_loss, record_objective
+    from primal_attention.nn.primal import PrimalAttention
+    from primal_attention.official import load_official
+    from primal_attention.parallel import context_parallel
+    from primal_attention.train.estimator import PrimalClassifier
 
 __version__ = "0.1.0"
 
@@ -23,7 +23,7 @@ __version__ = "0.1.0"
 _LAZY = {
     "KernelSVD": "primal_attention.ksvd",
     "PrimalAttention": "primal_attention.nn.primal",
-    "PrimalClassifier": "primal_attention.engine.timeseries.estimator",
+    "PrimalClassifier": "primal_attention.train.estimator",
     "attention_names": "primal_attention.nn.baselines",
     "context_parallel": "primal_attention.parallel",
     "distill": "primal_attention.convert.distill",
@@ -65,7 +65,7 @@ def __getattr__(name: str) -> Any:
     try:
         value = getattr(importlib.import_module(_LAZY[name]), name)
     except ModuleNotFoundError as missing:
-        from .extras import install_hint
+        from primal_attention.utils.errors import install_hint
 
         raise ImportError(f"{name} needs {missing.name!r}: {install_hint(missing.name)}") from missing
     globals()[name] = value

@@ -25,7 +25,7 @@ def main() -> int:
     """Run the command with the words of `sys.argv`."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)
-    from primal_attention.cli import main as run
+    from primal_attention.cli.main import main as run
 
     return run()
 

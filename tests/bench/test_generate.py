@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from primal_attention.bench import command, generate, plot, tables
+from primal_attention.bench import generate, plot, tables
 from primal_attention.bench.settings import BenchError
+from primal_attention.cli import bench as command
 
 SMALL = {"lengths": (32, 128), "widths": ((16, 2),), "rank": 4, "layers": 2, "seconds": 0.01, "device": "cpu"}
 

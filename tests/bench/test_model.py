@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from primal_attention.bench import encoders, model, tables
-from primal_attention.bench.command import main
 from primal_attention.bench.encoders import SPECS, Spec
+from primal_attention.cli.bench import main
 
 ROW = {
     "name", "mode", "dtype", "kind", "wall_ms", "busy_ms", "first_s", "peak_mib", "ratio", "peak_ratio", "error",

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from primal_attention.data.edges import edge_holdout
-from primal_attention.data.errors import DataError
-from primal_attention.data.series import Split
+from primal_attention.data.uea import Split
+from primal_attention.utils.errors import DataError
 
 
 def people() -> Split:

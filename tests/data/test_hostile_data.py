@@ -17,10 +17,14 @@ import numpy as np
 import pytest
 
 from hostile_data import GENERIC, KINDS, damages, run_and_kill, write_listops
-from primal_attention import cli
-from primal_attention.data import bytes as reviews
-from primal_attention.data import d4rl, images, listops, pathfinder, pixels, retrieval, storage, text, uea
-from primal_attention.data.errors import PACKAGES, DataError, WriteError, import_package
+from primal_attention.cli import main as cli
+from primal_attention.data import d4rl, storage, uea
+from primal_attention.data import image as images
+from primal_attention.data import lm as text
+from primal_attention.data.lra import image as pixels
+from primal_attention.data.lra import listops, pathfinder, retrieval
+from primal_attention.data.lra import text as reviews
+from primal_attention.utils.errors import PACKAGES, DataError, WriteError, import_package
 
 ROOT = Path(__file__).parents[2]
 CASES = [pytest.param(kind, damage, id=f"{kind}-{damage}") for kind in KINDS for damage in damages(KINDS[kind])]
@@ -168,9 +172,7 @@ def test_a_missing_package_is_named_with_an_extra_that_has_it(module: str, monke
 SIZES = ("--train", "21", "--valid", "6", "--test", "5", "--seed", "3")
 LOAD = {"listops": listops.load, "pathfinder": pathfinder.load}
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(
-    ["primal_attention.engine.arena.make_data", "primal_attention.cli", "tyro", "rich.progress"]
-)
+SERVER.set_forkserver_preload(["primal_attention.cli.data", "primal_attention.cli.main", "tyro", "rich.progress"])
 
 
 def primal_data(

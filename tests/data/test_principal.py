@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from primal_attention.data.principal import PrincipalChannels
-from primal_attention.data.series import Standardizer
+from primal_attention.data.uea import PrincipalChannels, Standardizer
 
 
 @pytest.fixture

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from primal_attention.data.errors import DataError
-from primal_attention.data.series import (
+from primal_attention.data.uea import (
     Standardizer,
     drop_missing_tail,
     interpolate_missing,
     pad,
     stratified_holdout,
 )
+from primal_attention.utils.errors import DataError
 
 nan = np.nan
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from primal_attention.data import uea
-from primal_attention.data.errors import DataError
+from primal_attention.utils.errors import DataError
 
 pytest.importorskip("aeon")
 

@@ -14,11 +14,14 @@ hf = pytest.importorskip("transformers", minversion="5")
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 from hf.kinds import KINDS, batch, make  # noqa: E402
-from primal_attention.data.vocabulary import SubwordVocabulary, Vocabulary, WordVocabulary  # noqa: E402
-from primal_attention.engine.text import language_run  # noqa: E402
+from primal_attention.data.lm import SubwordVocabulary, Vocabulary, WordVocabulary  # noqa: E402
 from primal_attention.hf import PrimalCache, from_run, tokenizer_of  # noqa: E402
-from primal_attention.models.generation import generate  # noqa: E402
-from primal_attention.models.language import LanguageConfig, LanguageModel  # noqa: E402
+from primal_attention.models.lm import (  # noqa: E402
+    LanguageConfig,
+    LanguageModel,
+    generate,
+)
+from primal_attention.train import lm as language_run  # noqa: E402
 
 PLAIN: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
 

@@ -16,7 +16,7 @@ from hf.kinds import KINDS, batch, make  # noqa: E402
 from primal_attention import ksvd_loss  # noqa: E402
 from primal_attention.hf import PrimalCache, PrimalConfig, PrimalForCausalLM  # noqa: E402
 from primal_attention.hf.run import from_model  # noqa: E402
-from primal_attention.models.language import LanguageConfig, LanguageModel  # noqa: E402
+from primal_attention.models.lm import LanguageConfig, LanguageModel  # noqa: E402
 
 
 def test_the_configuration_goes_there_and_back() -> None:

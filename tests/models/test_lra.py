@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from closeness import assert_close
-from primal_attention.models.few_tokens import Lookup
-from primal_attention.models.lra import LRAClassifier
+from primal_attention.models.lra import Lookup, LRAClassifier
 from primal_attention.nn.baselines import attention_names
 from primal_attention.nn.objective import ksvd_loss, primal_layers
 

@@ -19,9 +19,9 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from primal_attention import PrimalAttention, ksvd_loss
-from primal_attention.models.classifier import modern_classifier, paper_classifier
-from primal_attention.models.language import LanguageConfig, LanguageModel
+from primal_attention.models.lm import LanguageConfig, LanguageModel
 from primal_attention.models.lra import LRAClassifier
+from primal_attention.models.uea import modern_classifier, paper_classifier
 from primal_attention.nn.objective import primal_layers
 from primal_attention.parallel import Context, average_gradients, context_parallel, shard, unshard
 from primal_cases import EMBED, MODES_AND_DECAYS, inputs, make

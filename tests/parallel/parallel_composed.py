@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from primal_attention import ksvd_loss
-from primal_attention.models.classifier import MaskedBatchNorm
+from primal_attention.models.uea import MaskedBatchNorm
 from primal_attention.nn.blocks import EncoderBlock
 from primal_attention.parallel import Context, context_parallel, shard
 from primal_attention.parallel.collectives import Traffic

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from primal_attention import context_parallel
-from primal_attention.models.classifier import modern_classifier
-from primal_attention.models.language import LanguageConfig, LanguageModel
+from primal_attention.models.lm import LanguageConfig, LanguageModel
+from primal_attention.models.uea import modern_classifier
 from primal_attention.ops.reference import running_sum
 from primal_attention.parallel import Context, context, shard, unshard
 from primal_cases import MODES_AND_DECAYS, inputs, make

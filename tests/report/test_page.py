@@ -15,9 +15,9 @@ from page_cases import bench, config, demo, put_run, summary
 pytest.importorskip("tyro")
 pytest.importorskip("yaml")
 
-from primal_attention import cli
+from primal_attention.cli import main as cli
+from primal_attention.cli.report import asset, page
 from primal_attention.report import charts
-from primal_attention.report.page import asset, page
 from primal_attention.report.page_groups import group
 from primal_attention.report.page_runs import collect, command_of
 
@@ -134,8 +134,8 @@ def test_a_spectrum_in_the_run_folder_is_drawn(kind: str, runs: Path):
 
 
 def test_a_run_started_from_python_gets_its_command():
-    from primal_attention.engine.config import override, to_plain
-    from primal_attention.engine.registry import get
+    from primal_attention.train.config import override, to_plain
+    from primal_attention.train.registry import get
 
     changes = {"model.attention": ("softmax", "primal"), "seed": 3, "data.clip": False, "trainer.progress": False}
     recipe = override(get("uea/NATOPS"), changes)
@@ -148,7 +148,7 @@ def test_the_engines_own_run_is_read(tmp_path: Path, capsys, monkeypatch):
     import numpy as np
 
     from primal_attention.data import uea
-    from primal_attention.data.series import SeriesData, Split
+    from primal_attention.data.uea import SeriesData, Split
 
     rng = np.random.default_rng(0)
     halves = [Split([rng.standard_normal((9, 2)) for _ in range(n)], np.arange(n, dtype=np.int64) % 2) for n in (16, 8)]

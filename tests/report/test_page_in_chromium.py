@@ -18,7 +18,7 @@ pytest.importorskip("playwright", reason="playwright drives the browser: pip ins
 
 from playwright.sync_api import sync_playwright
 
-from primal_attention.report.page import page as make_page
+from primal_attention.cli.report import page as make_page
 from primal_attention.report.page_runs import collect
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from primal_attention.engine.timeseries.uea import PAPER
 from primal_attention.report import paper_tables as paper
+from primal_attention.train.uea import PAPER
 
 
 def test_known_cells():

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from primal_attention.engine.errors import RunError
-from primal_attention.engine.files import write_csv
 from primal_attention.report import results
 from primal_attention.report.accuracy import accuracy
 from primal_attention.report.cells import Cell, comparable_sets
 from primal_attention.report.efficiency import efficiency
 from primal_attention.report.results import Mean, Result
 from primal_attention.report.table import Section, Table, show, to_markdown
+from primal_attention.utils.errors import RunError
+from primal_attention.utils.files import write_csv
 
 
 def result(seed: int = 0, last: float = 0.5, **changes: Any) -> Result:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from primal_attention.bench.command import main
+from primal_attention.cli.bench import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:], prog="python -m primal_attention.bench"))

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from primal_attention.bench import memory
-from primal_attention.bench.provenance import installed
 from primal_attention.bench.published import PublishedPrimal
 from primal_attention.bench.settings import BenchError, Case, primal_keywords
 from primal_attention.nn.baselines import attention_names, attention_traits, make_attention
@@ -24,6 +23,7 @@ from primal_attention.nn.baselines.softmax import SoftmaxAttention
 from primal_attention.nn.padding import Tokens
 from primal_attention.nn.primal import PrimalAttention
 from primal_attention.ops.primal import is_interpreting
+from primal_attention.utils.provenance import installed
 
 Kind = Literal["softmax", "primal", "published", "baseline", "fla"]
 PRIMAL_BACKENDS = ("fused", "cpu", "compiled", "reference")

@@ -19,8 +19,6 @@ from torch.utils._pytree import tree_leaves
 
 from primal_attention.bench import memory, timing
 from primal_attention.bench.contenders import PRIMAL_BACKENDS, build_primal, without_checks
-from primal_attention.bench.progress import Progress
-from primal_attention.bench.provenance import load, origin
 from primal_attention.bench.run import OK, SKIPPED, Timed, plain, why
 from primal_attention.bench.settings import (
     DEFAULT_WIDTHS,
@@ -31,8 +29,10 @@ from primal_attention.bench.settings import (
     check_out,
     check_positive,
 )
-from primal_attention.engine.files import write_json
 from primal_attention.nn.baselines import attention_names, attention_traits, make_attention
+from primal_attention.utils.files import write_json
+from primal_attention.utils.progress import Progress
+from primal_attention.utils.provenance import load, origin
 
 STRETCH = 16384  # tokens that are read at once
 

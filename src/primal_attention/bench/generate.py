@@ -13,8 +13,8 @@ import torch
 
 from primal_attention.bench.decode import DecodeSettings, Reader, Stream, chosen, run_streams, state_bytes
 from primal_attention.bench.settings import BenchError, Case
-from primal_attention.models import generation
-from primal_attention.models.language import LanguageConfig, LanguageModel, LanguageState
+from primal_attention.models import lm as generation
+from primal_attention.models.lm import LanguageConfig, LanguageModel, LanguageState
 from primal_attention.nn.baselines.softmax import CacheState
 from primal_attention.nn.blocks import BlockState
 

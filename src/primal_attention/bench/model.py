@@ -23,11 +23,11 @@ from torch import Tensor
 
 from primal_attention.bench import memory
 from primal_attention.bench.encoders import ETA, LENGTHS, SPECS, Spec, make_step
-from primal_attention.bench.progress import Progress
-from primal_attention.bench.provenance import load, origin
 from primal_attention.bench.run import ratio, why
 from primal_attention.bench.settings import BenchError, OnDevice, check_device, check_out, check_positive
-from primal_attention.engine.files import write_json
+from primal_attention.utils.files import write_json
+from primal_attention.utils.progress import Progress
+from primal_attention.utils.provenance import load, origin
 
 WARMUP = 4  # steps after the first one
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from primal_attention.bench.provenance import device_name
 from primal_attention.bench.settings import show_length
 from primal_attention.report.figures import save
+from primal_attention.utils.provenance import device_name
 
 # Primal is warm, softmax blue, everything else cool and thin: the comparison that matters stands out.
 STYLES: dict[str, dict[str, Any]] = {

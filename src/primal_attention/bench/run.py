@@ -12,11 +12,11 @@ import torch
 from primal_attention.bench import memory, timing
 from primal_attention.bench.contenders import CannotRunError, Contender, contenders, plain_reason
 from primal_attention.bench.gate import Gate
-from primal_attention.bench.progress import Progress
-from primal_attention.bench.provenance import load, origin
 from primal_attention.bench.settings import Case, Settings
 from primal_attention.bench.step import Step
-from primal_attention.engine.files import write_json
+from primal_attention.utils.files import write_json
+from primal_attention.utils.progress import Progress
+from primal_attention.utils.provenance import load, origin
 
 OK, OOM, REFUSED, UNSUPPORTED, SKIPPED, FAILED = (
     "ok",

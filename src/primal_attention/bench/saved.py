@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from primal_attention.guarded import COUNT, Number, check, read_json
+from primal_attention.utils.files import COUNT, Number, check, read_json
 
 KINDS = frozenset({"attention", "decode", "generate"})
 STATUS = frozenset({"ok", "out of memory", "refused", "unsupported", "skipped", "failed"})

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from primal_attention.bench.provenance import device_name
 from primal_attention.bench.settings import show_length
+from primal_attention.utils.provenance import device_name
 
 MIB = 1024**2
 SHORT = {"out of memory": "OOM", "refused": "wrong", "unsupported": "–", "skipped": "slow", "failed": "failed"}

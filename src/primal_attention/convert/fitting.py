@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .fitting_steps import Steps
+from primal_attention.convert.fitting_steps import Steps
 
 NEW = ("w_e", "w_r", "sqrt_lambda", "score_proj", "decay_logit")
 WARM_UP = 0.1
@@ -164,7 +164,7 @@ def _shown(steps: int, what: str, progress: bool) -> Iterator[Callable[[list[flo
     if not progress:
         yield lambda history: None
         return
-    from ..bench.progress import Progress
+    from primal_attention.utils.progress import Progress
 
     marks = sorted({max(1, steps * i // 10) for i in range(1, 11)})
     with Progress(len(marks), what) as bar:

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..engine.recording import Recorder, Recording, rates_on_device
-from ..nn.objective import primal_layers
-from .hf_recording import without_idle_masks
+from primal_attention.convert.hf_recording import without_idle_masks
+from primal_attention.nn.objective import primal_layers
+from primal_attention.train.recording import Recorder, Recording, rates_on_device
 
 CLIP = 1.0
 BETAS = (0.9, 0.98)  # the errors fall so fast at first that squares of a thousand steps ago say little

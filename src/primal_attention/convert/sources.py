@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from primal_attention.data import images
-from primal_attention.data.errors import DataError
-from primal_attention.engine.errors import RunError
-from primal_attention.guarded import Number, read_json
+from primal_attention.data import image as images
+from primal_attention.utils.errors import DataError, RunError
+from primal_attention.utils.files import Number, read_json
 
 CLASSIFIERS = ("uea", "lra", "image")  # whose attention sees the whole input
 PICKLED = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack"}
@@ -48,9 +47,9 @@ def load(folder: Path, *, data: Path | None, cases: int, batch: int, tokens: int
 
 def _run(folder: Path, cases: int, batch: int) -> Source:
     """A finished run, on its test set."""
-    from primal_attention.engine import folder as run_folder
-    from primal_attention.engine import runner
-    from primal_attention.engine.config import override
+    from primal_attention.train import folder as run_folder
+    from primal_attention.train import runner
+    from primal_attention.train.config import override
 
     _, recipe = run_folder.read(folder)
     if recipe.benchmark not in CLASSIFIERS:
@@ -90,7 +89,7 @@ def _model(folder: Path, settings: dict[str, Any]) -> nn.Module:
     """The saved model, built from transformers' own classes and safetensors files only."""
     import transformers
 
-    from .saved import KEY, load_primalized
+    from primal_attention.convert.saved import KEY, load_primalized
 
     name = (settings["architectures"] or [""])[0]
     kind = getattr(transformers, name, None)

@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from primal_attention.data.errors import DataError, import_package
 from primal_attention.data.storage import one_line, reading, write_file
 from primal_attention.data.storage import read_npz as read_arrays
+from primal_attention.utils.errors import DataError, import_package
 
 # Mean returns of D4RL's random and expert policies, with which its scores are normalised.
 REFERENCE = {

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from primal_attention.data.errors import DataError
-from primal_attention.data.principal import with_settled_signs
-from primal_attention.data.series import Split, Standardizer
+from primal_attention.data.uea import Split, Standardizer, with_settled_signs
+from primal_attention.utils.errors import DataError
 
 DIRECTIONS = 2
 

@@ -22,7 +22,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.lib.format import open_memmap
 
-from primal_attention.data.errors import DataError, WriteError
+from primal_attention.utils.errors import DataError, WriteError
 
 Arrays = Mapping[str, np.ndarray]
 INCOMPLETE = "incomplete.json"

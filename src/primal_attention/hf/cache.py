@@ -9,9 +9,8 @@ from torch import Tensor
 from transformers import Cache
 
 from primal_attention.convert.hf_cache import PrimalSlot
-from primal_attention.models.language import LanguageState
-
-from .configuration import PrimalConfig
+from primal_attention.hf.configuration import PrimalConfig
+from primal_attention.models.lm import LanguageState
 
 
 class PrimalCache(Cache):

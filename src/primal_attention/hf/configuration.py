@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from primal_attention.models.language import LanguageConfig, check_primal_mode
+from primal_attention.models.lm import LanguageConfig, check_primal_mode
 from primal_attention.nn.blocks import attention_names
 from primal_attention.nn.checks import one_of
 

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from primal_attention.models.language import LanguageModel
+from primal_attention.hf.cache import PrimalCache
+from primal_attention.hf.configuration import PrimalConfig
+from primal_attention.models.lm import LanguageModel
 from primal_attention.nn.objective import ksvd_loss, primal_layers
-
-from .cache import PrimalCache
-from .configuration import PrimalConfig
 
 
 class PrimalForCausalLM(PreTrainedModel, GenerationMixin):

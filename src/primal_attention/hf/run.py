@@ -8,16 +8,15 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from primal_attention.data.vocabulary import END_OF_DOCUMENT, END_OF_LINE, UNKNOWN, Vocabulary, WordVocabulary
-from primal_attention.models.language import LanguageModel
-
-from .configuration import PrimalConfig
-from .model import PrimalForCausalLM
+from primal_attention.data.lm import END_OF_DOCUMENT, END_OF_LINE, UNKNOWN, Vocabulary, WordVocabulary
+from primal_attention.hf.configuration import PrimalConfig
+from primal_attention.hf.model import PrimalForCausalLM
+from primal_attention.models.lm import LanguageModel
 
 
 def from_run(folder: str | Path) -> tuple[PrimalForCausalLM, PreTrainedTokenizerFast]:
     """The model of a run folder in evaluation mode, and its tokenizer. Needs the extra [language]."""
-    from primal_attention.engine.text.language_run import load_language
+    from primal_attention.train.lm import load_language
 
     model, vocabulary = load_language(Path(folder))
     tokenizer = tokenizer_of(vocabulary)

@@ -1,6 +1,6 @@
 """Whole models built from the attention layers."""
 
-from primal_attention.models.classifier import TimeSeriesClassifier as TimeSeriesClassifier
-from primal_attention.models.decision import DecisionTransformer as DecisionTransformer
+from primal_attention.models.d4rl import DecisionTransformer as DecisionTransformer
+from primal_attention.models.uea import TimeSeriesClassifier as TimeSeriesClassifier
 
 __all__ = ["DecisionTransformer", "TimeSeriesClassifier"]

@@ -5,20 +5,31 @@ a network with one hidden layer. Pairs of sequences go through the same encoder,
 
     model = LRAClassifier(16, 10, 2000, attention="primal+", attention_kwargs={"primal": {"rank": 30}})
     logits = model(tokens, tokens == 0)
+
+Embeddings of small vocabularies, bytes or pixels: their gradient as a matrix product.
+
+Images read pixel by pixel as sequences: the lit pixels without the dark between.
+
+Where black counts as padding, most of a line drawing is padding, and it stands between the tokens. `gather` leaves it
+out: every attention here gives the same for tokens that stand together as for tokens with padding between them.
+
+What learned positions are before training: noise, or waves in which near places are alike.
+
+Which places are near is the same in every case of a task. From noise a model has to find it out by its labels; from
+waves it starts with it, along a line for text and along rows and columns for an image read pixel by pixel.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from primal_attention.models.classifier import own_part
-from primal_attention.models.few_tokens import FewTokens
-from primal_attention.models.pixels import gather
-from primal_attention.models.positions import Positions, starting_positions
+from primal_attention.models.uea import own_part
 from primal_attention.nn.baselines.softmax import SoftmaxAttention
 from primal_attention.nn.blocks import Encoder, EncoderBlock, masked_mean
 from primal_attention.nn.padding import Tokens
@@ -222,3 +233,91 @@ class LRAClassifier(nn.Module):
             for t in tensors:
                 if t is not None:
                     torch._dynamo.maybe_mark_dynamic(t, 1)
+
+
+FEW = 512  # tokens of a vocabulary up to which a one-hot product is cheaper than sorting the batch
+
+
+class Lookup(torch.autograd.Function):
+    """Rows of a table, whose gradient is one product with the one-hot tokens, sequence by sequence.
+
+    dtype: of that product's factors and of its result for a sequence; sums over sequences have the table's.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.rows, ctx.dtype = len(table), dtype
+        return F.embedding(ids, table)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:  # type: ignore[override]
+        (ids,) = ctx.saved_tensors
+        chosen = ids.unsqueeze(-1) == torch.arange(ctx.rows, device=ids.device)  # (B, N, rows)
+        with torch.autocast(grad.device.type, enabled=False):
+            each = torch.bmm(chosen.to(ctx.dtype).mT, grad.to(ctx.dtype))
+        return None, each.sum(dim=0, dtype=grad.dtype), None
+
+
+class FewTokens(nn.Embedding):
+    """An embedding of a small vocabulary.
+
+    On a GPU torch sorts the tokens and adds up the gradients of each one's occurrences in turn, which takes long where
+    most of a batch is one token: a black pixel, or padding.
+    """
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if ids.is_cuda and self.num_embeddings <= FEW and torch.is_grad_enabled():
+            # As autocast multiplies for the gradients of linear maps. Float16's range would need care.
+            half = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") == torch.bfloat16
+            return Lookup.apply(ids, self.weight, torch.bfloat16 if half else self.weight.dtype)  # type: ignore[no-any-return]
+        return super().forward(ids)
+
+
+def gather(ids: Tensor, padding: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The first `room` of each sequence's tokens (B, N), with their places in it and their padding mask, (B, room).
+
+    Tokens keep their order, and padding fills what they leave free: `room` must hold the fullest sequence.
+    """
+    places = padding.to(torch.uint8).argsort(dim=1, stable=True)[:, :room]
+    return ids.gather(1, places), places, padding.gather(1, places)
+
+
+Positions = Literal["random", "line", "grid"]
+SHORTEST = 3.0  # places in a period
+
+
+def starting_positions(kind: Positions, length: int, embed_dim: int, std: float) -> Tensor:
+    """(length, embed_dim), `std` in root mean square; see `Positions`."""
+    if kind == "random":
+        return torch.empty(length, embed_dim).normal_(std=std)
+    if kind == "line":
+        return _line(length, embed_dim, std)
+    return _grid(length, embed_dim, std)
+
+
+def _line(length: int, embed_dim: int, std: float) -> Tensor:
+    """Waves along the sequence, half of them sines and half cosines."""
+    if embed_dim % 2:
+        raise ValueError(f"positions='line' needs an even width (got embed_dim={embed_dim})")
+    return math.sqrt(2) * std * _waves(length, embed_dim // 2)
+
+
+def _grid(length: int, embed_dim: int, std: float) -> Tensor:
+    """Half of the numbers are waves along the rows of a square image, the others along its columns."""
+    side = math.isqrt(length)
+    if side * side != length or embed_dim % 4:
+        raise ValueError(
+            "positions='grid' needs as many tokens as a square image has pixels and a width that 4 divides "
+            f"(got {length} tokens, embed_dim={embed_dim})"
+        )
+    line = _waves(side, embed_dim // 4)
+    rows, columns = line[:, None].expand(-1, side, -1), line[None].expand(side, -1, -1)
+    return math.sqrt(2) * std * torch.cat([rows, columns], dim=-1).reshape(length, embed_dim)
+
+
+def _waves(places: int, waves: int) -> Tensor:
+    """(places, 2 waves) sines and cosines whose periods fall from twice the line's length to `SHORTEST` places."""
+    periods = 2.0 * places * (SHORTEST / (2.0 * places)) ** torch.linspace(0, 1, waves)
+    angle = torch.arange(places)[:, None] * (2 * math.pi / periods)
+    return torch.cat([angle.sin(), angle.cos()], dim=1)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from primal_attention.models.vision import ImageClassifier, blocks_of, deit
+from primal_attention.models.image import ImageClassifier, blocks_of, deit
 from primal_attention.official.heads import count_layers, read_heads
 
 State = Mapping[str, Tensor]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from primal_attention.models.language import LanguageConfig, LanguageModel
+from primal_attention.models.lm import LanguageConfig, LanguageModel
 from primal_attention.official.heads import count_layers, read_heads
 
 State = Mapping[str, Tensor]

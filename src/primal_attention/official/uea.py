@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from primal_attention.models.classifier import TimeSeriesClassifier, paper_classifier
+from primal_attention.models.uea import TimeSeriesClassifier, paper_classifier
 from primal_attention.official.heads import count_layers, read_heads
 
 State = Mapping[str, Tensor]

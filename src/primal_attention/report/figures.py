@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from primal_attention.engine.files import write_atomically
+from primal_attention.utils.files import write_atomically
 
 COLOURS = {"primal": "#c2410c", "softmax": "#1d4ed8"}
 NAMES = {"primal": "Primal-Attention", "softmax": "softmax attention"}

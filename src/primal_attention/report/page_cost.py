@@ -47,8 +47,8 @@ def cost(benches: Sequence[Numbers], demos: Sequence[Numbers], palette: Palette)
 
 def bench_panels(one: Numbers, palette: Palette, names: dict[str, int]) -> tuple[list[str], str]:
     """Panels of one benchmark, a time and a memory for each width, and the line that says where it comes from."""
-    from primal_attention.bench.provenance import device_name
     from primal_attention.bench.tables import busy
+    from primal_attention.utils.provenance import device_name
 
     content = one.content
     rows = [row for row in content["rows"] if row["status"] == "ok" and row["seconds"]]

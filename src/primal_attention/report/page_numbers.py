@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from primal_attention.engine.errors import RunError
-from primal_attention.guarded import Number, check, read_cell, read_csv, read_json
+from primal_attention.utils.errors import RunError
+from primal_attention.utils.files import Number, check, read_cell, read_csv, read_json
 
 Spectrum = dict[str, list[float]]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from primal_attention.engine.readers import Table
 from primal_attention.report import charts
 from primal_attention.report.charts import Bar, BarGroup, Series
 from primal_attention.report.page_blocks import Cell, legend, mean, note, number, panel, panels, section, spread, table
 from primal_attention.report.page_groups import PROTOCOLS, Group, Palette, by_task, flat
 from primal_attention.report.page_numbers import number_at
 from primal_attention.report.page_runs import Run
+from primal_attention.train.readers import Table
 
 MIB = 1024**2
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from primal_attention.engine.errors import RunError
-from primal_attention.engine.folder import check_format
-from primal_attention.guarded import Number, check, read_json
+from primal_attention.train.folder import check_format
+from primal_attention.utils.errors import RunError
+from primal_attention.utils.files import Number, check, read_json
 
 PROTOCOLS = ("best_on_test", "last", "validation_chosen")
 NUMBER, COUNT = Number(finite=False), Number(integer=True, least=0)
@@ -128,8 +128,8 @@ def read_file(file: Path) -> Result | None:
 
 def complete(benchmark: Any, config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The configuration with the fields that are younger than the run, at the values that leave it as it was."""
-    from primal_attention.engine.config import from_plain, to_plain
-    from primal_attention.engine.registry import RECIPES
+    from primal_attention.train.config import from_plain, to_plain
+    from primal_attention.train.registry import RECIPES
 
     kind = RECIPES.get(str(benchmark))
     if kind is None or not config:

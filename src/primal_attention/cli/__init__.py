@@ -1,0 +1,1 @@
+"""The command `primal`: one file per command."""

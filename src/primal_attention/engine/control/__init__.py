@@ -1,1 +1,0 @@
-"""Offline reinforcement learning: Decision Transformers on trajectories, and the episodes that measure them."""

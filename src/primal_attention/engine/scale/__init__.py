@@ -1,1 +1,0 @@
-"""Several processes, checkpoints in pieces, and orders to stop."""

@@ -1,1 +1,0 @@
-"""The paper's tables: what has to run, running it, and laying it out."""

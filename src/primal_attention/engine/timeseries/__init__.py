@@ -1,1 +1,0 @@
-"""Multivariate time series: the UEA archive's recipes, and the classifier for people with data."""

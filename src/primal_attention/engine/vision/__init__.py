@@ -1,1 +1,0 @@
-"""Images: recipes, batches and augmentation."""

@@ -1,0 +1,488 @@
+"""A decoder-only language model with any causal attention in each layer, softmax and Primal alike.
+
+    model = LanguageModel(LanguageConfig(8192, attention=("primal",), primal_mode="decay", conv=4))
+    logits = model(tokens)                                      # (B, N) → (B, N, vocabulary)
+    logits, state = model(prompt, mask, return_state=True)      # prompts of different lengths, padded anywhere
+    logits, state = model.step(token, state)                    # (B,) → (B, vocabulary), row t of the full pass
+
+The default sizes are the paper's for WikiText-103: 6 layers, width 512, 8 heads, 2048 hidden, tied embeddings.
+
+Text from a language model, token by token: prompts of different lengths are read together, then every step costs the
+same as the one before it, in time and in memory, where all layers keep a constant state.
+
+    for tokens in generate(model, [[3, 1, 4], [1, 5]], 20, Sampling(temperature=0.8, top_p=0.95)):
+        ...                                                # [7, 2]: the next token of each sequence
+
+A model with a layer that has no state (Flowformer) runs over the whole text again at every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from primal_attention.nn.baselines import make_attention
+from primal_attention.nn.baselines.softmax import CachedSoftmaxAttention
+from primal_attention.nn.blocks import BlockState, DecoderBlock, attention_names
+from primal_attention.nn.checks import one_of
+from primal_attention.nn.delta import DeltaPrimalAttention
+from primal_attention.nn.padding import Padding
+
+if TYPE_CHECKING:
+    from primal_attention.parallel.context import Context
+
+
+LOGITS = 2**29  # numbers: more logits than these are never held at once
+NOTHING = -100
+
+PrimalMode = Literal["mean", "landmarks", "decay", "delta"]
+Positions = Literal["rotary", "sinusoidal", "none"]
+
+
+@dataclass(frozen=True)
+class LanguageConfig:
+    """Everything that shapes the model, in plain values that a file can hold."""
+
+    vocabulary: int
+    attention: tuple[str, ...] = ("softmax",)
+    """One name for all layers, a name with a plus for the last layer only, or one name per layer."""
+    embed_dim: int = 512
+    num_heads: int = 8
+    layers: int = 6
+    ffn_dim: int = 2048
+    activation: Literal["gelu", "relu"] = "gelu"
+    dropout: float = 0.0
+    primal_mode: PrimalMode = "mean"
+    """mean: the paper's running mean; landmarks: causal and data-dependent; decay: a learned decay per head; delta:
+    projection weights that follow the delta rule."""
+    primal_heads: int | None = None
+    """Heads of the Primal layers, for more time scales of decay; None is num_heads."""
+    rank: int = 30
+    landmarks: int = 300
+    max_length: int = 512
+    """The longest context of the landmarks mode, whose grid spans it; the other modes have no limit."""
+    conv: int = 0
+    """Kernel of a short causal convolution at each Primal layer; 0 is none. In delta layers it is on q, k and h."""
+    conv_place: Literal["beside", "before"] = "beside"
+    """beside: added to the layer's output; before: added to its input, through SiLU."""
+    gate: bool = False
+    """A multiplicative gate on each Primal layer's output, in delta layers on the scores."""
+    positions: Positions = "rotary"
+    """rotary: in the softmax layers; sinusoidal: added to the embeddings."""
+
+
+def check_primal_mode(mode: str) -> None:
+    """Raise for a mode that does not exist, or no longer does."""
+    if mode in ("selective", "dual"):
+        raise ValueError(f"attention {mode!r} was removed; use 'decay' or 'delta'")
+    one_of("primal_mode", mode, get_args(PrimalMode))
+
+
+class LanguageState(NamedTuple):
+    """Where the sequences of a batch stand."""
+
+    blocks: tuple[BlockState, ...]
+    position: Tensor  # (B,): tokens read
+
+
+def causal_attention(name: str, config: LanguageConfig) -> nn.Module:
+    """The causal attention of one layer."""
+    if name == "softmax":
+        return CachedSoftmaxAttention(
+            config.embed_dim, config.num_heads, rotary=config.positions == "rotary", dropout=config.dropout
+        )
+    if name != "primal":
+        return make_attention(name, config.embed_dim, config.num_heads, causal=True)
+    check_primal_mode(config.primal_mode)
+    heads = config.primal_heads or config.num_heads
+    if config.primal_mode == "delta":
+        return DeltaPrimalAttention(
+            config.embed_dim, heads, rank=config.rank, conv=config.conv, gate=config.gate, dropout=config.dropout
+        )
+    keywords: dict[str, Any] = {"rank": config.rank, "causal": True, "data_dependent": False}
+    if config.primal_mode == "landmarks":
+        keywords |= {"data_dependent": True, "landmarks": config.landmarks, "max_length": config.max_length}
+    elif config.primal_mode == "decay":
+        keywords["decay"] = "learned"
+    return make_attention(name, config.embed_dim, heads, **keywords)
+
+
+class LanguageModel(nn.Module):
+    """Tokens (B, N) to the logits of the next token (B, N, vocabulary); the embeddings serve at both ends."""
+
+    context: Context | None = None
+    gradient_checkpointing = False
+    """Training: make each block's inside again on the way back instead of keeping it. (transformers' name for it.)"""
+
+    def __init__(self, config: LanguageConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.attention_names = attention_names(config.attention, config.layers)
+        self.embedding = nn.Embedding(config.vocabulary, config.embed_dim)
+        nn.init.normal_(self.embedding.weight, std=config.embed_dim**-0.5)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(self._block(name) for name in self.attention_names)
+        self.norm = nn.LayerNorm(config.embed_dim)
+
+    def _block(self, name: str) -> DecoderBlock:
+        config = self.config
+        beside = name == "primal" and config.primal_mode != "delta"  # which has its own convolution and gate
+        return DecoderBlock(
+            config.embed_dim,
+            config.num_heads,
+            causal_attention(name, config),
+            ffn_dim=config.ffn_dim,
+            dropout=config.dropout,
+            conv=config.conv if beside else 0,
+            conv_place=config.conv_place,
+            gate=config.gate and beside,
+            activation=config.activation,
+        )
+
+    @property
+    def streams(self) -> bool:
+        """Whether every layer has a state; if not (flow), a longer context means running it all again."""
+        return all(block.streams for block in self.blocks)  # type: ignore[union-attr]
+
+    def initial_state(self, batch_size: int) -> LanguageState:
+        """The state before the first token of `batch_size` sequences."""
+        self._check_streams()
+        position = torch.zeros(batch_size, dtype=torch.int64, device=self.embedding.weight.device)
+        return LanguageState(tuple(b.initial_state(batch_size) for b in self.blocks), position)  # type: ignore[operator]
+
+    def forward(
+        self,
+        tokens: Tensor,
+        key_padding_mask: Tensor | None = None,
+        *,
+        state: LanguageState | None = None,
+        return_state: bool = False,
+        only_last: bool = False,
+        targets: Tensor | None = None,
+    ) -> Any:
+        """Logits (B, N, vocabulary), with `return_state` a pair with the state after the last token.
+
+        Args:
+            key_padding_mask: (B, N) bool, True at padding, which may stand anywhere and changes nothing.
+            state: where an earlier stretch of the sequences ended.
+            only_last: logits (B, vocabulary) of each sequence's last token alone, as decoding needs them.
+            targets: (B, N), each token's successor, negative where there is none: instead of logits the mean loss over
+                them in nats. Takes far less room than the logits of a large vocabulary.
+        """
+        x, padding, after = self._read(tokens, key_padding_mask, state, return_state)
+        if targets is not None:
+            return self._loss(x if padding is None else padding.leave(x), targets)
+        logits = self._logits(x, padding, only_last)
+        return (logits, after) if return_state else logits
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        key_padding_mask: Tensor | None = None,
+        *,
+        state: LanguageState | None = None,
+        return_state: bool = False,
+    ) -> tuple[Tensor, LanguageState | None]:
+        """What the logits are made of, (B, N, embed_dim), and the state after the last token if asked for."""
+        x, padding, after = self._read(tokens, key_padding_mask, state, return_state)
+        return self.norm(x if padding is None else padding.leave(x)), after
+
+    def step(
+        self, tokens: Tensor, state: LanguageState, key_padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, LanguageState]:
+        """One token of each sequence, (B,) → logits (B, vocabulary) and the state after it.
+
+        key_padding_mask: (B,) bool, True where a sequence has no token at this step; its state stays as it was.
+        """
+        if tokens.ndim != 1:
+            raise ValueError(f"tokens must have shape (batch,), one for each sequence (got {tuple(tokens.shape)})")
+        mask = None if key_padding_mask is None else key_padding_mask[:, None]
+        logits, state = self(tokens[:, None], mask, state=state, return_state=True)
+        return logits[:, 0], state
+
+    def check_vocabulary(self, tokens: Tensor) -> None:
+        """Refuse tokens that the embedding does not have, before a device does so in its own words."""
+        if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.config.vocabulary:
+            raise ValueError(
+                f"tokens must lie in 0 … {self.config.vocabulary - 1}, the model's vocabulary "
+                f"(got {int(tokens.min())} … {int(tokens.max())}): were they made with its own vocabulary?"
+            )
+
+    def _check(self, tokens: Tensor, state: LanguageState | None, masked: bool) -> None:
+        if tokens.ndim != 2 or tokens.shape[1] == 0:
+            raise ValueError(f"tokens must have shape (batch, at least one token) (got {tuple(tokens.shape)})")
+        if tokens.device.type == "cpu" and not torch.compiler.is_compiling():  # elsewhere a look costs a wait
+            self.check_vocabulary(tokens)
+        if self.context is not None and masked:
+            raise ValueError(
+                "key_padding_mask needs whole sequences: under context parallelism give windows without it"
+            )
+        if state is not None and len(state.position) != len(tokens):
+            raise ValueError(f"state holds {len(state.position)} sequences and tokens {len(tokens)}")
+
+    def _check_streams(self) -> None:
+        if not self.streams:
+            names = sorted({n for n, b in zip(self.attention_names, self.blocks, strict=True) if not b.streams})
+            raise ValueError(f"attention {', '.join(names)} has no streaming state: run the whole window again instead")
+
+    def _read(
+        self, tokens: Tensor, mask: Tensor | None, state: LanguageState | None, return_state: bool
+    ) -> tuple[Tensor, Padding | None, LanguageState | None]:
+        """The last block's outputs, tokens in front of padding; how the padding stood; the state after the tokens."""
+        self._check(tokens, state, mask is not None)
+        padding = None if mask is None else Padding(_checked(mask, tokens), compact=True)
+        if padding is None:
+            behind = None
+        else:  # the tokens in front, in their order: then nothing below can see padding but the states
+            assert padding.order is not None
+            assert padding.tokens.present is not None
+            tokens, behind = tokens.gather(1, padding.order), ~padding.tokens.present
+        x = self._embed(tokens, state)
+        if state is not None or return_state:
+            self._check_streams()
+            x, after = self._resume(x, behind, state)
+            return x, padding, after
+        for block in self.blocks:
+            if self.gradient_checkpointing and self.training:
+                x = checkpoint(block, x, behind, use_reentrant=False)
+            else:
+                x = block(x, behind)
+        return x, padding, None
+
+    def _embed(self, tokens: Tensor, state: LanguageState | None) -> Tensor:
+        x = self.embedding(tokens) * self.config.embed_dim**0.5  # unit variance, as the positions have
+        if self.config.positions == "sinusoidal":
+            place = torch.arange(tokens.shape[1], device=tokens.device)[None]
+            place = place if state is None else place + state.position[:, None]
+            place = place if self.context is None else place + self.context.locate(tokens).offset[:, None]
+            x = x + sinusoids(place, self.config.embed_dim).to(x.dtype)
+        return self.dropout(x)
+
+    def _resume(self, x: Tensor, behind: Tensor | None, state: LanguageState | None) -> tuple[Tensor, LanguageState]:
+        held = [None] * len(self.blocks) if state is None else state.blocks
+        blocks = []
+        for block, before in zip(self.blocks, held, strict=True):
+            x, after = block.resume(x, behind, before)  # type: ignore[operator]
+            blocks.append(after)
+        count = torch.full((len(x),), x.shape[1], device=x.device) if behind is None else (~behind).sum(dim=1)
+        return x, LanguageState(tuple(blocks), count if state is None else state.position + count)
+
+    def _logits(self, x: Tensor, padding: Padding | None, only_last: bool) -> Tensor:
+        if only_last and padding is not None:
+            assert padding.tokens.lengths is not None
+            x = x[torch.arange(len(x), device=x.device), padding.tokens.lengths - 1]
+        elif only_last:
+            x = x[:, -1]
+        elif padding is not None:
+            x = padding.leave(x)
+        return F.linear(self.norm(x), self.embedding.weight)
+
+    def _loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        x, targets = self.norm(x).flatten(0, 1), targets.flatten()
+        pieces = -(-len(targets) * self.config.vocabulary // LOGITS)
+        if pieces == 1:
+            total = _nats(x, self.embedding.weight, targets)
+        else:  # the logits of one piece at a time, made again on the way back
+            total = torch.stack(
+                [
+                    checkpoint(_nats, part, self.embedding.weight, wanted, use_reentrant=False)
+                    for part, wanted in zip(x.chunk(pieces), targets.chunk(pieces), strict=True)
+                ]
+            ).sum()
+        count = (targets >= 0).sum()
+        if self.context is not None:  # the mean over the tokens of all ranks, the same on each of them
+            total, count = self.context.sum(total), self.context.sum(count)
+        return total / count.clamp(min=1)
+
+
+def sinusoids(positions: Tensor, embed_dim: int) -> Tensor:
+    """Position embeddings of the original Transformer: (B or 1, N) → (B or 1, N, embed_dim).
+
+    The layout is that of fairseq: all sines, then all cosines, wave lengths from 2π to 2π·10⁴, first position 2.
+    """
+    half = max(embed_dim // 2, 1)
+    speed = 10_000.0 ** (-torch.arange(half, device=positions.device, dtype=torch.float32) / max(half - 1, 1))
+    angle = (positions[..., None] + 2).float() * speed
+    return torch.cat([angle.sin(), angle.cos(), torch.zeros_like(angle[..., : embed_dim % 2])], dim=-1)
+
+
+def _nats(x: Tensor, embedding: Tensor, targets: Tensor) -> Tensor:
+    """The loss summed over the tokens that have a successor."""
+    wanted = targets.masked_fill(targets < 0, NOTHING)
+    return F.cross_entropy(F.linear(x, embedding), wanted, ignore_index=NOTHING, reduction="sum")
+
+
+def _checked(mask: Tensor, tokens: Tensor) -> Tensor:
+    if mask.dtype != torch.bool or mask.shape != tokens.shape:
+        raise ValueError(
+            f"key_padding_mask must be a bool tensor of shape {tuple(tokens.shape)}, True at padding "
+            f"(got {mask.dtype}, {tuple(mask.shape)})"
+        )
+    return mask
+
+
+STRETCH = 16_384  # tokens of a prompt that are read at once: a longer one needs no more room
+STOPPED = -1
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is chosen: temperature 0 takes the likeliest one, otherwise one is drawn, the same for one seed."""
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    """Draw among this many of the likeliest tokens."""
+    top_p: float | None = None
+    """Draw among the likeliest tokens that together have at least this probability."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature must be at least 0 (got {self.temperature})")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k must be at least 1 (got {self.top_k})")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must lie in (0, 1] (got {self.top_p})")
+
+
+GREEDY = Sampling(temperature=0.0)
+
+
+class Sampler:
+    """Draws one token of each sequence after the other, with random numbers of its own."""
+
+    def __init__(self, sampling: Sampling, device: torch.device) -> None:
+        self.sampling = sampling
+        self.generator = torch.Generator(device).manual_seed(sampling.seed)
+
+    def __call__(self, logits: Tensor) -> Tensor:  # (B, vocabulary) → (B,)
+        if self.sampling.temperature == 0:
+            return logits.argmax(dim=-1)
+        chances = probabilities(logits, self.sampling)
+        return torch.multinomial(chances, 1, generator=self.generator)[:, 0]
+
+
+def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
+    """What a token is drawn from, (B, vocabulary): first top_k, then top_p of what is left."""
+    logits = logits.float()
+    # The largest becomes 0 first: divided by a small temperature it would be no number otherwise.
+    logits = (logits - logits.amax(dim=-1, keepdim=True)) / sampling.temperature
+    if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
+        least = logits.topk(sampling.top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    chances = logits.softmax(dim=-1)
+    if sampling.top_p is not None:
+        falling, order = chances.sort(dim=-1, descending=True)
+        enough = (
+            falling.cumsum(dim=-1) - falling >= sampling.top_p
+        )  # the likelier ones suffice; never true of the first
+        chances = chances.masked_fill(enough.gather(-1, order.argsort(dim=-1)), 0.0)
+    return chances / chances.sum(dim=-1, keepdim=True)
+
+
+def pad(prompts: Sequence[Sequence[int]], device: torch.device | None = None) -> tuple[Tensor, Tensor | None]:
+    """Prompts as rows of one tensor, padding on the left, and its mask; no mask where all have one length."""
+    if not prompts or not all(prompts):
+        raise ValueError("every prompt must have at least one token" if prompts else "prompts must not be empty")
+    lengths = [len(prompt) for prompt in prompts]
+    tokens = torch.zeros(len(prompts), max(lengths), dtype=torch.int64)
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    for row, padding, prompt in zip(tokens, mask, prompts, strict=True):
+        row[-len(prompt) :] = torch.as_tensor(prompt)
+        padding[-len(prompt) :] = False
+    return tokens.to(device), mask.to(device) if mask.any() else None
+
+
+def context_limit(model: LanguageModel) -> int | None:
+    """The longest text that the model can read; None where there is no limit."""
+    limits = [getattr(block.attention, "max_length", None) for block in model.blocks]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+@torch.no_grad()
+def generate(
+    model: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    count: int,
+    sampling: Sampling = GREEDY,
+    *,
+    stop: int | None = None,
+) -> Iterator[list[int]]:
+    """The next token of each prompt, up to `count` times; a sequence that came to `stop` has `STOPPED` from then on.
+
+    The model has to be in evaluation mode. Everything is checked here, before the first token.
+    """
+    if count < 1:
+        raise ValueError(f"count must be at least 1 (got {count})")
+    if model.training:
+        raise ValueError("the model is in training mode: call model.eval() first")
+    device = model.embedding.weight.device
+    tokens, mask = pad(prompts, device)
+    model.check_vocabulary(tokens)
+    longest, limit = tokens.shape[1], context_limit(model)
+    if limit is not None and longest + count - 1 > limit:
+        most = f"at most {limit + 1 - longest}" if longest <= limit else "a shorter prompt"
+        raise ValueError(
+            f"a prompt of {longest} tokens and {count} new ones are more than max_length={limit} of this model: {most}"
+        )
+    return _generate(model, tokens, mask, count, Sampler(sampling, device), stop)
+
+
+@torch.no_grad()
+def _generate(
+    model: LanguageModel, tokens: Tensor, mask: Tensor | None, count: int, choose: Sampler, stop: int | None
+) -> Iterator[list[int]]:
+    reader = Stream(model) if model.streams else Window(model)
+    logits = reader.read(tokens, mask)
+    stopped = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+    for left in range(count, 0, -1):
+        chosen = choose(logits)
+        yield chosen.masked_fill(stopped, STOPPED).tolist()
+        paused = None
+        if stop is not None:
+            stopped = stopped | (chosen == stop)
+            if stopped.all():
+                return
+            paused = stopped[:, None] if stopped.any() else None
+        if left > 1:
+            logits = reader.read(chosen[:, None], paused)
+
+
+class Stream:
+    """Keeps the model's state between stretches of text."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self.model = model
+        self.state: LanguageState | None = None
+        # A cache that grows is best filled in one pass: a later stretch would need a mask as wide as all before it.
+        grows = any(isinstance(block.attention, CachedSoftmaxAttention) for block in model.blocks)
+        self.stretch = None if grows else STRETCH
+
+    def read(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
+        """Logits after the last of the tokens, (B, vocabulary). Padding stands on the left."""
+        at_once = self.stretch or tokens.shape[1]
+        masks = [None] * -(-tokens.shape[1] // at_once) if mask is None else mask.split(at_once, dim=1)
+        for part, padding in zip(tokens.split(at_once, dim=1), masks, strict=True):
+            logits, self.state = self.model(part, padding, state=self.state, return_state=True, only_last=True)
+        return logits
+
+
+class Window:
+    """Keeps the text, and runs over all of it."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self.model = model
+        self.tokens: Tensor | None = None
+        self.mask: Tensor | None = None
+
+    def read(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
+        mask = torch.zeros_like(tokens, dtype=torch.bool) if mask is None else mask
+        self.tokens = tokens if self.tokens is None else torch.cat([self.tokens, tokens], dim=1)
+        self.mask = mask if self.mask is None else torch.cat([self.mask, mask], dim=1)
+        return self.model(self.tokens, self.mask, only_last=True)

@@ -1,0 +1,278 @@
+"""What stands before the encoder of a series classifier: channels (B, N, C) to tokens (B, N, d).
+
+    LinearStem    a linear map scaled by √d, plus learned positions: the paper's
+    ConvStem      convolutions over time with batch normalisation, on the series and, if asked, on its differences
+
+Padding reads as zeros and moves no statistic.
+
+Transformers that classify multivariate series, with any attention in any layer.
+
+    paper_classifier    Linear·√d + learned positions → post-LN blocks → LN → GELU → padding zeroed → flatten → Linear
+    modern_classifier   convolutional stem → pre-LN blocks with local mixing → masked mean and max → Linear
+
+The first is the network of the paper's UEA experiments. The second has no parameter that depends on the length, so a
+longer series at test time is no problem.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from primal_attention.nn.blocks import Encoder, convolve, masked_max, masked_mean
+
+if TYPE_CHECKING:
+    from primal_attention.parallel.context import Context
+
+
+class LinearStem(nn.Module):
+    """Channels to width by a linear map scaled by √d, plus learned positions."""
+
+    context: Context | None = None
+
+    def __init__(self, channels: int, embed_dim: int, max_length: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.proj = nn.Linear(channels, embed_dim)
+        self.positions = nn.Parameter(torch.empty(max_length, embed_dim).uniform_(-0.02, 0.02))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:  # (B, N, C) → (B, N, d)
+        if x.shape[1] > len(self.positions):
+            raise ValueError(f"the series have {x.shape[1]} steps and the model was built for {len(self.positions)}")
+        x = self.proj(x) * math.sqrt(self.proj.out_features)
+        return self.dropout(x + own_part(self.positions, x, self.context))
+
+
+def own_part(per_position: Tensor, x: Tensor, context: Context | None) -> Tensor:
+    """The rows of a (max_length, …) tensor that belong to the tokens of x (B, N, …)."""
+    if context is None:
+        return per_position[: x.shape[1]]
+    place = context.locate(x)
+    place.check_length(len(per_position), x.shape[1])
+    return per_position[place.offset + torch.arange(x.shape[1], device=x.device)]
+
+
+class MaskedBatchNorm(nn.BatchNorm1d):
+    """Batch normalisation of (B, N, d) over the valid tokens only, so that padding changes no statistic.
+
+    context: ranks whose tokens count too, those of other sequences included.
+    """
+
+    context: Context | None = None
+
+    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        if not self.training:
+            return self._scale(x, self.running_mean, self.running_var)
+        # Statistics in float32 even under autocast: sums over a whole batch overflow half precision.
+        full = x if x.dtype == torch.float64 else x.float()
+        if self.context is not None:
+            count, mean, var = self._shared_statistics(full, key_padding_mask, self.context)
+        elif key_padding_mask is None:
+            count = torch.tensor(float(x.shape[0] * x.shape[1]), device=x.device, dtype=full.dtype)
+            mean = full.mean(dim=(0, 1))
+            var = full.var(dim=(0, 1), unbiased=False)
+        else:
+            valid = ~key_padding_mask.unsqueeze(-1)
+            count = valid.sum().clamp(min=1).to(full.dtype)
+            mean = torch.where(valid, full, 0.0).sum(dim=(0, 1)) / count
+            var = torch.where(valid, full - mean, 0.0).square().sum(dim=(0, 1)) / count
+        with torch.no_grad():
+            keep = 1.0 - (self.momentum or 0.1)
+            unbiased = var * (count / (count - 1).clamp(min=1))
+            self.running_mean.mul_(keep).add_(mean, alpha=1 - keep)
+            self.running_var.mul_(keep).add_(unbiased, alpha=1 - keep)
+            if self.num_batches_tracked is not None:
+                self.num_batches_tracked.add_(1)
+        return self._scale(x, mean, var)
+
+    @staticmethod
+    def _shared_statistics(x: Tensor, mask: Tensor | None, context: Context) -> tuple[Tensor, Tensor, Tensor]:
+        valid = torch.ones_like(x[..., :1], dtype=torch.bool) if mask is None else ~mask.unsqueeze(-1)
+        count = context.sum(valid.sum().to(x.dtype)).clamp(min=1)
+        mean = context.sum(torch.where(valid, x, 0.0).sum(dim=(0, 1))) / count
+        var = context.sum(torch.where(valid, x - mean, 0.0).square().sum(dim=(0, 1))) / count
+        return count, mean, var
+
+    def _scale(self, x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+        scale = torch.rsqrt(var + self.eps) * self.weight
+        return (x - mean) * scale + self.bias
+
+
+class Differences(nn.Module):
+    """Steps from one value to the next, standardised, as further channels: (B, N, C) → (B, N, 2 C).
+
+    An offset of a channel, such as a person's size or a sensor's rest, vanishes in them. They are zero where there is
+    no valid step before.
+    """
+
+    context: Context | None = None
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.norm = MaskedBatchNorm(channels)
+
+    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        valid = torch.ones_like(x[..., :1]) if key_padding_mask is None else (~key_padding_mask).unsqueeze(-1).to(x)
+        marked = torch.cat([x, valid], dim=-1)  # the mark travels with the value, to a neighbour's shard too
+        seen = F.pad(marked, (0, 0, 1, 0)) if self.context is None else self.context.halo(marked, 1, 0)
+        steps = (x - seen[:, :-1, :-1]) * (valid * seen[:, :-1, -1:])
+        return torch.cat([x, self.norm(steps, key_padding_mask)], dim=-1)
+
+
+class ConvStem(nn.Module):
+    """Two convolutions over time, each with batch normalisation and GELU; padding reads as zeros."""
+
+    context: Context | None = None
+
+    def __init__(
+        self, channels: int, embed_dim: int, kernel_size: int = 7, dropout: float = 0.0, *, differences: bool = False
+    ) -> None:
+        super().__init__()
+        if kernel_size < 1 or kernel_size % 2 == 0:
+            raise ValueError(f"stem_kernel must be a positive odd number (stem_kernel={kernel_size})")
+        self.differences = Differences(channels) if differences else None
+        widths = (2 * channels if differences else channels, embed_dim, embed_dim)
+        self.convs = nn.ModuleList(
+            nn.Conv1d(a, b, kernel_size, padding=kernel_size // 2, bias=False) for a, b in itertools.pairwise(widths)
+        )
+        self.norms = nn.ModuleList(MaskedBatchNorm(embed_dim) for _ in self.convs)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:  # (B, N, C) → (B, N, d)
+        if self.differences is not None:
+            x = self.differences(x, key_padding_mask)
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            if key_padding_mask is not None:
+                x = x.masked_fill(key_padding_mask.unsqueeze(-1), 0.0)
+            x = convolve(conv, x, self.context)  # type: ignore[arg-type]
+            x = F.gelu(norm(x, key_padding_mask))
+        return self.dropout(x)
+
+
+class FlattenHead(nn.Module):
+    """GELU, zeros on the padding, all tokens side by side, one linear map."""
+
+    context: Context | None = None
+
+    def __init__(self, embed_dim: int, max_length: int, classes: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.max_length = max_length
+        self.dropout = nn.Dropout(dropout)
+        self.proj = nn.Linear(embed_dim * max_length, classes)
+
+    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:  # (B, N, d) → (B, classes)
+        x = self.dropout(F.gelu(x))
+        if key_padding_mask is not None:
+            x = x.masked_fill(key_padding_mask.unsqueeze(-1), 0.0)
+        if self.context is not None:
+            weight = own_part(self.proj.weight.unflatten(1, (self.max_length, -1)).transpose(0, 1), x, self.context)
+            return self.context.sum(torch.einsum("bnd,ncd->bc", x, weight)) + self.proj.bias
+        x = F.pad(x, (0, 0, 0, self.max_length - x.shape[1]))
+        return self.proj(x.flatten(1))
+
+
+class PoolingHead(nn.Module):
+    """Mean and maximum over the valid tokens side by side, one linear map."""
+
+    context: Context | None = None
+
+    def __init__(self, embed_dim: int, classes: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(dropout)
+        self.proj = nn.Linear(2 * embed_dim, classes)
+
+    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:  # (B, N, d) → (B, classes)
+        pools = [pool(x, key_padding_mask, self.context) for pool in (masked_mean, masked_max)]
+        pooled = torch.cat(pools, dim=-1)
+        return self.proj(self.dropout(pooled))
+
+
+class TimeSeriesClassifier(nn.Module):
+    """Stem, encoder and head: series (B, N, channels) and a padding mask (B, N) to logits (B, classes).
+
+    attend_to_padding: the published research code gives its UEA attention no mask. Off here; on only to reproduce it.
+    """
+
+    def __init__(self, stem: nn.Module, encoder: Encoder, head: nn.Module, *, attend_to_padding: bool = False) -> None:
+        super().__init__()
+        self.stem = stem
+        self.encoder = encoder
+        self.head = head
+        self.attend_to_padding = attend_to_padding
+
+    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        if key_padding_mask is not None and not self.attend_to_padding:
+            # Whatever stands in the padding, NaN included, must not reach a sum that zeros would not undo.
+            x = x.masked_fill(key_padding_mask.unsqueeze(-1), 0.0)
+        seen = None if self.attend_to_padding else key_padding_mask
+        x = self.encoder(self.stem(x, seen), seen)
+        return self.head(x, key_padding_mask)
+
+
+def paper_classifier(
+    channels: int,
+    classes: int,
+    max_length: int,
+    *,
+    attention: str | Sequence[str] = "primal",
+    embed_dim: int = 512,
+    num_heads: int = 8,
+    layers: int = 2,
+    ffn_dim: int = 2048,
+    dropout: float = 0.1,
+    attention_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    attend_to_padding: bool = False,
+) -> TimeSeriesClassifier:
+    """The network of the paper's UEA experiments. attention "primal" is its PrimalFormer, "primal+" its Primal.+."""
+    encoder = Encoder(
+        embed_dim,
+        num_heads,
+        layers,
+        attention,
+        ffn_dim=ffn_dim,
+        dropout=dropout,
+        norm_first=False,
+        attention_kwargs=attention_kwargs,
+    )
+    stem = LinearStem(channels, embed_dim, max_length, dropout)
+    head = FlattenHead(embed_dim, max_length, classes, dropout)
+    return TimeSeriesClassifier(stem, encoder, head, attend_to_padding=attend_to_padding)
+
+
+def modern_classifier(
+    channels: int,
+    classes: int,
+    *,
+    attention: str | Sequence[str] = "primal",
+    embed_dim: int = 128,
+    num_heads: int = 8,
+    layers: int = 3,
+    ffn_dim: int | None = None,
+    dropout: float = 0.2,
+    stem_kernel: int = 7,
+    differences: bool = False,
+    local_kernel: int | None = 7,
+    attention_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+) -> TimeSeriesClassifier:
+    """A network of this library: the same attention with a stem, local mixing and pooling that series profit from."""
+    encoder = Encoder(
+        embed_dim,
+        num_heads,
+        layers,
+        attention,
+        ffn_dim=ffn_dim,
+        dropout=dropout,
+        norm_first=True,
+        local_kernel=local_kernel,
+        attention_kwargs=attention_kwargs,
+    )
+    stem = ConvStem(channels, embed_dim, stem_kernel, dropout, differences=differences)
+    return TimeSeriesClassifier(stem, encoder, PoolingHead(embed_dim, classes, dropout))

@@ -1,0 +1,1 @@
+"""Training: typed recipes, the loop, checkpoints, and one task file per benchmark."""

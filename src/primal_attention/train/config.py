@@ -1,0 +1,223 @@
+"""What a recipe is: nested frozen dataclasses, one per concern, that a function returns and a command line edits.
+
+A benchmark adds its own recipe by inheriting from `Recipe` (see `uea.py`). Every field is a flag; the comment above or
+below it is the flag's help. Values are checked when the object is made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+
+from primal_attention.utils.errors import RunError
+
+if TYPE_CHECKING:
+    from primal_attention.train.experiment import Experiment
+
+
+T = TypeVar("T")
+
+
+def require(holds: bool, message: str) -> None:
+    """Raise the one-line error of a value out of range."""
+    if not holds:
+        raise RunError(message)
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """Optimiser and learning-rate schedule."""
+
+    name: Literal["radam", "adam", "adamw"] = "radam"
+    lr: float = 1e-3
+    """Learning rate; the peak where there is a schedule."""
+    weight_decay: float = 0.0
+    """Decoupled decay (adamw) of matrices; biases and norms are left alone."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    beta2: float = 0.999
+    """How slowly the second moment forgets."""
+    schedule: Literal["constant", "warmup", "inverse-sqrt", "onecycle", "onecycle-linear"] = "constant"
+    """warmup: up over `warmup` of the steps along a straight line, then constant; inverse-sqrt: then down with the root
+    of the steps. onecycle: up over `warmup` of the steps, down to zero, along a cosine or along straight lines."""
+    warmup: float = 0.3
+    """Part of all steps that a schedule spends going up."""
+    clip: float = 4.0
+    """Largest norm of the gradient; 0 leaves it alone."""
+
+    def __post_init__(self) -> None:
+        require(self.lr > 0, f"optim.lr must be positive (got {self.lr})")
+        require(self.eps > 0, f"optim.eps must be positive (got {self.eps})")
+        require(0 <= self.beta2 < 1, f"optim.beta2 must lie in [0, 1) (got {self.beta2})")
+        require(self.weight_decay >= 0, f"optim.weight-decay must not be negative (got {self.weight_decay})")
+        require(0 <= self.warmup < 1, f"optim.warmup must lie in [0, 1) (got {self.warmup})")
+        require(self.clip >= 0, f"optim.clip must not be negative (got {self.clip})")
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """How the training runs: length, batches, devices, averaging and logs."""
+
+    epochs: int = 100
+    steps_per_epoch: int = 0
+    """Batches that count as one epoch, for benchmarks that count steps; 0 is one pass over the data."""
+    batch_size: int = 16
+    accumulate: int = 1
+    """Batches whose gradients are summed before a step."""
+    accelerator: Literal["auto", "cpu", "gpu", "mps"] = "auto"
+    devices: int = 1
+    """Devices per run; more than one needs strategy ddp or fsdp."""
+    context: int = 1
+    """Devices that share each sequence; the others share the batch. Needs Primal-Attention in every layer."""
+    strategy: Literal["auto", "ddp", "fsdp"] = "auto"
+    precision: Literal["32-true", "bf16-mixed", "16-mixed"] = "32-true"
+    tf32: bool = False
+    """Let float32 matrix products on a GPU round their factors to TF32, which is several times faster."""
+    ema: float = 0.0
+    """Decay of the averaged weights that are evaluated and saved; 0 uses the weights as they are."""
+    early_stop: int = 0
+    """Stop after this many epochs without a better validation score; 0 never stops. Needs held-out data."""
+    evaluate_every: int = 1
+    """Epochs between two evaluations; the last epoch is always evaluated."""
+    checkpoint_every: int = 1
+    """Epochs between two checkpoints; a killed run goes on from the last one."""
+    checkpoint_steps: int = 0
+    """Batches between two checkpoints within an epoch; 0 writes none there."""
+    graph: Literal["auto", "on", "off"] = "auto"
+    """Record a training step as one CUDA graph and replay it; auto: on one GPU, where nothing speaks against it."""
+    compile: Literal["auto", "on", "off"] = "off"
+    """Run the model through torch.compile; auto: on one GPU, since elsewhere compiling takes longer than it saves."""
+    deterministic: bool = False
+    """Only deterministic CUDA kernels. A CPU run is deterministic without it."""
+    progress: bool = True
+    """Show a progress bar."""
+    tensorboard: bool = True
+    """Write TensorBoard logs too, where tensorboard is installed."""
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch_size", "accumulate", "devices", "context", "evaluate_every", "checkpoint_every"):
+            value = getattr(self, name)
+            require(value >= 1, f"trainer.{name.replace('_', '-')} must be at least 1 (got {value})")
+        require(0 <= self.ema < 1, f"trainer.ema must lie in [0, 1) (got {self.ema})")
+        require(self.steps_per_epoch >= 0, f"trainer.steps-per-epoch must not be negative (got {self.steps_per_epoch})")
+        require(
+            self.checkpoint_steps >= 0, f"trainer.checkpoint-steps must not be negative (got {self.checkpoint_steps})"
+        )
+        require(
+            self.devices % self.context == 0,
+            f"trainer.context must divide trainer.devices (got {self.context} and {self.devices})",
+        )
+        require(self.early_stop >= 0, f"trainer.early-stop must not be negative (got {self.early_stop})")
+        for name in ("graph", "compile"):
+            value = getattr(self, name)
+            require(value in ("auto", "on", "off"), f"trainer.{name} must be auto, on or off (got {value!r})")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What all benchmarks share. A subclass adds data and model, and says how to build them."""
+
+    benchmark: ClassVar[str] = ""
+
+    seed: int = 0
+    """Everything random in a run follows from it."""
+    eta: float | None = None
+    """Weight η of the KSVD loss; None takes the published setting for this recipe."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+
+    def __post_init__(self) -> None:
+        require(self.eta is None or self.eta >= 0, f"eta must not be negative (got {self.eta})")
+        require(0 <= self.seed < 2**63, f"seed must be a non-negative 63-bit number (got {self.seed})")
+
+    def resolved(self: T) -> T:
+        """The recipe with every None that means "the published setting" replaced by its value."""
+        return self
+
+    def phases(self) -> list[tuple[str, Recipe]]:
+        """The trainings of one run, each with its folder under the run folder ("" is the run folder itself)."""
+        return [("", self)]
+
+    def label(self) -> str:
+        """Short name of the variant, for the default run folder."""
+        return "run"
+
+    def build(self) -> Experiment:
+        """Data, model and Lightning module, ready to train."""
+        raise NotImplementedError
+
+
+def to_plain(value: Any) -> Any:
+    """Dataclasses to dicts, tuples to lists, paths to strings: what YAML and JSON can hold."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(k): to_plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_plain(v) for v in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def from_plain(kind: type[T], data: Any, where: str = "") -> T:
+    """The inverse of `to_plain` for a dataclass type; the error names the field that does not fit."""
+    if not isinstance(data, Mapping):
+        raise RunError(f"{where or kind.__name__} must be a table of fields (got {data!r})")
+    hints = typing.get_type_hints(kind)
+    names = [f.name for f in dataclasses.fields(typing.cast(Any, kind))]
+    for key in data:
+        require(key in names, f"{where}{key} is not a field of this version (has {', '.join(names)})")
+    return kind(**{key: _convert(hints[key], value, f"{where}{key}") for key, value in data.items()})
+
+
+def _convert(hint: Any, value: Any, where: str) -> Any:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in args:
+            return None
+        return _convert(next(a for a in args if a is not type(None)), value, where)
+    if origin is Literal:
+        if isinstance(value, bool) and {"on", "off"} <= set(args):  # YAML's own reading of the two words
+            value = "on" if value else "off"
+        is_removed = where == "model.primal_mode" and value in ("selective", "dual")
+        require(not is_removed, f"{where}: attention {value!r} was removed; use 'decay' or 'delta'")
+        require(
+            isinstance(value, (str, int)) and value in args,
+            f"{where} must be one of {', '.join(map(str, args))} (got {value!r})",
+        )
+        return value
+    if origin is tuple:
+        require(isinstance(value, (str, list, tuple)), f"{where} must be a list (got {value!r})")
+        items = [value] if isinstance(value, str) else list(value)
+        return tuple(_convert(args[0], v, where) for v in items)
+    if dataclasses.is_dataclass(hint):
+        return from_plain(typing.cast(type, hint), value, f"{where}.")
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        require(abs(value) < 2**1023, f"{where} must be float (got a larger number)")
+        return float(value)
+    if hint is Path:
+        require(isinstance(value, (str, Path)), f"{where} must be a path (got {value!r})")
+        return Path(value)
+    require(
+        isinstance(value, hint) and not (hint is int and isinstance(value, bool)),
+        f"{where} must be {hint.__name__} (got {value!r})",
+    )
+    return value
+
+
+def override(recipe: T, changes: Mapping[str, Any]) -> T:
+    """A copy with fields changed by dotted name, for example `{"model.attention": ("softmax",), "seed": 3}`."""
+    plain = to_plain(recipe)
+    for dotted, value in changes.items():
+        *path, last = dotted.split(".")
+        table = plain
+        for key in path:
+            require(isinstance(table.get(key), dict), f"{dotted} is not a field of this recipe")
+            table = table[key]
+        require(last in table, f"{dotted} is not a field of this recipe")
+        table[last] = to_plain(value)
+    return from_plain(type(recipe), plain)

@@ -1,0 +1,195 @@
+"""RAdam whose steps can be recorded once and replayed.
+
+RAdam's step sizes depend on the step's number through the rectification r_t. torch's capturable form computes them on
+the device in float32, where ρ_t = ρ_∞ − 2tβ₂ᵗ / (1 − β₂ᵗ) loses its leading digits in the early steps, with two small
+kernels per parameter. Here the host computes them in double precision before each step and leaves one number on the
+device, which a recorded step reads:
+
+    p ← p − size · m / (√v + ε)        and  p ← p − size · m  in the first steps, while the variance of 1/√v is unknown
+
+The first form is Adam's after infinitely many steps, whose corrections of m and v are 1: one pass of torch's fused
+Adam over all weights. Done in parts it would read and write them ten times, which is most of what a small step does.
+
+Optimisers by their name in a recipe, and how the learning rate rises and falls.
+
+Averaged weights: a mean over the last steps that is measured and saved in place of the weights themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from primal_attention.nn.baselines.random_buffers import drawn_buffers
+from primal_attention.train.config import OptimConfig
+from primal_attention.train.recording import Number
+
+LATE = 1e9  # a step's number at which βᵗ is 0
+
+
+class RecordableRAdam(torch.optim.Optimizer):
+    """As `torch.optim.RAdam`; call `prepare` before each `step`, recorded or not. The state is kept per parameter."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "step": 0})
+        # Not in the groups: they are values of a step, no settings, and must not be replaced by a checkpoint's.
+        self._sizes: list[tuple[Number, Tensor]] = []
+        self._adaptive: list[bool] = []
+
+    @property
+    def steady(self) -> bool:
+        """Whether the step that was prepared has the form of all later ones: what is recorded before would be lost."""
+        return all(self._adaptive)
+
+    def prepare(self) -> None:
+        """Count a step and put its sizes where `step` reads them."""
+        if not self._sizes:
+            for group in self.param_groups:
+                device = group["params"][0].device
+                self._sizes.append((Number(device), torch.full((), LATE, device=device)))
+        self._adaptive = []
+        for group, (size, _) in zip(self.param_groups, self._sizes, strict=True):
+            group["step"] += 1
+            number, adaptive = step_size(group["lr"], group["betas"], group["step"])
+            size.put(number)
+            self._adaptive.append(adaptive)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        for group, (size, late), adaptive in zip(self.param_groups, self._sizes, self._adaptive, strict=True):
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+            for p in params:
+                if not self.state[p]:
+                    self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+            beta1, beta2 = group["betas"]
+            grads = [p.grad for p in params if p.grad is not None]
+            means = [self.state[p]["exp_avg"] for p in params]
+            squares = [self.state[p]["exp_avg_sq"] for p in params]
+            if adaptive:
+                torch._fused_adam_(
+                    params,
+                    grads,
+                    means,
+                    squares,
+                    [],
+                    [late] * len(params),
+                    lr=size.held,
+                    beta1=beta1,
+                    beta2=beta2,
+                    weight_decay=group["weight_decay"],
+                    eps=group["eps"],
+                    amsgrad=False,
+                    maximize=False,
+                )
+                continue
+            if group["weight_decay"]:
+                grads = list(torch._foreach_add(grads, params, alpha=group["weight_decay"]))
+            torch._foreach_lerp_(means, grads, 1 - beta1)
+            torch._foreach_mul_(squares, beta2)
+            torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
+            torch._foreach_add_(params, means, alpha=-size.value)
+
+
+def step_size(lr: float, betas: tuple[float, float], step: int) -> tuple[float, bool]:
+    """What multiplies m, and whether m / (√v + ε) or m alone."""
+    beta1, beta2 = betas
+    longest = 2 / (1 - beta2) - 1
+    length = longest - 2 * step * beta2**step / (1 - beta2**step)
+    first = lr / (1 - beta1**step)
+    if length <= 5:
+        return first, False
+    rectification = (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
+    return first * ((1 - beta2**step) * rectification) ** 0.5, True
+
+
+def make_optimizer(model: nn.Module, config: OptimConfig, *, recordable: bool = False) -> torch.optim.Optimizer:
+    """Optimiser with decay on matrices only: biases, norms and other vectors carry scale, not capacity.
+
+    recordable: its steps can stand in a CUDA graph.
+    """
+    weights = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in weights if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in weights if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [g for g in groups if g["params"]]
+    betas = (0.9, config.beta2)
+    if config.name == "radam":
+        radam = RecordableRAdam if recordable else torch.optim.RAdam
+        return radam(groups, lr=config.lr, betas=betas, eps=config.eps)
+    kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[config.name]
+    options = {"fused": True, "capturable": True} if recordable else {}
+    optimizer = kind(groups, lr=config.lr, betas=betas, eps=config.eps, **options)
+    # torch would warn that the first steps, before the recording, are not recorded.
+    optimizer._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]
+    return optimizer
+
+
+def schedule(config: OptimConfig, total: int) -> Callable[[int], float]:
+    """The factor on the learning rate at each of `total` steps."""
+    warmup = max(1, round(total * config.warmup))
+    if config.schedule in ("warmup", "inverse-sqrt"):
+
+        def rise(step: int) -> float:
+            late = 1.0 if config.schedule == "warmup" else math.sqrt(warmup / max(step + 1, warmup))
+            return min((step + 1) / warmup, late)
+
+        return rise
+    shape = linear if config.schedule == "onecycle-linear" else cosine
+    return lambda step: one_cycle(step, warmup, total, shape)
+
+
+def cosine(part: float) -> float:
+    """From 0 to 1, slow at both ends."""
+    return (1 - math.cos(math.pi * part)) / 2
+
+
+def linear(part: float) -> float:
+    return part
+
+
+def one_cycle(step: int, warmup: int, total: int, shape: Callable[[float], float] = cosine) -> float:
+    """Factor on the peak learning rate: from 1/25 up to 1, then down to 0."""
+    if step < warmup:
+        return 1 / 25 + (1 - 1 / 25) * shape(step / warmup)
+    return 1 - shape(min(1.0, (step - warmup) / max(1, total - warmup)))
+
+
+def average_share(decay: float, step: int) -> float:
+    """How far the average moves towards the weights; early steps use a shorter memory, or the start would linger."""
+    return 1 - min(decay, (1 + step) / (10 + step))
+
+
+@torch.no_grad()
+def update_average(averaged: nn.Module, model: nn.Module, share: float | Tensor) -> None:
+    """Move the averaged weights towards the model's. A share on the device is for steps that are recorded.
+
+    Counts and random draws are the model's own: a mean of independent draws is no draw, it is shorter.
+    """
+    taken = drawn_buffers(model)
+    means, news = [], []
+    for (name, mean), new in zip(averaged.state_dict().items(), model.state_dict().values(), strict=True):
+        if name in taken or not mean.is_floating_point():
+            mean.copy_(new)
+        elif isinstance(share, Tensor):
+            means.append(mean)
+            news.append(new)
+        else:
+            mean.lerp_(new, share)
+    if isinstance(share, Tensor):
+        steps = torch._foreach_sub(news, means)
+        torch._foreach_mul_(steps, share)
+        torch._foreach_add_(means, steps)

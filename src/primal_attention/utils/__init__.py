@@ -1,0 +1,1 @@
+"""What several packages need: errors, files, progress, provenance."""

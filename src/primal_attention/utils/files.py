@@ -1,0 +1,304 @@
+"""Write files atomically: to a temporary name in the same folder, flushed to disk, then renamed.
+
+Guarded readers for the text, JSON, YAML and CSV files that a user passes in.
+
+Every problem is a `RunError`: one line with the path, the field where there is one, and what was expected. `check`
+compares plain content with a schema written in plain Python:
+
+    str, bool, dict, list, None, Number()    a value of that kind
+    frozenset({"a", "b"})                    one of these values
+    (s, t)                                   one of several schemas
+    [s]                                      a list of s
+    {"a": s, "b?": t}                        a mapping with "a" and maybe "b"; other keys are ignored
+    {...: s}                                 a mapping from any name to s
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from primal_attention.utils.errors import RunError, WriteError
+
+
+def partial_name(path: Path) -> Path:
+    """The temporary name of a file that this process is writing."""
+    return path.with_name(f".{path.name}.{os.getpid()}.partial")
+
+
+def write_atomically(path: Path, write: Callable[[IO[bytes]], object], *, keep: Path | None = None) -> None:
+    """Call `write` on a temporary file next to `path` and rename it; the old file stays if anything fails.
+
+    keep: new name of the old file, which is replaced otherwise.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = partial_name(path)
+    try:
+        with temporary.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        if keep is not None and path.exists():
+            path.replace(keep)
+        temporary.replace(path)
+    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
+        raise write_error(path, error) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_error(path: Path, error: BaseException) -> WriteError:
+    """The error for a file that cannot be written, with the reason that the system gave."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else (str(error).splitlines() or ["?"])[0]
+    state = "the previous version is unchanged" if path.exists() else "nothing was written"
+    return WriteError(f"cannot write {path} ({reason}): {state}")
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush renames in a folder to disk."""
+    if os.name != "posix":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_text(path: Path, text: str) -> None:
+    # Bytes of an argument that are no text are written as escapes, which JSON and YAML read back.
+    write_atomically(path, lambda file: file.write(text.encode(errors="backslashreplace")))
+
+
+def write_json(path: Path, data: Any) -> None:
+    write_text(path, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Rows with all their columns, in order of first appearance; a missing value is an empty cell."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(path, text.getvalue())
+
+
+def write_weights(path: Path, state: Mapping[str, Any]) -> None:
+    """Tensors as safetensors."""
+    from safetensors.torch import save
+
+    data = save({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()})
+    write_atomically(path, lambda file: file.write(data))
+
+
+Schema = Any
+MAX_BYTES = 256 * 1024**2
+MAX_DEPTH = 64
+MAX_INTEGER = 2**63
+KINDS: dict[Any, str] = {str: "a text", bool: "true or false", dict: "a mapping", list: "a list", None: "null"}
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number, within bounds where they are set; NaN and infinity only with `finite` off."""
+
+    integer: bool = False
+    above: float | None = None
+    least: float | None = None
+    most: float | None = None
+    finite: bool = True
+
+    def accepts(self, value: Any) -> bool:
+        if isinstance(value, bool) or not isinstance(value, int if self.integer else (int, float)):
+            return False
+        if not math.isfinite(value):
+            return not self.finite
+        high_enough = (self.above is None or value > self.above) and (self.least is None or value >= self.least)
+        return high_enough and (self.most is None or value <= self.most)
+
+    def __str__(self) -> str:
+        bounds = {"above": self.above, "of at least": self.least, "of at most": self.most}
+        said = " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if bound is not None)
+        return ("a whole number" if self.integer else "a number") + (f" {said}" if said else "")
+
+
+COUNT = Number(integer=True, least=1)
+
+
+def read_text(path: Path, *, pipes: bool = False) -> str:
+    """The content of a UTF-8 file: a regular one, or also a pipe."""
+    try:
+        if path.is_dir():
+            raise RunError(f"{path} is a folder where a file is needed")
+        if path.exists() and not path.is_file() and not (pipes and path.is_fifo()):
+            raise RunError(f"{path} is not a regular file")
+        if path.stat().st_size > MAX_BYTES:
+            raise RunError(f"{path} is too large to be read ({path.stat().st_size:,} bytes, at most {MAX_BYTES:,})")
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise RunError(f"{path} is not UTF-8 text (byte {error.start})") from None
+    except FileNotFoundError:
+        raise RunError(f"{path} does not exist") from None
+    except OSError as error:
+        raise RunError(f"{path} cannot be read ({error.strerror})") from None
+
+
+def read_json(path: Path, schema: Schema = ...) -> Any:
+    """Plain values from a JSON file that match the schema."""
+    return _parsed(path, "JSON", json.loads, schema)
+
+
+def read_yaml(path: Path, schema: Schema = ...) -> Any:
+    """Plain values from a YAML file that match the schema; tags that build objects are refused."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """Without aliases, which can make a small file grow without end."""
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                raise yaml.YAMLError("it has an alias")
+            return super().compose_node(parent, index)
+
+    return _parsed(path, "YAML", lambda text: yaml.load(text, Loader), schema)
+
+
+def read_csv(path: Path) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of a CSV file, all of the same length."""
+    header: list[str] = []
+    rows: list[list[str]] = []
+    reader = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)
+    try:
+        for row in reader:
+            if header and len(row) != len(header):
+                raise RunError(f"{path} line {reader.line_num} has {len(row)} cells, the header {len(header)}")
+            if header:
+                rows.append(row)
+            else:
+                header = row
+    except csv.Error as error:
+        raise RunError(f"{path} line {reader.line_num} is not CSV ({error})") from None
+    if not any(header):
+        raise RunError(f"{path} is empty: it needs a header line")
+    if len(set(header)) < len(header):
+        raise RunError(f"{path}: two columns have the same name")
+    return header, rows
+
+
+def read_cell(cell: str, where: str) -> float | None:
+    """A number, NaN and infinity by name included, or None for an empty cell."""
+    try:
+        value = float(cell) if cell else None
+    except ValueError:
+        raise RunError(f"{where} must be a number (got {cell[:40]!a})") from None
+    if value is not None and math.isinf(value) and "inf" not in cell.lower():
+        raise RunError(f"{where} is too large ({cell[:12]}…)")
+    return value
+
+
+def check(content: Any, schema: Schema, path: Path, field: str = "") -> None:
+    """Raise a `RunError` that names the path and the field where the content does not match the schema."""
+    if schema is ...:
+        return
+    if isinstance(schema, tuple):
+        plain = [s for s in schema if not isinstance(s, (dict, list))]
+        if not any(_fits(content, s) for s in plain):
+            nested = [s for s in schema if isinstance(content, type(s)) and isinstance(s, (dict, list))]
+            if not nested:
+                raise _mismatch(content, " or ".join(map(_describe, schema)), path, field)
+            check(content, nested[0], path, field)
+    elif isinstance(schema, list):
+        if not isinstance(content, list):
+            raise _mismatch(content, "a list", path, field)
+        for i, item in enumerate(content):
+            check(item, schema[0], path, f"{field}[{i}]")
+    elif isinstance(schema, dict):
+        if not isinstance(content, dict):
+            raise _mismatch(content, "a mapping", path, field)
+        for key, inner in schema.items():
+            names = content if key is ... else [key.removesuffix("?")]
+            for name in names:
+                if name in content:
+                    check(content[name], inner, path, f"{field}.{name}" if field else name)
+                elif not key.endswith("?"):
+                    raise RunError(f"{path}: {f'{field}.{name}' if field else name} is missing")
+    elif not _fits(content, schema):
+        raise _mismatch(content, _describe(schema), path, field)
+
+
+def _parsed(path: Path, language: str, parse: Callable[[str], Any], schema: Schema) -> Any:
+    text = read_text(path)
+    try:
+        content = parse(text)
+    except RecursionError:
+        raise RunError(f"{path} is nested too deeply") from None
+    except Exception as error:  # PyYAML has errors of its own, and dates that do not exist are ValueErrors
+        said = " ".join(str(error).split())
+        raise RunError(f"{path} is not {language} ({said if len(said) < 200 else said[:200] + '…'})") from None
+    _check_plain(content, path)
+    check(content, schema, path)
+    return content
+
+
+def _check_plain(content: Any, path: Path) -> None:
+    """Refuse what no file of this library holds: foreign types, huge integers, endless nesting, broken characters."""
+    waiting: list[tuple[Any, str, int]] = [(content, "", 0)]
+    while waiting:
+        value, field, depth = waiting.pop()
+        if depth > MAX_DEPTH:
+            raise RunError(f"{path} is nested too deeply")
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                if not isinstance(key, str):
+                    raise RunError(f"{path}: every key must be a text (got {_shorten(key)})")
+                waiting += [(key, "a key", depth), (inner, f"{field}.{key}" if field else key, depth + 1)]
+        elif isinstance(value, list):
+            waiting += [(inner, f"{field}[{i}]", depth + 1) for i, inner in enumerate(value)]
+        elif isinstance(value, str):
+            # Bytes of an argument that are no text are held as U+DC80 to U+DCFF; other halves of characters are damage.
+            if not value.isascii() and any("\ud800" <= c < "\udc80" or "\udcff" < c <= "\udfff" for c in value):
+                raise _mismatch(value, "a text of whole characters", path, field)
+        elif isinstance(value, int):
+            if abs(value) >= MAX_INTEGER:
+                raise _mismatch(value, "a number of at most 64 bits", path, field)
+        elif value is not None and not isinstance(value, float):
+            raise _mismatch(value, "plain data", path, field)
+
+
+def _fits(content: Any, schema: Schema) -> bool:
+    if isinstance(schema, Number):
+        return schema.accepts(content)
+    if isinstance(schema, frozenset):
+        return isinstance(content, (str, int)) and content in schema
+    return content is None if schema is None else isinstance(content, schema)
+
+
+def _describe(schema: Schema) -> str:
+    if isinstance(schema, frozenset):
+        return " or ".join(sorted(map(str, schema)))
+    if isinstance(schema, (dict, list)):
+        return KINDS[type(schema)]
+    return str(schema) if isinstance(schema, Number) else KINDS[schema]
+
+
+def _mismatch(content: Any, expected: str, path: Path, field: str) -> RunError:
+    return RunError(
+        f"{path}: {_shorten(field or 'the content', quote=False)} must be {expected} (got {_shorten(content)})"
+    )
+
+
+def _shorten(value: Any, limit: int = 60, quote: bool = True) -> str:
+    text = ascii(value) if isinstance(value, str) else repr(value)
+    text = text if quote else text[1:-1]
+    return text if len(text) <= limit else text[:limit] + "…"

@@ -1,0 +1,210 @@
+"""ListOps: every label re-derived by an evaluator of the written text, the distribution, the files, bad input."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from primal_attention.data.lra import listops
+from primal_attention.utils.errors import DataError
+
+SMALL = listops.Shape(max_depth=4, max_args=4, min_length=5, max_length=40)
+RULES = {
+    "[MIN": min,
+    "[MAX": max,
+    "[MED": lambda values: int(statistics.median(values)),
+    "[SM": lambda values: sum(values) % 10,
+}
+
+
+def value_of(text: str) -> int:
+    """Evaluate the paired notation by its parentheses alone: ( f x ) applies f to x, and ] calls what was gathered."""
+    stack: list[list] = [[]]
+    for word in text.split():
+        if word == "(":
+            stack.append([])
+        elif word == ")":
+            left, right = stack.pop()
+            stack[-1].append(RULES[left[0]](left[1:]) if right == "]" else [*left, right])
+        elif word in RULES:
+            stack[-1].append([word])
+        else:
+            stack[-1].append(word if word == "]" else int(word))
+    ((value,),) = stack
+    return value
+
+
+def depth_of(codes: np.ndarray) -> int:
+    opens = (codes >= listops.OPERATOR) & (codes < listops.END)
+    return int(np.cumsum(opens.astype(int) - (codes == listops.END)).max()) + 1
+
+
+def naive_tree(rng: random.Random, depth: int, shape: listops.Shape) -> int:
+    """Length of a random tree, by the definition."""
+    if depth == shape.max_depth or rng.random() >= 0.25:
+        return 1
+    return 2 + sum(naive_tree(rng, depth + 1, shape) for _ in range(rng.randint(2, shape.max_args)))
+
+
+@pytest.fixture(scope="module")
+def sample() -> listops.Arrays:
+    return listops.generate(600, seed=3)
+
+
+def test_the_evaluator_of_these_tests_knows_the_rules():
+    assert value_of("( ( ( ( ( [MAX 2 ) 9 ) ( ( ( [MIN 4 ) 7 ) ] ) ) 0 ) ] )") == 9
+    assert value_of("( ( ( [MED 2 ) 5 ) ] )") == 3
+    assert value_of("( ( ( [SM 8 ) 5 ) ] )") == 3
+
+
+def test_every_label_is_the_value_of_its_expression(sample):
+    for codes, label in zip(sample["tokens"], sample["labels"], strict=True):
+        assert value_of(listops.to_text(codes)) == label
+
+
+def test_lengths_depths_and_operators_are_the_tasks(sample):
+    lengths = (sample["tokens"] > 0).sum(axis=1)
+    assert lengths.min() > 500
+    assert lengths.max() < 2000
+    assert max(depth_of(codes) for codes in sample["tokens"]) == 10
+    counts = np.bincount(sample["tokens"].ravel(), minlength=len(listops.WORDS))
+    operators = counts[listops.OPERATOR : listops.END]
+    assert operators.max() / operators.min() < 1.05
+    assert set(sample["labels"].tolist()) == set(range(10))
+
+
+def test_lengths_are_distributed_as_by_the_definition():
+    shape = listops.Shape(max_depth=6, max_args=6, min_length=20, max_length=400)
+    ours = (listops.generate(2000, 0, shape)["tokens"] > 0).sum(axis=1)
+    rng = random.Random(0)
+    drawn = (naive_tree(rng, 1, shape) for _ in range(200_000))
+    theirs = np.array([n for n in drawn if 20 < n < 400][:2000])
+    assert len(theirs) == 2000
+    # Two samples of 2000: the Kolmogorov-Smirnov distance exceeds 0.06 with a probability below 0.2 %.
+    grid = np.arange(400)
+    distance = np.abs((ours[:, None] <= grid).mean(axis=0) - (theirs[:, None] <= grid).mean(axis=0)).max()
+    assert distance < 0.06
+
+
+def test_a_seed_repeats_and_another_differs():
+    first, again, other = (listops.generate(50, seed, SMALL) for seed in (1, 1, 2))
+    np.testing.assert_array_equal(first["tokens"], again["tokens"])
+    assert (first["tokens"] != other["tokens"]).any()
+
+
+def test_no_expression_occurs_twice():
+    tokens = listops.generate(3000, 0, SMALL)["tokens"]
+    assert len(np.unique(tokens, axis=0)) == 3000
+
+
+def test_written_files_read_back_and_come_from_the_cache_the_second_time(tmp_path: Path):
+    told = []
+    listops.write(tmp_path, train=20, valid=5, test=6, seed=4, progress=told.append)
+    assert sum(told) == 2 * 31
+    header, first = (tmp_path / "basic_train.tsv").read_text().splitlines()[:2]
+    assert header == "Source\tTarget"
+    source, target = first.split("\t")
+    assert value_of(source) == int(target)
+    data = listops.load(tmp_path)
+    assert isinstance(data.train.tokens, np.memmap)
+    assert [len(s) for s in data.splits.values()] == [20, 5, 6]
+    assert (data.length, data.vocabulary, data.classes) == (2000, 16, 10)
+    read = listops.read_tsv(tmp_path / "basic_train.tsv")
+    np.testing.assert_array_equal(read["tokens"], data.train.tokens)
+    np.testing.assert_array_equal(read["labels"], data.train.labels)
+
+
+def test_what_the_outermost_operator_tells(tmp_path: Path):
+    cases = {
+        "train": [("[MAX 1 9 ]", 9), ("[MAX 8 9 ]", 9), ("[MAX 1 2 ]", 2), ("[MIN 0 4 ]", 0)],
+        "val": [("[MAX 1 2 ]", 2)],
+        "test": [("[MAX 9 9 ]", 9), ("[MAX 3 2 ]", 3), ("[MIN 0 1 ]", 0), ("[SM 1 2 ]", 3)],
+    }
+    for split, rows in cases.items():
+        lines = "".join(f"{text}\t{label}\n" for text, label in rows)
+        (tmp_path / f"basic_{split}.tsv").write_text("Source\tTarget\n" + lines)
+    assert listops.by_operator(listops.load(tmp_path)) == 0.5
+
+
+def test_a_changed_file_is_read_again(tmp_path: Path):
+    listops.write(tmp_path, train=3, valid=1, test=1, shape=SMALL)
+    (tmp_path / "basic_val.tsv").write_text("Source\tTarget\n[MAX 1 2 ]\t2\n[MIN 1 2 ]\t1\n")
+    assert listops.load(tmp_path).valid.labels.tolist() == [2, 1]
+
+
+def test_a_cache_that_lost_its_bytes_is_made_again(tmp_path: Path):
+    before = listops.load(listops.write(tmp_path, train=3, valid=1, test=1, shape=SMALL)).train.tokens.tolist()
+    (tmp_path / ".cache" / "train-tokens.npy").write_bytes(b"")
+    assert listops.load(tmp_path).train.tokens.tolist() == before
+
+
+def test_both_notations_are_the_same_expression():
+    np.testing.assert_array_equal(listops.encode("( ( ( [MAX 2 ) 9 ) ] )"), listops.encode("[MAX 2 9 ]"))
+
+
+BAD = {
+    "not closed": ("[MAX 1 2\t2", "line 2: malformed expression, a bracket is not closed"),
+    "closed too early": ("[MAX 1 ] 2 ]\t2", "closed too early"),
+    "two expressions": ("1 2\t2", "malformed"),
+    "no arguments": ("[MAX ]\t2", "operator has no arguments"),
+    "an unknown word": ("[AVG 1 2 ]\t1", "'[AVG' is no digit, operator or bracket"),
+    "empty": ("\t1", "an empty expression"),
+    "no label": ("[MAX 1 2 ]", "an expression, a tab and a digit"),
+    "a label that is no digit": ("[MAX 1 2 ]\t12", "an expression, a tab and a digit"),
+    "too long": ("[MAX " + "1 " * 2000 + "]\t1", "2002 tokens where at most 2000 fit"),
+}
+
+
+@pytest.mark.parametrize(("line", "complaint"), BAD.values(), ids=[k.replace(" ", "-") for k in BAD])
+def test_a_malformed_line_is_one_clear_line(tmp_path: Path, line: str, complaint: str):
+    file = tmp_path / "basic_train.tsv"
+    file.write_text(f"Source\tTarget\n{line}\n")
+    with pytest.raises(DataError) as caught:
+        listops.read_tsv(file)
+    assert complaint in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_split_a_wrong_header_and_other_bytes_are_named(tmp_path: Path):
+    with pytest.raises(DataError, match=r"basic_train\.tsv is missing: the train split; 'primal data listops"):
+        listops.load(tmp_path)
+    file = tmp_path / "basic_train.tsv"
+    file.write_text("a\tb\n")
+    with pytest.raises(DataError, match="columns Source and Target"):
+        listops.load(tmp_path)
+    file.write_text("Source\tTarget\n")
+    with pytest.raises(DataError, match="no cases"):
+        listops.load(tmp_path)
+    file.write_bytes(b"Source\tTarget\n\xff\xfe\t1\n")
+    with pytest.raises(DataError, match="not UTF-8 text"):
+        listops.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("shape", "complaint"),
+    [
+        ({"max_args": 1}, "max_args must be at least 2"),
+        ({"max_depth": 1}, "max_depth must be at least 2"),
+        ({"max_depth": 2}, "no expression has a length between 500 and 2000"),
+        ({"min_length": 300, "max_length": 200}, "no expression has a length"),
+    ],
+)
+def test_a_shape_that_has_no_expressions_is_refused(shape, complaint):
+    with pytest.raises(DataError, match=complaint):
+        listops.Shape(**shape)
+
+
+def test_expressions_longer_than_the_task_are_not_written(tmp_path: Path):
+    shape = listops.Shape(min_length=2000, max_length=3000)
+    with pytest.raises(DataError, match=r"max_length must be at most 2000, the task's length \(got 3000\)"):
+        listops.write(tmp_path / "set", train=2, valid=1, test=1, shape=shape)
+    assert not (tmp_path / "set").exists()
+
+
+def test_an_empty_split_is_refused(tmp_path: Path):
+    with pytest.raises(DataError, match="at least one case"):
+        listops.write(tmp_path, train=0)

@@ -1,0 +1,63 @@
+"""The AAN pairs: a small file in the released layout, and bad input as one clear line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from primal_attention.data.lra import retrieval
+from primal_attention.utils.errors import DataError
+
+LINES = [
+    "1.0\tP01\tP02\tb'first paper'\tb'second paper'",
+    '0.0\tP03\tP04\t"a ""quoted"" word\tand a tab"\tplain é',
+    "1\tP05\tP06\tx\t" + "y" * 5000,
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in retrieval.FILES.values():
+        (tmp_path / name).write_text("\n".join(LINES) + "\n", encoding="utf-8")
+    return tmp_path
+
+
+def words(row: np.ndarray) -> str:
+    return bytes(row[row > 0]).decode()
+
+
+def test_pairs_are_read_as_bytes(folder: Path):
+    data = retrieval.load(folder)
+    assert (data.length, data.vocabulary, data.classes, data.padded) == (4000, 256, 2, True)
+    for split in data.splits.values():
+        assert split.labels.tolist() == [1, 0, 1]
+        assert [words(row) for row in split.tokens] == ["first paper", 'a "quoted" word\tand a tab', "x"]
+        assert [words(row) for row in split.second] == ["second paper", "plain é", "y" * 4000]
+    assert isinstance(data.train.second, np.memmap)
+
+
+BAD = {
+    "a column too few": ("1.0\ta\tb\ttext", "row 1: expected label .* two texts between tabs .got 4 columns"),
+    "a label that is none": ("yes\ta\tb\tx\ty", "the first 'yes'"),
+    "nothing": ("", "no pairs"),
+}
+
+
+@pytest.mark.parametrize(("line", "complaint"), BAD.values(), ids=[k.replace(" ", "-") for k in BAD])
+def test_a_bad_line_is_one_clear_line(folder: Path, line: str, complaint: str):
+    (folder / retrieval.FILES["valid"]).write_text(line)
+    with pytest.raises(DataError, match=complaint) as caught:
+        retrieval.load(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_split_and_other_bytes_are_named(folder: Path):
+    file = folder / retrieval.FILES["test"]
+    file.write_bytes(b"1.0\ta\tb\t\xff\ty\n")
+    with pytest.raises(DataError, match="not UTF-8 text"):
+        retrieval.load(folder)
+    file.unlink()
+    with pytest.raises(DataError, match=r"new_aan_pairs\.test\.tsv is missing: the test split"):
+        retrieval.load(folder)

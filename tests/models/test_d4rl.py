@@ -1,0 +1,261 @@
+"""Decision Transformer: equal to transformers' own, to the published causal attention, and to itself in every way of
+reading an episode: padded on either side, whole, and step by step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import golden_files
+from closeness import assert_close
+from primal_attention import ksvd_loss
+from primal_attention.models.d4rl import DecisionTransformer, select
+from primal_attention.nn.baselines import attention_names, attention_traits
+from primal_attention.nn.primal import PrimalAttention
+from primal_attention.official import load_official
+
+STATE, ACTION, K = 5, 3, 6
+CAUSAL = [name for name in attention_names() if attention_traits(name).supports_causal]
+STREAMING = ["softmax", *(name for name in CAUSAL if attention_traits(name).streams)]
+TIGHT = 1e-11  # float64 through two small layers
+
+
+def small(attention: str | list[str] = "primal+", **kwargs) -> DecisionTransformer:
+    torch.manual_seed(0)
+    settings = {"primal": {"rank": 4}, "performer": {"features": 16, "seed": 1}, "reformer": {"seed": 1}}
+    model = DecisionTransformer(
+        STATE, ACTION, attention=attention, embed_dim=16, num_heads=2, layers=2, context=K, max_episode=40,
+        attention_kwargs=settings, **kwargs,
+    )  # fmt: skip
+    model = model.double().eval()
+    model.set_state_moments(torch.randn(STATE), torch.rand(STATE) + 0.5)
+    # GPT-2's small start makes everything nearly linear; larger weights let a mistake show.
+    for block in model.blocks:
+        for name, weight in block.named_parameters():
+            if name.endswith("weight") and weight.ndim == 2:
+                torch.nn.init.normal_(weight, std=0.3)
+    return model
+
+
+def episode(steps: int, batch: int = 3) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    stamps = torch.arange(steps).expand(batch, steps) + torch.arange(batch)[:, None]
+    return draw(batch, steps, STATE), draw(batch, steps, ACTION).tanh(), 2000 + 500 * draw(batch, steps), stamps
+
+
+def pad(columns: tuple[Tensor, ...], lengths: list[int], left: bool) -> tuple[list[Tensor], Tensor]:
+    """Windows of K steps whose padding holds values that must not matter."""
+    kept, masks = [], []
+    for column in columns:
+        junk = torch.full_like(column[:, :K], 7)
+        for row, n in enumerate(lengths):
+            junk[row, K - n if left else 0 : K if left else n] = column[row, :n]
+        kept.append(junk)
+    for n in lengths:
+        place = torch.arange(K)
+        masks.append(place < K - n if left else place >= n)
+    return kept, torch.stack(masks)
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_it_is_the_decision_transformer_of_transformers(heads: int):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.DecisionTransformerConfig(
+        state_dim=STATE, act_dim=ACTION, hidden_size=16, n_layer=3, n_head=heads, max_ep_len=40,
+        activation_function="relu", bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    theirs = transformers.DecisionTransformerModel(config).double().eval()
+    for weight in theirs.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    ours = load_official(theirs.state_dict(), "rl", num_heads=heads).eval()
+    columns = episode(K)
+    (states, actions, returns, stamps), padding = pad(columns, [K, 4, 1], left=True)
+    expected = theirs(
+        states=states, actions=actions, returns_to_go=returns.unsqueeze(-1) / 1000, timesteps=stamps,
+        rewards=None, attention_mask=(~padding).long(),
+    ).action_preds  # fmt: skip
+    found = ours(states, actions, returns, stamps, padding)
+    assert_close(found[~padding], expected[~padding], TIGHT)
+
+
+def test_the_last_layer_is_the_published_causal_attention():
+    golden, meta = golden_files.load("rl_N62_H4_hd32_s32")
+    width = meta["H"] * meta["head_dim"]
+    model = DecisionTransformer(
+        STATE, ACTION, embed_dim=width, num_heads=meta["H"], attention_kwargs={"primal": {"rank": meta["s"]}}
+    ).double()
+    assert model.attention_names == ("softmax", "softmax", "primal")
+    layer = model.blocks[-1].attention
+    assert isinstance(layer, PrimalAttention)
+    assert layer.causal
+    assert not layer.data_dependent
+    names = {"w_e": "We", "w_r": "Wr", "sqrt_lambda": "Lambda", "score_proj.weight": "Wo", "score_proj.bias": "bo"}
+    names |= {"out_proj.weight": "Wout", "out_proj.bias": "bout"}
+    weights = {ours: golden[f"p_{theirs}"] for ours, theirs in names.items()}
+    weights["qk_proj.weight"] = torch.cat([golden["p_Wq"], golden["p_Wk"]])
+    weights["qk_proj.bias"] = torch.cat([golden["p_bq"], golden["p_bk"]])
+    layer.load_state_dict(weights)
+    x = golden["x"].clone().requires_grad_()
+    y = layer(x)
+    loss = ksvd_loss(model, "sample")
+    ((y * golden["G"]).sum() + loss).backward()
+    assert_close(y, golden["out"], 1e-12)
+    assert_close(loss, golden["ksvd"], 1e-12)
+    assert_close(x.grad, golden["g_x"], 1e-12)
+    for ours, theirs in names.items():
+        assert_close(layer.get_parameter(ours).grad, golden[f"g_{theirs}"], 1e-12, theirs)
+
+
+def published_checkpoint(rank: int) -> dict[str, Tensor]:
+    """The names and shapes of the research code's Primal.+DT, with random values."""
+    d, heads, generator = 16, 2, torch.Generator().manual_seed(3)
+    shapes = {"embed_timestep.weight": (40, d), "embed_ln.weight": (d,), "embed_ln.bias": (d,)}
+    for name, width in (("return", 1), ("state", STATE), ("action", ACTION)):
+        shapes |= {f"embed_{name}.weight": (d, width), f"embed_{name}.bias": (d,)}
+    for name, width in (("state", STATE), ("return", 1), ("action.0", ACTION)):
+        shapes |= {f"predict_{name}.weight": (width, d), f"predict_{name}.bias": (width,)}
+    shapes |= {"transformer.wte.weight": (1, d), "transformer.ln_f.weight": (d,), "transformer.ln_f.bias": (d,)}
+    for i in range(2):
+        h = f"transformer.h.{i}."
+        for norm in ("ln_1", "ln_2"):
+            shapes |= {f"{h}{norm}.weight": (d,), f"{h}{norm}.bias": (d,)}
+        for part, a, b in (("mlp.c_fc", d, 4 * d), ("mlp.c_proj", 4 * d, d)):
+            shapes |= {f"{h}{part}.weight": (a, b), f"{h}{part}.bias": (b,)}
+    for part, a, b in (("c_attn", d, 3 * d), ("c_proj", d, d)):
+        shapes |= {f"transformer.h.0.attn.{part}.weight": (a, b), f"transformer.h.0.attn.{part}.bias": (b,)}
+    shapes |= {"transformer.h.0.attn.bias": (1, 1, 8, 8), "transformer.h.0.attn.masked_bias": ()}
+    att = "transformer.h.1.attn.att."
+    for part in ("query_projection", "key_projection", "out_projection"):
+        shapes |= {f"{att}{part}.weight": (d, d), f"{att}{part}.bias": (d,)}
+    p = d // heads
+    shapes |= {f"{att}concate_weight.weight": (p, 2 * rank), f"{att}concate_weight.bias": (p,)}
+    shapes |= {f"{att}We": (heads, p, rank), f"{att}Wr": (heads, p, rank), f"{att}Lambda": (heads, rank)}
+    return {k: torch.randn(s, generator=generator, dtype=torch.float64) * 0.3 for k, s in shapes.items()}
+
+
+def test_a_published_checkpoint_loads_and_its_primal_layer_is_as_written():
+    state = published_checkpoint(rank=4)
+    model = load_official(state, "rl").eval()
+    assert model.attention_names == ("softmax", "primal")
+    # The published layer by its equations: running means, unit length, W_e and W_r, one map, the output map.
+    x = torch.randn(2, 9, 16, dtype=torch.float64)
+    att, scores = "transformer.h.1.attn.att.", []
+    for kind, weight in (("query", "We"), ("key", "Wr")):
+        z = x @ state[f"{att}{kind}_projection.weight"].T + state[f"{att}{kind}_projection.bias"]
+        z = z.unflatten(-1, (2, 8)).transpose(1, 2).cumsum(2) / torch.arange(1, 10)[:, None]
+        scores.append(torch.nn.functional.normalize(z, dim=-1) @ state[f"{att}{weight}"])
+    heads = torch.cat(scores, -1) @ state[f"{att}concate_weight.weight"].T + state[f"{att}concate_weight.bias"]
+    joined = heads.transpose(1, 2).flatten(2)
+    expected = joined @ state[f"{att}out_projection.weight"].T + state[f"{att}out_projection.bias"]
+    assert_close(model.blocks[1].attention(x), expected, TIGHT)
+
+
+def test_what_is_no_published_model_is_one_clear_line():
+    with pytest.raises(ValueError, match="not one of the published Decision Transformers"):
+        load_official({"weight": torch.zeros(1)}, "rl")
+
+
+@pytest.mark.parametrize("attention", CAUSAL)
+def test_padded_on_the_left_or_right_equals_alone(attention: str):
+    model, columns, lengths = small(attention), episode(K), [K, 4, 1]
+    alone = [model(*(c[row : row + 1, :n] for c in columns))[0] for row, n in enumerate(lengths)]
+    for left in (True, False):
+        padded, mask = pad(columns, lengths, left)
+        found = model(*padded, mask)
+        for row, n in enumerate(lengths):
+            assert_close(found[row][~mask[row]], alone[row], TIGHT, f"left={left}, {n} steps")
+    padded, mask = pad(columns, lengths, left=False)
+    assert_close(model.predict(*padded, mask)[~mask], model(*padded, mask)[~mask], TIGHT)
+
+
+def test_the_objective_and_its_gradient_see_no_padding():
+    model, columns, lengths = small("primal", dropout=0.0).train(), episode(K), [K, 4, 1]
+    values, grads = [], []
+    for left in (True, False):
+        padded, mask = pad(columns, lengths, left)
+        model.zero_grad()
+        model(*padded, mask)
+        loss = ksvd_loss(model, "sample")
+        loss.backward()
+        values.append(loss)
+        grads.append(model.state_map.weight.grad.clone())
+    alone = []
+    for row, n in enumerate(lengths):
+        model(*(c[row : row + 1, :n] for c in columns))
+        alone.append(torch.stack([b.attention.objective[0] for b in model.blocks]).square().mean())
+    assert_close(values[0], torch.stack(alone).mean(), TIGHT)
+    assert_close(values[1], values[0], TIGHT)
+    assert_close(grads[1], grads[0], TIGHT)
+
+
+@pytest.mark.parametrize("attention", CAUSAL)
+def test_an_action_depends_on_nothing_later(attention: str):
+    model = small(attention)
+    states, actions, returns, stamps = (c.clone() for c in episode(K, batch=1))
+    wanted = [states.requires_grad_(), actions.requires_grad_(), returns.requires_grad_()]
+    step = 3
+    grads = torch.autograd.grad(model(states, actions, returns, stamps)[0, step].sum(), wanted)
+    for grad, last in zip(grads, (step, step - 1, step), strict=True):  # its own action it has not seen
+        assert grad[:, last + 1 :].abs().max() == 0
+        assert grad[:, : last + 1].abs().amax() > 0
+
+
+@pytest.mark.parametrize("attention", STREAMING)
+def test_step_by_step_equals_the_window_within_k(attention: str):
+    model = small(attention)
+    states, actions, returns, stamps = episode(K)
+    assert model.streams
+    memory, previous = model.initial_state(3), None
+    for t in range(K):
+        window = model(*(c[:, : t + 1] for c in (states, actions, returns, stamps)))[:, -1]
+        action, memory = model.act(states[:, t], returns[:, t], stamps[:, t], previous, memory)
+        assert_close(action, window, TIGHT, f"step {t}")
+        previous = actions[:, t]
+
+
+def test_primal_memory_does_not_grow_and_episodes_can_leave_it():
+    model = small("primal")
+    states, actions, returns, stamps = episode(12)
+    memory, previous, sizes = model.initial_state(3), None, []
+    for t in range(12):
+        if t == 5:
+            rows = torch.tensor([0, 2])
+            memory = select(memory, rows)
+            states, actions, returns, stamps = (c[rows] for c in (states, actions, returns, stamps))
+            previous = actions[:, t - 1]
+        action, memory = model.act(states[:, t], returns[:, t], stamps[:, t], previous, memory)
+        sizes.append(sum(t.numel() for b in memory for t in b.attention if isinstance(t, Tensor)))
+        previous = actions[:, t]
+    assert sizes[0] == sizes[4]
+    assert sizes[5] == sizes[-1] == sizes[0] * 2 // 3
+    assert_close(action, model(states, actions, returns, stamps)[:, -1], TIGHT)
+
+
+def test_attention_without_a_state_says_so():
+    model = small(["softmax", "flow"])
+    assert not model.streams
+    with pytest.raises(ValueError, match="layer 2's attention 'flow' keeps no state"):
+        model.initial_state(1)
+
+
+def test_attention_that_cannot_be_causal_says_so():
+    with pytest.raises(ValueError, match="causal=True is not defined for attention 'linformer'"):
+        small("linformer")
+
+
+def test_states_are_normalised_by_the_model_and_late_steps_share_a_stamp():
+    model = small()
+    states, actions, returns, stamps = episode(K)
+    moved = small()
+    moved.set_state_moments(torch.zeros(STATE), torch.ones(STATE) - 1e-6)
+    normal = (states - model.state_mean) / model.state_std
+    assert_close(moved(normal, actions, returns, stamps), model(states, actions, returns, stamps), 1e-6)
+    late = model(states, actions, returns, stamps + 1000)
+    assert torch.isfinite(late).all()
+    assert_close(late, model(states, actions, returns, torch.full_like(stamps, 39)), TIGHT)

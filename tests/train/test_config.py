@@ -1,0 +1,90 @@
+"""Recipes: typed, checked, by name, and the same after a trip through YAML."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from primal_attention.train import registry
+from primal_attention.train.config import OptimConfig, TrainerConfig, from_plain, override, to_plain
+from primal_attention.train.uea import PAPER, UEARecipe, modern_recipe, paper_recipe
+from primal_attention.utils.errors import RunError
+
+
+@pytest.mark.parametrize("name", registry.names())
+def test_every_recipe_survives_yaml(name):
+    recipe = registry.get(name)
+    again = from_plain(type(recipe), yaml.safe_load(yaml.safe_dump(to_plain(recipe))))
+    assert again == recipe
+    assert from_plain(type(recipe), to_plain(recipe.resolved())) == recipe.resolved()
+
+
+def test_all_ten_sets_of_the_paper_and_any_other_have_a_recipe():
+    assert len(PAPER) == 10
+    other = registry.get("uea/NATOPS")
+    assert isinstance(other, UEARecipe)
+    assert other.data.name == "NATOPS"
+
+
+def test_the_papers_settings():
+    vowels = paper_recipe("JapaneseVowels").resolved()
+    assert (vowels.model.rank, vowels.eta, vowels.model.landmarks) == (40, 0.5, 200)
+    plus = override(paper_recipe("JapaneseVowels"), {"model.attention": ("primal+",)}).resolved()
+    assert (plus.model.rank, plus.eta, plus.model.landmarks) == (30, 0.2, 150)
+    assert override(paper_recipe("UWaveGestureLibrary"), {}).resolved().eta == 0.0
+    assert override(paper_recipe("JapaneseVowels"), {"eta": 0.0}).resolved().eta == 0.0
+    assert paper_recipe("SpokenArabicDigits").optim.name == "adam"
+    assert paper_recipe("PEMS-SF").trainer.epochs == 400
+    assert (vowels.optim.name, vowels.optim.lr, vowels.optim.clip) == ("radam", 1e-3, 4.0)
+    assert (vowels.model.embed_dim, vowels.model.num_heads, vowels.model.layers) == (512, 8, 2)
+
+
+def test_the_modern_recipe_is_one_for_all_sets_with_primal_everywhere():
+    a, b = modern_recipe("Handwriting"), modern_recipe("NATOPS")
+    assert override(b, {"data.name": "Handwriting"}) == a
+    assert a.model.attention == ("primal",)
+    assert a.eta > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("uae/JapaneseVowels", "uea/JapaneseVowels"),
+        ("uea", "uea/"),
+        ("uea-moden/Handwriting", "uea-modern/Handwriting"),
+    ],
+)
+def test_a_mistyped_recipe_suggests_the_nearest(name, hint):
+    with pytest.raises(RunError, match=f"did you mean {hint}"):
+        registry.get(name)
+
+
+@pytest.mark.parametrize(
+    ("make", "complaint"),
+    [
+        (lambda: TrainerConfig(epochs=0), "trainer.epochs must be at least 1"),
+        (lambda: TrainerConfig(ema=1.0), "trainer.ema must lie in"),
+        (lambda: OptimConfig(lr=0.0), "optim.lr must be positive"),
+        (lambda: OptimConfig(clip=-1.0), "optim.clip must not be negative"),
+        (lambda: UEARecipe(eta=-0.1), "eta must not be negative"),
+        (lambda: override(paper_recipe("X"), {"data.holdout": 1.0}), "data.holdout must lie between"),
+        (lambda: override(paper_recipe("X"), {"model.dropout": 1.0}), "model.dropout must lie in"),
+        (lambda: override(paper_recipe("X"), {"model.rank": 0}), "model.rank must be at least 1"),
+        (lambda: override(paper_recipe("X"), {"optim.name": "sgd"}), "must be one of radam, adam, adamw"),
+        (lambda: override(paper_recipe("X"), {"seed": "three"}), "seed must be int"),
+        (lambda: override(paper_recipe("X"), {"optim.speed": 1}), "optim.speed is not a field"),
+        (lambda: from_plain(UEARecipe, {"colour": 1}), "colour is not a field of this version"),
+    ],
+)
+def test_a_value_out_of_range_is_one_clear_line(make, complaint):
+    with pytest.raises(RunError, match=complaint) as caught:
+        make()
+    assert "\n" not in str(caught.value)
+
+
+def test_paths_and_tuples_come_back_as_they_were():
+    recipe = override(paper_recipe("X"), {"data.folder": Path("a/b"), "model.attention": ("softmax", "primal")})
+    assert recipe.data.folder == Path("a/b")
+    assert recipe.model.attention == ("softmax", "primal")

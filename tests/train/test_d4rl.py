@@ -1,0 +1,370 @@
+"""Decision Transformers from windows of trajectories to episodes in MuJoCo: what is trained, played, and refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from closeness import assert_close
+from primal_attention.cli import main as cli
+from primal_attention.cli import replay
+from primal_attention.data import d4rl as data
+from primal_attention.report import paper_d4rl as paper
+from primal_attention.train import d4rl, registry, rollout, runner
+from primal_attention.train.config import override
+from primal_attention.train.d4rl import ContextBatches
+from primal_attention.utils.errors import RunError
+
+pytest.importorskip("mujoco")
+K = 5
+SMALL = {
+    "model.embed_dim": 16, "model.num_heads": 2, "model.layers": 2, "model.context": K, "model.rank": 4,
+    "trainer.epochs": 2, "trainer.steps_per_epoch": 3, "trainer.batch_size": 8, "trainer.progress": False,
+    "trainer.tensorboard": False, "trainer.accelerator": "cpu", "evaluation.episodes": 3,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A small set in D4RL's layout: random actions in Hopper."""
+    env, draw = rollout.make("Hopper-v4"), np.random.default_rng(0)
+    columns = {key: [] for key in ("observations", "actions", "rewards", "terminals")}
+    for seed in range(6):
+        state, fell = env.reset(seed=seed)[0], False
+        while not fell:
+            action = draw.uniform(-1, 1, 3)
+            after, reward, fell, _, _ = env.step(action)
+            for key, value in zip(columns, (state, action, reward, fell), strict=True):
+                columns[key].append(value)
+            state = after
+    place = tmp_path_factory.mktemp("d4rl")
+    np.savez(place / "hopper-medium.npz", **{k: np.asarray(v) for k, v in columns.items()})
+    return place
+
+
+def recipe(folder, **changes):
+    return override(registry.get("d4rl/hopper-medium"), {**SMALL, "data.folder": folder, **changes})
+
+
+def test_the_recipes_are_the_papers():
+    assert [n for n in registry.names() if n.startswith("d4rl/")] == [f"d4rl/{name}" for name in data.SETS]
+    found = registry.get("d4rl/walker2d-medium-replay").resolved()
+    assert (found.model.layers, found.model.embed_dim, found.model.num_heads, found.model.context) == (3, 256, 4, 20)
+    assert (found.model.rank, found.eta, found.model.attention) == (96, 0.05, ("primal+",))
+    assert found.trainer.epochs * found.trainer.steps_per_epoch == 100_000
+    assert (found.trainer.batch_size, found.optim.lr, found.optim.weight_decay, found.optim.clip) == (
+        64,
+        1e-3,
+        1e-4,
+        0.25,
+    )
+    assert found.optim.schedule == "warmup"
+    assert found.optim.warmup * 100_000 == 10_000
+    game = found.game()
+    assert (game.environment, game.target, game.episodes) == ("Walker2d-v4", 5000.0, 100)
+    assert registry.get("d4rl/halfcheetah-medium-replay").resolved().model.rank == 32
+
+
+@pytest.mark.parametrize("model", paper.MODELS)
+def test_the_papers_averages_are_those_of_its_cells(model):
+    assert paper.SETS == data.SETS
+    mean = sum(row[model][0] for row in paper.SCORES.values()) / len(paper.SETS)
+    assert mean == pytest.approx(paper.AVERAGE_SCORE[model], abs=0.051)
+
+
+def test_a_window_holds_what_follows_its_row_in_its_episode(folder):
+    found = data.load("hopper-medium", folder)
+    batches = ContextBatches(found, K, 4)
+    last = int(found.ends[0]) - 1
+    rows = torch.tensor([0, last - 1, last, int(found.starts[1])])
+    states, actions, returns, stamps, padding = batches.windows(rows)
+    assert padding.tolist() == [[n >= kept for n in range(K)] for kept in (K, 2, 1, K)]
+    for row, kept, *columns in zip(rows.tolist(), (K, 2, 1, K), states, actions, returns, stamps, strict=True):
+        there = slice(row, row + kept)
+        whole = (found.observations, found.actions, found.returns_to_go, found.timesteps)
+        for column, source in zip(columns, whole, strict=True):
+            np.testing.assert_array_equal(column[:kept].numpy(), source[there])
+            assert (column[kept:] == 0).all()
+
+
+def test_every_row_begins_a_window_once_per_pass_and_grouping_changes_nothing(folder):
+    found = data.load("hopper-medium", folder)
+    alone, grouped = ContextBatches(found, K, 8, 1), ContextBatches(found, K, 8, 1)
+    grouped.group = 4
+    assert torch.equal(torch.cat(list(alone.rows())).sort().values, torch.arange(len(found)))
+    one_by_one = list(alone)
+    together = [batch for turn in grouped for batch in turn]
+    assert len(one_by_one) == len(together) == -(-len(found) // 8)
+    for a, b in zip(one_by_one, together, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("attention", ["softmax", "primal+", "linear"])
+def test_the_loss_is_that_of_the_valid_steps(folder, attention):
+    experiment = recipe(folder, **{"model.attention": (attention,), "model.dropout": 0.0}).build()
+    module, batches = experiment.module, experiment.train
+    end = int(torch.from_numpy(data.load("hopper-medium", folder).ends)[0])
+    batch = batches.windows(torch.tensor([0, end - 2, end - 1]))
+    loss = module.task_loss(batch)
+    errors = []
+    for row, kept in enumerate((K, 2, 1)):
+        states, actions, returns, stamps, _ = (column[row : row + 1, :kept] for column in batch)
+        errors.append((module.model(states, actions, returns, stamps) - actions).square().flatten())
+    assert_close(loss, torch.cat(errors).mean(), 1e-6)
+    junk = [c.masked_fill(batch[-1].reshape(*batch[-1].shape, *[1] * (c.ndim - 2)), 3) for c in batch[:-1]]
+    assert_close(module.task_loss((*junk, batch[-1])), loss, 1e-6, "with other values at the padding")
+
+
+def trained(folder, out, **changes):
+    return runner.train(recipe(folder, **changes), out, name="d4rl/hopper-medium")
+
+
+@pytest.fixture(scope="module")
+def run(folder, tmp_path_factory):
+    """A finished run."""
+    place = tmp_path_factory.mktemp("run") / "run"
+    trained(folder, place, **{"evaluation.while_training": True})
+    return place
+
+
+def test_a_run_is_measured_by_its_episodes_and_measures_the_same_again(run, capsys):
+    summary = runner.read_summary(run)
+    score = summary["scores"]["last"]
+    assert score["score"] == data.normalized_score("hopper", score["return_mean"])
+    assert (score["episodes"], score["target"], score["epoch"]) == (3, 3600.0, 2)
+    assert (summary["data"]["source"], summary["data"]["environment"]) == ("D4RL's layout", "Hopper-v4")
+    assert runner.evaluate(run)[""] == {k: v for k, v in score.items() if k != "epoch"}
+    assert cli.main(["evaluate", str(run)]) == 0
+    said = capsys.readouterr().out
+    assert f"normalised score {score['score']:6.1f}" in said
+    assert f"the run had {score['score']:.1f}" in said
+
+
+def test_episodes_while_training_are_labelled_as_chosen_on_test(run):
+    summary = runner.read_summary(run)
+    rows = (run / "metrics.csv").read_text().splitlines()
+    column = rows[0].split(",").index("test_score")
+    watched = [float(row.split(",")[column]) for row in rows[1:]]
+    assert len(watched) == 2
+    assert summary["scores"]["best_on_test"]["score"] == max(watched)
+    assert summary["scores"]["last"]["score"] == watched[-1]
+
+
+def test_a_run_trained_without_environments_gets_its_score_later(folder, tmp_path, capsys):
+    run = tmp_path / "run"
+    summary = trained(folder, run, **{"evaluation.episodes": 0})
+    assert summary["scores"]["last"] == {"epoch": 2}
+    assert cli.main(["evaluate", str(run), "--episodes", "2"]) == 0
+    later = runner.read_summary(run)
+    whole = trained(folder, tmp_path / "whole", **{"evaluation.episodes": 2})
+    assert later["scores"] == whole["scores"]
+    assert later["config"] == whole["config"]
+    assert cli.main(["evaluate", str(run), "--episodes", "1"]) == 0
+    assert runner.read_summary(run) == later, "a score that is there stays"
+    assert "1 episodes, target 3600" in capsys.readouterr().out
+
+
+def model_of(folder, attention="primal+"):
+    torch.manual_seed(0)
+    return recipe(folder, **{"model.attention": (attention,)}).build().module.model.eval()
+
+
+@pytest.mark.parametrize("attention", ["softmax", "primal+", "linear", "cosformer"])
+def test_streaming_takes_the_windows_actions_within_k(folder, attention):
+    model = model_of(folder, attention)
+    window, stream = (rollout.play(model, "Hopper-v4", 3600.0, [1, 2], streaming=s) for s in ("off", "rolling"))
+    assert len(window.actions) > K, "the episodes outlast the context"
+    for step in range(K):
+        assert_close(torch.tensor(stream.actions[step]), torch.tensor(window.actions[step]), 1e-5, f"step {step}")
+
+
+def stream_through(reader, steps: int):
+    """What a reader does on given states, after seven of which one of three episodes ends, and what the others saw."""
+    generator = torch.Generator().manual_seed(0)
+    states, togo = torch.randn(steps, 3, 11, generator=generator), torch.linspace(3600, 3000, steps)
+    taken = []
+    for step in range(steps):
+        here = states[step] if step < 7 else states[step, [0, 2]]
+        taken.append(reader.act(here, togo[step].expand(len(here)), step))
+        if step == 6:
+            reader.keep(torch.tensor([0, 2]))
+    actions = torch.stack([a if len(a) == 2 else a[[0, 2]] for a in taken], 1)
+    return states[:, [0, 2]].transpose(0, 1), actions, togo.expand(2, -1), torch.arange(steps).expand(2, -1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("kind", "starts"), [("rolling", [0] * 5 + [3] * 3 + [6] * 3 + [9] * 2), ("whole", [0] * 13)])
+def test_a_stream_is_the_window_from_its_start_on(folder, kind, starts):
+    model = model_of(folder, "primal+")
+    columns = stream_through(rollout.reader_of(model, 3, kind), len(starts))
+    for step, start in enumerate(starts):
+        expected = model.predict(*(column[:, start : step + 1] for column in columns))[:, -1]
+        assert_close(columns[1][:, step], expected, 1e-5, f"step {step}")
+
+
+def test_episodes_side_by_side_are_the_episodes_alone(folder):
+    model, seeds = model_of(folder), [3, 4, 5]
+    torch.nn.init.normal_(model.action_head.weight)  # a policy that looks at the state
+    together = rollout.play(model, "Hopper-v4", 3600.0, seeds)
+    assert len(set(together.lengths)) > 1, "some end before the others"
+    alone = [rollout.play(model, "Hopper-v4", 3600.0, [seed]) for seed in seeds]
+    assert [int(a.lengths[0]) for a in alone] == together.lengths.tolist()
+    # Rounding differs with the batch, and contacts amplify it.
+    np.testing.assert_allclose([a.returns[0] for a in alone], together.returns, rtol=1e-3)
+
+
+def test_the_return_still_to_come_shrinks_by_what_was_earned(folder, monkeypatch):
+    model, seen = model_of(folder), []
+    act = rollout.Window.act
+    monkeypatch.setattr(
+        rollout.Window, "act", lambda self, s, togo, t: seen.append(togo.clone()) or act(self, s, togo, t)
+    )
+    played = rollout.play(model, "Hopper-v4", 1000.0, [7])
+    assert seen[0].item() == 1000.0
+    assert len(seen) == played.lengths[0]
+    assert all(a > b for a, b in itertools.pairwise(seen)), "every step alive earns something in Hopper"
+    assert 1000.0 - seen[-1].item() < played.returns[0]
+
+
+def test_a_film_of_the_first_episode(folder, tmp_path):
+    pytest.importorskip("imageio")
+    try:
+        env = rollout.make("Hopper-v4", film=True)
+        env.reset(seed=0)
+        env.render()
+        env.close()
+    except Exception as error:  # no way to draw on this machine
+        pytest.skip(f"nothing can be rendered here: {type(error).__name__}")
+    file = tmp_path / "films" / "hopper.gif"
+    rollout.play(model_of(folder), "Hopper-v4", 3600.0, [1, 2], video=file)
+    assert file.read_bytes().startswith(b"GIF8")
+
+
+@pytest.mark.parametrize(
+    ("attention", "kind", "why"),
+    [
+        ("flow", "rolling", "keeps no state to go on from: play with streaming off"),
+        ("cosformer", "whole", "is built for 15 tokens, and an episode has up to 3000: play with streaming rolling"),
+    ],
+)
+def test_what_cannot_stream_says_so(folder, attention, kind, why):
+    with pytest.raises(RunError, match=f"layer 1's attention '{attention}' {why}"):
+        rollout.play(model_of(folder, attention), "Hopper-v4", 3600.0, [0], streaming=kind)
+
+
+def test_an_environment_that_is_not_there_is_one_line(folder, monkeypatch):
+    model = model_of(folder)
+    with pytest.raises(RunError, match=r"environment 'Hoper-v4' cannot be made here .*Hopper"):
+        rollout.play(model, "Hoper-v4", 1.0, [0])
+    with pytest.raises(RunError, match=r"'Walker2d-v4' has states of shape \(17,\) where the data has \(11,\)"):
+        rollout.play(model, "Walker2d-v4", 1.0, [0])
+    monkeypatch.setitem(sys.modules, "mujoco", None)
+    for name in [n for n in sys.modules if n.startswith("gymnasium.envs.mujoco")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(RunError, match=r"environment 'Hopper-v4' .*pip install 'primal-attention\[rl\]'") as told:
+        rollout.make("Hopper-v4")
+    assert "\n" not in str(told.value)
+    monkeypatch.setitem(sys.modules, "gymnasium", None)
+    with pytest.raises(RunError, match="needs gymnasium with MuJoCo: pip install 'primal-attention\\[rl\\]'"):
+        rollout.make("Hopper-v4")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--data.folder", "nowhere"], "hopper-medium.hdf5 is not in nowhere"),
+        (["--evaluation.episodes", "-1"], "evaluation.episodes must not be negative (got -1)"),
+        (["--model.attention", "linformer"], "causal=True is not defined for attention 'linformer'"),
+        (["--data.minari", "mujoco/nothing/here-v0"], "Minari has no readable set 'mujoco/nothing/here-v0'"),
+    ],
+)
+def test_the_command_says_in_one_line_what_is_wrong(folder, args, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("PRIMAL_D4RL", str(folder))
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
+    assert cli.main(["train", "d4rl/hopper-medium", *args, "--out", str(tmp_path / "run")]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert len(said.strip().splitlines()) == 1
+
+
+def test_a_set_without_reference_scores_is_refused(tmp_path, folder):
+    (tmp_path / "ant-medium.npz").write_bytes((folder / "hopper-medium.npz").read_bytes())
+    with pytest.raises(data.DataError, match="'ant-medium' names no environment"):
+        override(registry.get("d4rl/ant-medium"), {**SMALL, "data.folder": tmp_path}).build()
+
+
+def test_a_run_of_something_else_cannot_be_replayed(tmp_path):
+    (tmp_path / "config.yaml").write_text("format: 1\nbenchmark: lra\nconfig: " + json.dumps({"seed": 0}) + "\n")
+    with pytest.raises(RunError, match="is not a run of d4rl but of lra"):
+        replay.read(tmp_path)
+
+
+def test_data_dependent_and_fading_layers_can_be_asked_for(folder):
+    dependent = recipe(folder, **{"model.data_dependent": True}).build().module.model.blocks[-1].attention
+    assert dependent.data_dependent
+    assert dependent.max_length == 3 * K
+    fading = recipe(folder, **{"model.decay": True}).build().module.model.blocks[-1].attention
+    assert fading.decay is not None
+    assert d4rl.ETA == 0.05
+
+
+@pytest.fixture
+def shelf(run, tmp_path):
+    """Results of two models on two sets, made from a real run's summary."""
+    summary = runner.read_summary(run)
+    del summary["scores"]["best_on_test"]
+    summary["data"]["source"] = "collected anew in D4RL's layout (medium, Hopper-v4)"
+    scores = {"softmax": (60.0, 64.0), "primal+": (61.0, 67.0)}
+    for name, shift in (("hopper-medium", 0.0), ("walker2d-medium", 10.0)):
+        for model, per_seed in scores.items():
+            for seed, score in enumerate(per_seed):
+                changed = json.loads(json.dumps(summary))
+                changed |= {"recipe": f"d4rl/{name}", "seed": seed, "label": model}
+                changed["config"]["model"]["attention"] = [model]
+                changed["config"]["data"]["name"] = name
+                changed["scores"]["last"]["score"] = score + shift
+                place = tmp_path / "d4rl" / name / f"{model}-seed{seed}.json"
+                place.parent.mkdir(parents=True, exist_ok=True)
+                place.write_text(json.dumps(changed))
+    return tmp_path
+
+
+def set_flags() -> list[str]:
+    """What the small runs change, as the table's command takes it."""
+    skip = ("trainer.progress", "trainer.tensorboard", "trainer.accelerator")
+    changes = {k: v for k, v in SMALL.items() if k not in skip}
+    return ["--set", *(f"{k}={v}" for k, v in changes.items()), "evaluation.while_training=true"]
+
+
+def test_the_table_keeps_ours_and_the_papers_apart_and_says_whose_data_it_is(shelf, capsys):
+    words = ["table", "d4rl", "--no-run", "--results", str(shelf), *set_flags()]
+    assert cli.main([*words, "--markdown", str(shelf / "t.md"), "--csv", str(shelf / "t.csv")]) == 0
+    text = (shelf / "t.md").read_text()
+    assert "| hopper-medium | DT (softmax) | 64.2 ± 1.1 | 62.0 ± 2.8 |" in text
+    assert "Primal.+DT (primal+) | 77.9 ± 7.8 | 74.0 ± 4.2 |" in text
+    assert "| Average | DT (softmax) | 67.4 | 67.0 ± 2.8 |" in text
+    assert "Average of Primal.+DT less that of DT: +2.0 ± 3.6 (standard error)." in text
+    assert "The trajectories are not D4RL's but come from other policies" in text
+    assert "for 6 steps" in text
+    assert "3 episodes" in text
+    assert "hopper-medium,softmax,64.2,1.1,62.0" in (shelf / "t.csv").read_text()
+    capsys.readouterr()
+
+
+def test_the_table_of_costs_counts_per_thousand_steps(shelf, capsys):
+    words = ["table", "d4rl-efficiency", "--no-run", "--results", str(shelf), *set_flags()]
+    assert cli.main(words) == 0
+    said = capsys.readouterr().out
+    assert "20.8" in said
+    assert "s/1K" in said
+
+
+def test_the_page_shows_such_runs(shelf, run, capsys):
+    assert cli.main(["report", str(run), "--out", str(shelf / "page.html")]) == 0
+    assert (shelf / "page.html").stat().st_size > 1000
+    capsys.readouterr()

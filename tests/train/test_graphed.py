@@ -1,0 +1,255 @@
+"""Recorded steps: the same training as without them, on a CPU (nothing is recorded) to the bit, on a GPU in numbers."""
+
+from __future__ import annotations
+
+import csv
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import toy
+from power_cut import PowerCutError, assert_resumes_to_the_same
+from safetensors.torch import load_file
+
+from primal_attention.train import cuda_graph as graphed
+from primal_attention.train import module, runner
+from primal_attention.train.batches import Batches
+from primal_attention.train.config import override
+from primal_attention.train.module import TrainingModule
+from primal_attention.train.optimizer import RecordableRAdam, update_average
+from primal_attention.train.recording import Number, Recorder, Recording
+from primal_attention.utils.errors import DivergedError, RunError
+
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+PLAIN = {
+    "model__dropout": 0.0,
+    "augment__warp": 0.0,
+    "augment__scale": 0.0,
+    "augment__jitter": 0.0,
+    "augment__mixup": 0.0,
+}
+
+
+def rows(folder: Path) -> list[dict[str, float]]:
+    with (folder / "metrics.csv").open() as file:
+        return [{key: float(value) for key, value in row.items()} for row in csv.DictReader(file)]
+
+
+@pytest.mark.parametrize("attention", ["primal", "performer", "reformer"])
+def test_on_a_cpu_the_training_is_the_same_to_the_bit(toy_folder: Path, tmp_path: Path, attention: str):
+    for graph in ("off", "on"):
+        recipe = toy.recipe(toy_folder, trainer__graph=graph, model__attention=(attention,), optim__name="adamw")
+        runner.train(recipe, tmp_path / graph)
+    for file in ("metrics.csv", "model.safetensors"):
+        assert (tmp_path / "on" / file).read_bytes() == (tmp_path / "off" / file).read_bytes()
+    assert [row["step"] for row in rows(tmp_path / "on")] == [4, 8, 12]
+
+
+def test_a_run_cut_off_resumes_to_the_same_metrics_and_weights(toy_folder: Path, tmp_path: Path):
+    recipe = toy.recipe(toy_folder, trainer__graph="on", optim__name="radam")
+    assert_resumes_to_the_same(recipe, tmp_path, step=6)
+
+
+def test_a_loss_that_is_no_number_is_seen_at_the_latest_before_the_epoch_is_measured(
+    toy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    # As on a GPU, where the loss is looked at every so many steps only.
+    monkeypatch.setattr(TrainingModule, "count_step", lambda self, _: setattr(self, "_steps", self._steps + 1))
+    recipe = toy.recipe(toy_folder, trainer__graph="on", optim__lr=1e12, optim__schedule="constant", optim__clip=0.0)
+    with pytest.raises(DivergedError, match=r"one of the steps \d+ to \d+ \(epoch \d+\): weight .* is not finite"):
+        runner.train(recipe, tmp_path)
+    assert not list(tmp_path.glob("model.safetensors"))
+
+
+def test_batches_come_in_groups_of_the_same_batches():
+    plain, grouped = (Batches([torch.arange(22), torch.arange(22) * 2], 4, shuffle_seed=1) for _ in range(2))
+    grouped.group = 4
+    lists = list(grouped)
+    assert [len(batches) for batches in lists] == [4, 2]
+    assert len(grouped) == 2
+    assert grouped.batches_per_epoch == len(plain) == 6
+    for a, b in zip(plain, (batch for batches in lists for batch in batches), strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_recordable_radam_is_radam(weight_decay: float):
+    torch.manual_seed(0)
+    start = [torch.randn(4, 3), torch.randn(3)]
+    ours, theirs = ([torch.nn.Parameter(t.clone()) for t in start] for _ in range(2))
+    a = RecordableRAdam(ours, lr=0.05, weight_decay=weight_decay)
+    b = torch.optim.RAdam(theirs, lr=0.05, weight_decay=weight_decay)
+    for step in range(30):
+        for p, q in zip(ours, theirs, strict=True):
+            p.grad = torch.sin(3 * p.detach()) + 0.01 * step
+            q.grad = torch.sin(3 * q.detach()) + 0.01 * step
+        if step == 12:  # a checkpoint in between
+            again = RecordableRAdam(ours, lr=0.05, weight_decay=weight_decay)
+            again.load_state_dict(a.state_dict())
+            a = again
+        a.prepare()
+        assert a.steady == (step >= 5)  # the first five steps have no 1/√v
+        a.step()
+        b.step()
+        for p, q in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)  # float32, factors in another order
+
+
+def test_a_number_on_the_device_is_written_where_it_changes():
+    number = Number(torch.device("cpu"))
+    for value in (0.5, 0.5, 0.25):
+        before = number.held._version
+        changes = value != number.value
+        number.put(value)
+        assert float(number.held) == value
+        assert (number.held._version != before) == changes
+
+
+def test_steps_are_recorded_once_they_are_all_alike(monkeypatch: pytest.MonkeyPatch):
+    class Steps(Recorder):
+        done = 0
+
+        def work(self, batch: Any) -> None:
+            self.done += 1
+
+        def steady(self) -> bool:
+            return self.done >= 5
+
+    steps = Steps(torch.device("cpu"))
+    steps.records = True
+    monkeypatch.setattr(Steps, "_record", lambda self, batch: Recording(torch.nn.Identity(), [torch.zeros(2)]))
+    monkeypatch.setattr(Recording, "replay", lambda self, batch: None)
+    for _ in range(9):
+        steps.step(torch.ones(2))
+    assert steps.done == 5
+
+
+def test_a_share_on_the_device_moves_the_average_as_a_number_does():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+    model(torch.randn(5, 3))
+    a, b = (torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3)) for _ in range(2))
+    b.load_state_dict(a.state_dict())
+    update_average(a, model, 0.3)
+    update_average(b, model, torch.tensor(0.3))
+    for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True):
+        torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"trainer__accumulate": 2}, "trainer.accumulate 1"),
+        ({"trainer__precision": "16-mixed"}, "loss scaling"),
+        ({"trainer__devices": 2, "trainer__strategy": "ddp"}, "one device"),
+    ],
+)
+def test_what_cannot_be_recorded_is_said_or_left_alone(toy_folder: Path, changes: dict[str, Any], reason: str):
+    recipe = toy.recipe(toy_folder, trainer__graph="on", **changes)
+    found = runner.build(recipe.resolved()).module
+    with pytest.raises(RunError, match=f"trainer.graph on needs .*{reason}.*--trainer.graph auto"):
+        graphed.suits(recipe, found)
+    assert not graphed.suits(override(recipe, {"trainer.graph": "auto"}), found)
+
+
+# On a GPU
+
+LONG = {"trainer__epochs": 8, "trainer__accelerator": "gpu"}  # 4 steps an epoch, the last of another size
+
+
+def train(folder: Path, data: Path, graph: str, **changes: Any) -> dict[str, Any]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="steps run without a CUDA graph.*")
+        return runner.train(toy.recipe(data, trainer__graph=graph, **LONG, **changes), folder)
+
+
+@pytest.mark.parametrize("marked", [pytest.param(None, marks=GPU)], ids=["gpu"])
+@pytest.mark.parametrize("optimizer", ["adamw", "radam"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_on_a_gpu_recorded_steps_give_the_numbers_of_eager_ones(
+    toy_folder: Path, tmp_path: Path, optimizer: str, precision: str, marked: None
+):
+    for graph in ("off", "on"):
+        train(tmp_path / graph, toy_folder, graph, optim__name=optimizer, trainer__precision=precision, **PLAIN)
+    a, b = rows(tmp_path / "off"), rows(tmp_path / "on")
+    # Sums in another order, 32 steps long; in bfloat16 a rounding that tips over costs 2⁻⁸ of an activation.
+    tolerance = 1e-3 if precision == "32-true" else 3e-2
+    for x, y in zip(a, b, strict=True):
+        assert (x["step"], x["epoch"]) == (y["step"], y["epoch"])
+        assert x["lr"] == pytest.approx(y["lr"], rel=1e-6)
+        assert x["loss"] == pytest.approx(y["loss"], rel=tolerance)
+        assert x["J"] == pytest.approx(y["J"], rel=tolerance, abs=tolerance)
+    weights = [load_file(tmp_path / graph / "model.safetensors") for graph in ("off", "on")]
+    for name, weight in weights[0].items():  # the averaged ones
+        torch.testing.assert_close(weight, weights[1][name], rtol=0, atol=10 * tolerance)
+
+
+@pytest.mark.parametrize("marked", [pytest.param(None, marks=GPU)], ids=["gpu"])
+def test_on_a_gpu_steps_are_recorded_and_draw_anew(toy_folder: Path, tmp_path: Path, monkeypatch, marked: None):
+    found: list[graphed.RecordedStep] = []
+    usual = graphed.RecordedStep.run
+    monkeypatch.setattr(graphed.RecordedStep, "run", lambda self, b: (found.append(self), usual(self, b))[1])
+    replays: list[float] = []
+    finish = graphed.RecordedStep._finish
+
+    def look(self: graphed.RecordedStep, batch: Any) -> None:
+        replays.append(float(self.module._sums["loss"]))
+        finish(self, batch)
+
+    monkeypatch.setattr(graphed.RecordedStep, "_finish", look)
+    train(tmp_path, toy_folder, "on", optim__lr=1e-12, trainer__steps_per_epoch=12)
+    assert found[-1].recordings, "no step was recorded"
+    steps = torch.tensor(replays).view(8, 12).diff(dim=1).flatten()
+    assert len({round(float(s), 5) for s in steps}) > len(steps) // 2, "replays repeat each other's random numbers"
+
+
+@pytest.mark.parametrize("marked", [pytest.param(None, marks=GPU)], ids=["gpu"])
+@pytest.mark.parametrize("attention", ["softmax", "performer", "reformer", "linformer", "nystrom", "primal+"])
+def test_on_a_gpu_every_attention_trains(toy_folder: Path, tmp_path: Path, attention: str, marked: None):
+    recipe = toy.recipe(toy_folder, trainer__graph="on", model__attention=(attention,), **LONG, **PLAIN)
+    summary = runner.train(recipe, tmp_path / "on")
+    runner.train(override(recipe, {"trainer.graph": "off"}), tmp_path / "off")
+    a, b = rows(tmp_path / "off"), rows(tmp_path / "on")
+    assert a[-1]["loss"] == pytest.approx(b[-1]["loss"], rel=1e-2)
+    assert summary["epochs"] == 8
+
+
+@pytest.mark.parametrize("marked", [pytest.param(None, marks=GPU)], ids=["gpu"])
+def test_on_a_gpu_a_recorded_run_resumes(toy_folder: Path, tmp_path: Path, monkeypatch, marked: None):
+    train(tmp_path / "whole", toy_folder, "on", **PLAIN)
+    usual = module.TrainingModule.on_train_epoch_start
+
+    def fail(self: TrainingModule) -> None:
+        if self.current_epoch == 5:
+            raise PowerCutError
+        usual(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module.TrainingModule, "on_train_epoch_start", fail)
+        with pytest.raises(PowerCutError):
+            train(tmp_path / "cut", toy_folder, "on", **PLAIN)
+    runner.train(toy.recipe(toy_folder, trainer__graph="on", **LONG, **PLAIN), tmp_path / "cut", resume=True)
+    for x, y in zip(rows(tmp_path / "whole"), rows(tmp_path / "cut"), strict=True):
+        assert x["loss"] == pytest.approx(y["loss"], rel=1e-3)
+        assert (x["step"], x["lr"]) == (y["step"], y["lr"])
+
+
+@pytest.mark.parametrize("marked", [pytest.param(None, marks=GPU)], ids=["gpu"])
+def test_on_a_gpu_a_step_that_cannot_be_recorded_runs_as_usual(
+    toy_folder: Path, tmp_path: Path, monkeypatch, marked: None
+):
+    usual = TrainingModule.losses
+
+    def look_at_the_device(self: TrainingModule, batch: Any) -> Any:
+        parts = usual(self, batch)
+        float(parts["loss"])
+        return parts
+
+    monkeypatch.setattr(TrainingModule, "losses", look_at_the_device)
+    recipe = toy.recipe(toy_folder, trainer__graph="on", **LONG)
+    with pytest.warns(UserWarning, match="steps run without a CUDA graph") as caught:
+        summary = runner.train(recipe, tmp_path)
+    assert len([w for w in caught if "CUDA graph" in str(w.message)]) == 1
+    assert summary["epochs"] == 8

@@ -1,0 +1,205 @@
+"""Language recipes: every token measured once, equal parameters, runs that repeat and can be asked again, the table."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from primal_attention.cli import main as cli
+from primal_attention.cli import table
+from primal_attention.cli.table import LINEUP
+from primal_attention.data.lm import SubwordVocabulary, TextSplit
+from primal_attention.train import lm as language
+from primal_attention.train import registry, runner
+from primal_attention.train.config import override
+from primal_attention.train.grid import QUIET, Plan, Shelf, missing, run_job
+from primal_attention.train.lm import LanguageRecipe, MeasuredWindows, TrainingWindows, load_language
+from primal_attention.utils.errors import DataError, RunError
+
+pytest.importorskip("tokenizers")
+
+SMALL: dict[str, Any] = {
+    "data.vocabulary": 280,
+    "data.context": 16,
+    "model.embed_dim": 32,
+    "model.num_heads": 2,
+    "model.layers": 2,
+    "model.rank": 4,
+    "model.landmarks": 8,
+    "trainer.epochs": 1,
+    "trainer.steps_per_epoch": 2,
+    "trainer.batch_size": 3,
+    "trainer.precision": "32-true",
+    "trainer.accelerator": "cpu",
+    "trainer.progress": False,
+    "trainer.tensorboard": False,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    home = tmp_path_factory.mktemp("wikipedia")
+    for split, count in (("train", 12), ("valid", 3), ("test", 3)):
+        articles = (f" = {split} {i} = \n\nThe cat {i} sat on the mat of {split}, and sat.\n" for i in range(count))
+        (home / f"wiki.{split}.txt").write_text("".join(articles))
+    return home
+
+
+def small(folder: Path, **changes: Any) -> LanguageRecipe:
+    given = {k.replace("__", "."): v for k, v in changes.items()}
+    return override(registry.get("lm/wikipedia"), {**SMALL, "data.folder": folder, **given})
+
+
+def split(count: int) -> TextSplit:
+    return TextSplit(np.arange(count, dtype=np.uint16), 5 * count, 1)
+
+
+@pytest.mark.parametrize("count", [2, 9, 17, 18, 50])
+def test_every_token_is_predicted_exactly_once(count: int) -> None:
+    batches = MeasuredWindows(split(count), 8, 3)
+    windows = torch.cat([batch for (batch,) in batches])
+    assert all(len(batch) == 3 for (batch,) in batches)
+    targets = windows[:, 1:]
+    assert targets[targets >= 0].tolist() == list(range(1, count))
+    assert batches.tokens == count - 1
+    real = targets >= 0
+    assert (windows[:, :-1][real] == targets[real] - 1).all()
+
+
+def test_training_windows_are_cut_anew_and_repeat_by_seed() -> None:
+    stream = split(60_000)  # above the largest signed number of 16 bits
+
+    def starts(epoch: int, seed: int = 0) -> torch.Tensor:
+        batches = TrainingWindows(stream, 100, 7, seed)
+        batches.set_epoch(epoch)
+        return torch.cat([batch[:, 0] for (batch,) in batches])
+
+    first = starts(0)
+    assert first.unique().numel() == first.numel()
+    assert first.min() >= 0
+    assert (first % 100).unique().numel() == 1
+    torch.testing.assert_close(first, starts(0))
+    assert not torch.equal(first.sort().values, starts(1).sort().values)
+    with pytest.raises(DataError, match="train has 12 tokens: windows of 8 need 17"):
+        TrainingWindows(split(12), 8, 1, 0)
+
+
+@pytest.mark.parametrize("name", LINEUP)
+def test_parameters_are_equal(name: str) -> None:
+    recipe = override(registry.get("lm/wikipedia"), LINEUP[name].changes()).resolved()
+    softmax = override(registry.get("lm/wikipedia"), LINEUP["softmax"].changes()).resolved()
+    counts = [language.parameters(language.network(r, 8192)) for r in (recipe, softmax)]
+    assert abs(counts[0] / counts[1] - 1) < 0.002
+
+
+def test_positions_where_nothing_else_tells_the_order() -> None:
+    def positions(name: str) -> str | None:
+        return override(registry.get("lm/wikipedia"), LINEUP[name].changes()).resolved().model.positions
+
+    assert {positions(name) for name in ("softmax", "primal-decay", "primal-mean-conv", "primal+-mean")} == {"rotary"}
+    assert {positions(name) for name in ("linear", "flow", "primal-mean", "primal-landmarks")} == {"sinusoidal"}
+
+
+def test_the_papers_setting() -> None:
+    recipe = registry.get("lm/wikitext-103").resolved()
+    assert isinstance(recipe, LanguageRecipe)
+    config = language.network(recipe, 1000)
+    assert (config.layers, config.embed_dim, config.ffn_dim, config.num_heads, config.rank) == (6, 512, 2048, 8, 30)
+    assert (recipe.data.context, recipe.data.vocabulary, config.attention) == (512, None, ("primal+",))
+    assert round(recipe.optim.warmup * recipe.trainer.epochs * recipe.trainer.steps_per_epoch) == 6000
+
+
+@pytest.mark.parametrize("mode", ["selective", "dual"])
+def test_a_recipe_with_a_removed_mode_gets_one_line(mode: str) -> None:
+    with pytest.raises(RunError, match=rf"model\.primal_mode: attention '{mode}' was removed; use 'decay' or 'delta'"):
+        override(registry.get("lm/wikipedia"), {"model.primal_mode": mode})
+
+
+def test_a_run_measures_what_its_model_predicts_and_repeats(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = small(folder, model__primal_mode="delta", model__conv=4, model__gate=True)
+    summary = runner.train(recipe, tmp_path / "a", name="lm/wikipedia")
+    again = runner.train(recipe, tmp_path / "b", name="lm/wikipedia")
+    assert summary["scores"] == again["scores"]
+    model, vocabulary = load_language(tmp_path / "a")
+    data = language.load(recipe.data)
+    assert vocabulary.digest == data.vocabulary.digest == summary["data"]["vocabulary_sha256"]
+    tokens, nats = torch.from_numpy(data.test.tokens.astype(np.int64)), 0.0
+    with torch.no_grad():
+        for start in range(0, len(tokens) - 1, 16):  # window by window, as a reader would
+            window = tokens[start : start + 17]
+            nats += float(F.cross_entropy(model(window[None, :-1])[0], window[1:], reduction="sum"))
+    last = summary["scores"]["last"]
+    bits = nats / math.log(2) / len((folder / "wiki.test.txt").read_bytes())
+    assert last["bits_per_byte"] == pytest.approx(bits, rel=1e-5)  # float32
+    assert last["perplexity"] == pytest.approx(math.exp(nats / (len(tokens) - 1)), rel=1e-5)
+    assert {"validation_perplexity", "validation_bits_per_byte"} <= last.keys()
+    assert runner.evaluate(tmp_path / "a")[""]["bits_per_byte"] == pytest.approx(last["bits_per_byte"], rel=1e-6)
+    assert cli.main(["evaluate", str(tmp_path / "a")]) == 0
+    assert f"bits per byte {last['bits_per_byte']:.4f}" in (said := capsys.readouterr().out)
+    assert "as in the run" in said
+
+
+def test_a_foreign_vocabulary_is_refused(folder: Path, tmp_path: Path) -> None:
+    runner.train(small(folder), tmp_path / "run", name="lm/wikipedia")
+    file = tmp_path / "run" / "vocabulary.json"
+    SubwordVocabulary.train(["Quite other words, and more of these words than of others."], 280).save(file)
+    with pytest.raises(RunError, match=r"vocabulary.json is not the vocabulary that the run was trained with"):
+        load_language(tmp_path / "run")
+    file.write_text('{"words": ["<eos>", "a"]}')
+    with pytest.raises(RunError, match="has 2 tokens and the checkpoint 280: not the run's own"):
+        load_language(tmp_path / "run")
+    file.unlink()
+    with pytest.raises(DataError, match=r"vocabulary.json is missing"):
+        load_language(tmp_path / "run")
+
+
+def test_a_vocabulary_beside_the_text_is_used(folder: Path, tmp_path: Path) -> None:
+    home = tmp_path / "text"
+    shutil.copytree(folder, home, ignore=shutil.ignore_patterns(".cache"))
+    data = language.load(small(folder).data)
+    data.vocabulary.save(home / "vocabulary.json")
+    (home / "wiki.train.txt").write_text(" = Other = \n\nQuite other words here.\n")
+    assert language.load(small(home).data).vocabulary.digest == data.vocabulary.digest
+    with pytest.raises(RunError, match=r"vocabulary.json has 280 tokens, not 300: set --data.vocabulary 280"):
+        language.load(small(home, data__vocabulary=300).data)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"data__vocabulary": 256}, "data.vocabulary must be at least 257"),
+        ({"data__context": 0}, "data.context must be at least 1"),
+        ({"model__conv": -1}, "model.conv must not be negative"),
+        ({"model__dropout": 1.0}, r"model.dropout must lie in \[0, 1\)"),
+    ],
+)
+def test_bad_settings_are_told_in_one_line(folder: Path, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(RunError, match=said):
+        small(folder, **changes)
+
+
+def test_the_table_compares_with_softmax(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    models, fixed = ("softmax", "primal-mean"), {"seed", "model.attention"}
+    changes = {**{k: v for k, v in SMALL.items() if k not in fixed}, "data.folder": folder}
+    plan = Plan("lm", ("wikipedia",), [LINEUP[m] for m in models], [0], changes, "lm")
+    for job in missing(plan, Shelf([]), tmp_path / "runs", tmp_path / "results"):
+        assert run_job(job).error is None
+    settings = [f"{k}={v}" for k, v in changes.items() if k not in ("data.folder", *QUIET)]
+    words = ["lm", "--models", *models, "--no-run", "--results", str(tmp_path / "results"), "--set", *settings]
+    assert table.main(words) == 0
+    said = capsys.readouterr().out
+    assert "softmax, rotary" in said
+    assert "PrimalFormer, mean" in said
+    assert "+0.00 %" in said
+    with pytest.raises(RunError, match="--models sofmax is not in this table: choose of softmax, delta, hybrid"):
+        table.main(["lm", "--models", "sofmax", "--no-run"])

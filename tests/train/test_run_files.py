@@ -1,0 +1,527 @@
+"""Files of a run folder: damage is noticed and reported in one line, and nothing in them is executed."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pickle
+import shutil
+import socket
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import toy
+import yaml
+from power_cut import PowerCutError
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+
+from primal_attention.cli import main as cli
+from primal_attention.train import checkpoint, readers, runner, sharded
+from primal_attention.train import folder as run_folder
+from primal_attention.train.module import TrainingModule
+from primal_attention.utils import files
+from primal_attention.utils.errors import RunError
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+STEPS = 4  # of an epoch of the toy set
+SMALL = """
+--model.embed-dim 8 --model.num-heads 2 --model.layers 1 --model.ffn-dim 16 --model.rank 3 --model.landmarks 4
+--trainer.epochs 1 --trainer.batch-size 8 --trainer.accelerator cpu --trainer.no-progress --trainer.no-tensorboard
+""".split()  # noqa: SIM905 (reads as it is typed)
+
+
+class Payload:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.target),)
+
+
+@pytest.fixture(scope="module")
+def finished(toy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("runs") / "run"
+    runner.train(toy.recipe(toy_folder), place, name="uea-modern/Toy")
+    return place
+
+
+@pytest.fixture(scope="module")
+def interrupted(toy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run, stopped in the third epoch: last.ckpt after the second one, previous.ckpt after the first."""
+    place = tmp_path_factory.mktemp("runs") / "run"
+    losses = TrainingModule.losses
+
+    def fail(self: TrainingModule, batch: Any) -> Any:
+        if self.global_step == 2 * STEPS + 1:
+            raise PowerCutError
+        return losses(self, batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainingModule, "losses", fail)
+        with pytest.raises(PowerCutError):
+            runner.train(toy.recipe(toy_folder), place, name="uea-modern/Toy")
+    assert {p.name for p in (place / "checkpoints").iterdir()} == {"last.ckpt", "previous.ckpt"}
+    return place
+
+
+@pytest.fixture
+def run(interrupted: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(interrupted, tmp_path / "run")
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def resave(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change a checkpoint's content and write it with a valid checksum."""
+    content = readers.read_checkpoint(file)
+    change(content)
+    checkpoint.save_checkpoint(file, content)
+
+
+# Checkpoints
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "one flipped bit": flip,
+    "a flipped bit in the checksum": lambda file: file.write_bytes(file.read_bytes()[:-2] + b"x\n"),
+    "truncated": lambda file: os.truncate(file, file.stat().st_size // 2),
+    "truncated by the checksum": lambda file: os.truncate(file, file.stat().st_size - readers.TRAILER_BYTES),
+    "empty": lambda file: file.write_bytes(b""),
+    "missing": lambda file: file.unlink(),
+    "another file": lambda file: file.write_bytes(b"PK\x03\x04 something else"),
+    "a list": lambda file: checkpoint.save_checkpoint(file, [1, 2]),  # type: ignore[arg-type]
+    "no optimizer": lambda file: resave(file, lambda content: content.pop("optimizer_states")),
+    "no weights": lambda file: resave(file, lambda content: content.pop("state_dict")),
+    "no run state": lambda file: resave(file, lambda content: content["callbacks"].clear()),
+    "rows of another type": lambda file: resave(file, lambda content: content["callbacks"]["RunState"].update(rows=3)),
+    "one weight missing": lambda file: resave(file, lambda content: content["state_dict"].popitem()),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda name: name.replace(" ", "-"))
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(damage: str, run: Path, toy_folder: Path):
+    last, previous = (run / "checkpoints" / name for name in ("last.ckpt", "previous.ckpt"))
+    DAMAGES[damage](last)
+    module = runner.build(toy.recipe(toy_folder).resolved()).module
+
+    def check(content: dict[str, Any], path: Path) -> None:
+        checkpoint.check_fits(content, module, path)
+
+    with pytest.warns(UserWarning, match=r"last\.ckpt.*: continuing from previous\.ckpt") as said:
+        place, content = checkpoint.load_newest(last.parent, check)  # type: ignore[misc]
+    assert len(said) == 1
+    assert (place, content["epoch"], content["global_step"]) == (previous, 0, STEPS)
+    assert not last.exists(), "the next checkpoint would replace the intact one by it"
+    shutil.copy(previous, last)
+    DAMAGES[damage](last)
+    flip(previous)
+    with pytest.raises(RunError, match=r"no intact checkpoint.*last\.ckpt.*previous\.ckpt"):
+        checkpoint.load_newest(last.parent, check)
+    assert previous.exists()
+
+
+def test_a_run_with_a_damaged_checkpoint_ends_with_the_same_weights(run: Path, finished: Path, toy_folder: Path):
+    flip(run / "checkpoints" / "last.ckpt")
+    with pytest.warns(UserWarning, match="its checksum does not match"):
+        runner.train(toy.recipe(toy_folder), run, resume=True)
+    for file in ("metrics.csv", "model.safetensors"):
+        assert (run / file).read_bytes() == (finished / file).read_bytes()
+    assert (run / "checkpoints" / "last.ckpt.damaged").exists()
+
+
+def test_an_intact_run_resumes_without_a_word(run: Path, finished: Path, toy_folder: Path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        runner.train(toy.recipe(toy_folder), run, resume=True)
+    assert (run / "model.safetensors").read_bytes() == (finished / "model.safetensors").read_bytes()
+
+
+def test_a_checkpoint_with_code_inside_is_refused(tmp_path: Path):
+    file = tmp_path / "last.ckpt"
+    checkpoint.save_checkpoint(file, {"callbacks": {}, "state_dict": Payload(tmp_path / "ran")})
+    with pytest.raises(RunError, match="damaged or no checkpoint"):
+        readers.read_checkpoint(file)
+    assert not (tmp_path / "ran").exists()
+
+
+# Sharded checkpoints
+
+
+@pytest.fixture
+def shards(run: Path) -> Path:
+    """The run's last checkpoint in the form that several processes write."""
+    content = readers.read_checkpoint(run / "checkpoints" / "last.ckpt")
+    place = run / "checkpoints" / "000002.sharded"
+    tensors = sharded.flatten({"model": content.pop("state_dict")})
+    content.pop("optimizer_states")
+    write_shards(place, tensors, {**content, "rest": {}})
+    return place
+
+
+def write_shards(place: Path, tensors: dict[str, Any], rest: dict[str, Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(place), no_dist=True)
+    checkpoint.save_checkpoint(place / sharded.REST, rest)
+    sharded.write_checksums(place)
+
+
+def test_shards_hold_what_the_checkpoint_holds(shards: Path):
+    content = sharded.read_whole(shards)
+    expected = readers.read_checkpoint(shards.parent / "last.ckpt")["state_dict"]
+    assert content["state_dict"].keys() == expected.keys()
+    assert all(torch.equal(content["state_dict"][name], tensor) for name, tensor in expected.items())
+
+
+SHARD_DAMAGES: dict[str, Callable[[Path], object]] = {
+    "a flipped bit in the tensors": lambda place: flip(place / "__0_0.distcp"),
+    "a flipped bit in the rest": lambda place: flip(place / "rest.pt"),
+    "a flipped bit in the index": lambda place: flip(place / ".metadata"),
+    "tensors missing": lambda place: (place / "__0_0.distcp").unlink(),
+    "the index missing": lambda place: (place / ".metadata").unlink(),
+    "the checksums missing": lambda place: (place / "checksums.json").unlink(),
+    "the checksums of nothing": lambda place: (place / "checksums.json").write_text("{}"),
+    "an empty folder": lambda place: [file.unlink() for file in place.iterdir()],
+}
+
+
+@pytest.mark.parametrize("damage", SHARD_DAMAGES, ids=lambda name: name.replace(" ", "-"))
+def test_damaged_shards_fall_back_to_the_ones_before(damage: str, shards: Path):
+    for name in ("last.ckpt", "previous.ckpt"):
+        (shards.parent / name).unlink()
+    newer = shutil.copytree(shards, shards.with_name("000003.sharded"))
+    SHARD_DAMAGES[damage](newer)
+    with pytest.warns(UserWarning, match=r"000003\.sharded.*: continuing from 000002\.sharded"):
+        place, _ = checkpoint.load_newest(shards.parent, lambda content, path: None)  # type: ignore[misc]
+    assert place == shards
+    assert not newer.exists()
+
+
+def test_an_entry_that_would_be_unpickled_is_refused(shards: Path, tmp_path: Path):
+    """`dcp.load` reads what an index declares as bytes with an unrestricted unpickler."""
+    rest = readers.read_checkpoint(shards / "rest.pt", schema={})
+    name = next(iter(sharded.read_whole(shards)["state_dict"]))
+    shutil.rmtree(shards)
+    write_shards(shards, {f"model/{name}": Payload(tmp_path / "ran")}, rest)
+    shutil.rmtree(tmp_path / "ran", ignore_errors=True)  # dcp.save may have looked at it
+    for load in (
+        sharded.read_whole,
+        lambda place: sharded.load_tensors({f"model/{name}": torch.zeros(1)}, place, no_dist=True),
+    ):
+        with pytest.raises(RunError, match="is not a tensor but a BytesStorageMetadata"):
+            load(shards)
+    with pytest.MonkeyPatch.context() as patch:  # the planner alone
+        patch.setattr(sharded, "check_index", lambda index: None)
+        with pytest.raises(RunError, match="is not a tensor"):
+            sharded.load_tensors({f"model/{name}": torch.zeros(1)}, shards, no_dist=True)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_an_index_names_no_file_outside_of_its_folder(shards: Path):
+    index = sharded.Reader(shards).read_metadata()
+    next(iter(index.storage_data.values())).relative_path = "../../secret"
+    with pytest.raises(ValueError, match="names the file"):
+        sharded.check_index(index)
+    with pytest.raises(ValueError, match="BytesStorageMetadata"):
+        sharded.check_index(Metadata({"model/x": BytesStorageMetadata()}))
+
+
+# The lock
+
+
+def lock_text(pid: int, host: str | None = None, start: int | None = None) -> str:
+    return json.dumps({"pid": pid, "host": host or socket.gethostname(), "start": start})
+
+
+def ended_pid() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_a_second_process_gets_one_line(run: Path, toy_folder: Path, capsys: pytest.CaptureFixture[str]):
+    words = ["train", "uea-modern/Toy", "--out", str(run), "--resume", "--data.folder", str(toy_folder)]
+    files_before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        (run / ".lock").write_text(lock_text(other.pid))
+        code = cli.main(words)
+        other.communicate(b"\n")
+    err = capsys.readouterr().err
+    assert (code, err.count("\n")) == (2, 1)
+    assert f"{run} is in use by process {other.pid}" in err
+    (run / ".lock").unlink()
+    assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == files_before
+
+
+def test_a_lock_is_held_once_and_removed(tmp_path: Path):
+    place = tmp_path / "a" / "run"
+    with run_folder.lock(place):
+        assert json.loads((place / ".lock").read_text())["pid"] == os.getpid()
+        assert run_folder.fresh(place) == place.with_name("run-2")
+        with pytest.raises(RunError, match="in use by process"), run_folder.lock(place):
+            pass
+        assert (place / ".lock").exists()
+    assert not place.parent.exists(), "a folder in which nothing was written is removed"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (lambda: lock_text(ended_pid()), None),
+        (lambda: lock_text(os.getpid(), start=1), None),  # the number now belongs to another process
+        (lambda: lock_text(1, "elsewhere"), "on elsewhere: if it has ended, delete"),
+        (lambda: "", "is not JSON"),
+        (lambda: "[]", "is not a lock"),
+    ],
+    ids=["dead", "number reused", "other host", "empty", "no lock"],
+)
+def test_only_the_lock_of_a_dead_process_is_taken_over(text: Callable[[], str], said: str | None, tmp_path: Path):
+    (tmp_path / ".lock").write_text(text())
+    if said is None:
+        with run_folder.lock(tmp_path):
+            pass
+        return
+    with pytest.raises(RunError, match=said), run_folder.lock(tmp_path):
+        pass
+    assert (tmp_path / ".lock").exists()
+
+
+def test_a_restarted_job_takes_over_the_lock_of_another_host(tmp_path: Path):
+    (tmp_path / ".lock").write_text(lock_text(1, "elsewhere"))
+    with run_folder.lock(tmp_path, restarted=True):
+        pass
+
+
+def test_the_holder_of_the_lock_removes_partial_files(tmp_path: Path):
+    (tmp_path / "checkpoints" / ".000003.sharded.12.partial").mkdir(parents=True)
+    (tmp_path / "checkpoints" / ".last.ckpt.12.partial").touch()
+    (tmp_path / ".mine.partial").touch()
+    with run_folder.lock(tmp_path):
+        assert sorted(p.name for p in tmp_path.rglob(".*")) == [".lock", ".mine.partial"]
+
+
+# A full disk
+
+
+@pytest.mark.parametrize("file", ["config.yaml", "last.ckpt", "metrics.csv", "model.safetensors", "summary.json"])
+def test_a_full_disk_is_one_line_and_leaves_no_half_file(
+    file: str, toy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """File systems may report it as late as fsync."""
+    place, fsync = tmp_path / "run", os.fsync
+
+    def full(handle: int) -> None:
+        if Path(f"/proc/self/fd/{handle}").readlink().name == f".{file}.{os.getpid()}.partial":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(handle)
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    words = ["train", "uea-modern/Toy", "--out", str(place), "--data.folder", str(toy_folder), *SMALL]
+    code = cli.main(words)
+    err = capsys.readouterr().err
+    assert (code, err.count("\n")) == (2, 1), err
+    assert f"{file} (No space left on device): nothing was written" in err
+    assert "continue with --resume" in err
+    assert not list(place.rglob(".*"))
+    assert not list(place.rglob(file))
+
+
+def test_a_checkpoint_that_grows_too_large_leaves_the_one_before(tmp_path: Path):
+    """`torch.save` against a real limit of the kernel, in a process of its own."""
+    script = f"""
+import resource, signal, pathlib, torch
+from primal_attention.train.checkpoint import save_checkpoint
+file = pathlib.Path({str(tmp_path)!r}) / "last.ckpt"
+save_checkpoint(file, {{"a": 1}})
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+try:
+    save_checkpoint(file, {{"a": torch.zeros(100_000)}}, keep=file.with_name("previous.ckpt"))
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.startswith(f"WriteError cannot write {tmp_path / 'last.ckpt'} (File too large)"), done.stderr
+    assert done.stderr == ""
+    assert [p.name for p in tmp_path.iterdir()] == ["last.ckpt"]
+    assert readers.read_checkpoint(tmp_path / "last.ckpt", schema={}) == {"a": 1}
+
+
+# Readers
+
+
+def deep(open_: str, close: str) -> bytes:
+    return (open_ * 100_000 + close * 100_000).encode()
+
+
+def safetensors_header(content: Any) -> bytes:
+    text = json.dumps(content).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+HOSTILE: dict[str, dict[str, bytes]] = {
+    "config.yaml": {
+        "empty": b"",
+        "binary": bytes(range(256)),
+        "not UTF-8": b"format: 1\nconfig: {seed: \xff}\n",
+        "a list": b"- 1\n- 2\n",
+        "no format": b"config: {}\n",
+        "another format": b"{format: 99, config: {}}\n",
+        "no config": b"{format: 1, benchmark: uea}\n",
+        "a config of another type": b"{format: 1, benchmark: uea, config: [1]}\n",
+        "truncated": b"{format: 1, benchmark: uea, config: {se",
+        "deeply nested": b"format: 1\nconfig: " + deep("[", "]"),
+        "a huge number": b"{format: 1, config: {seed: " + b"9" * 10_000 + b"}}",
+        "an impossible date": b"{format: 1, config: {seed: 2001-99-99}}",
+        "nested aliases": b"a: &a [x, x]\nb: &b [*a, *a]\nformat: 1\nconfig: {seed: *b}\n",
+        "code": b"!!python/object/apply:os.mkdir [ran]\n",
+        "too large": b"format: 1\n" + b"# " * readers.MAX_CONFIG_BYTES,
+    },
+    "summary.json": {
+        "empty": b"",
+        "binary": bytes(range(256)),
+        "not UTF-8": b'{"format": 1, "label": "\xff"}',
+        "a list": b"[]",
+        "another format": b'{"format": 2}',
+        "a format of another type": b'{"format": true}',
+        "no scores": b'{"format": 1}',
+        "truncated": b'{"format": 1, "sco',
+        "deeply nested": deep("[", "]"),
+        "a huge number": b'{"format": ' + b"9" * 10_000 + b"}",
+    },
+    "metrics.csv": {
+        "empty": b"",
+        "binary": bytes(range(256)),
+        "not UTF-8": b"epoch,loss\n1,\xff\n",
+        "another table": b"name,value\na,1\n",
+        "a column twice": b"epoch,loss,loss\n1,2,3\n",
+        "a short row": b"epoch,loss\n1,2.0\n2",
+        "a long row": b"epoch,loss\n1,2.0,3.0\n",
+        "a word": b"epoch,loss\n1,two\n",
+        "half an epoch": b"epoch,loss\n1.5,2.0\n",
+        "an endless epoch": b"epoch,loss\ninf,2.0\n",
+        "a huge cell": b"epoch,loss\n1," + b"9" * 200_000 + b"\n",
+        "an open quote": b'epoch,loss\n1,"2\n',
+    },
+    "model.safetensors": {
+        "empty": b"",
+        "binary": bytes(range(256)),
+        "a huge header": b"\xff" * 8 + b"{}",
+        "a header of another type": safetensors_header([]),
+        "an unknown type": safetensors_header({"a": {"dtype": "X9", "shape": [1], "data_offsets": [0, 1]}}) + b"0",
+        "a pickle": pickle.dumps({"a": 1}),
+    },
+}  # fmt: skip
+READERS: dict[str, Callable[[Path], Any]] = {
+    "config.yaml": readers.read_config,
+    "summary.json": readers.read_summary,
+    "metrics.csv": readers.read_metrics,
+    "model.safetensors": readers.read_weights,
+}
+CASES = [(file, case) for file, cases in HOSTILE.items() for case in cases]
+
+
+@pytest.mark.parametrize(("file", "case"), CASES, ids=[f"{f}-{c}".replace(" ", "-") for f, c in CASES])
+def test_a_hostile_file_is_one_line_that_names_it(
+    file: str, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / file
+    path.write_bytes(HOSTILE[file][case])
+    with pytest.raises(RunError) as error:
+        READERS[file](path)
+    assert str(path) in str(error.value)
+    assert len(str(error.value)) < 600
+    assert list(tmp_path.iterdir()) == [path], "nothing was executed"
+
+
+SUMMARY_FIELDS = [*readers.SUMMARY, "format"]
+
+
+@pytest.mark.parametrize("field", SUMMARY_FIELDS)
+@pytest.mark.parametrize("value", [None, 10**400, [], "missing"], ids=["null", "huge", "list", "missing"])
+def test_a_summary_names_the_field_that_is_wrong(field: str, value: Any, finished: Path, tmp_path: Path):
+    content = json.loads((finished / "summary.json").read_text())
+    if value == "missing":
+        del content[field]
+    else:
+        content[field] = value
+    path = tmp_path / "summary.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(RunError, match=field):
+        readers.read_summary(path)
+
+
+def test_scores_are_numbers(finished: Path, tmp_path: Path):
+    content = json.loads((finished / "summary.json").read_text())
+    for bad in ("high", None, [1.0], 10**400):
+        content["scores"]["last"]["accuracy"] = bad
+        (tmp_path / "summary.json").write_text(json.dumps(content))
+        with pytest.raises(RunError, match=r"scores\.last\.accuracy must be a number"):
+            readers.read_summary(tmp_path / "summary.json")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("seed", "one"),
+        ("seed", None),
+        ("seed", 10**300),
+        ("eta", 10**400),
+        ("protocol", ["last"]),
+        ("model", 3),
+        ("model.attention", 7),
+        ("model.attention", ["primel"]),
+        ("model.embed_dim", 10**12),
+        ("data.folder", 5),
+        ("trainer.epochs", "many"),
+        ("unknown", 1),
+    ],
+    ids=str,
+)
+def test_a_configuration_names_the_field_that_is_wrong(
+    field: str, value: Any, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    run = shutil.copytree(finished, tmp_path / "run")
+    content = yaml.safe_load((run / "config.yaml").read_text())
+    *path, last = field.split(".")
+    table = content["config"]
+    for key in path:
+        table = table[key]
+    table[last] = value
+    (run / "config.yaml").write_text(yaml.safe_dump(content))
+    code = cli.main(["evaluate", str(run)])
+    err = capsys.readouterr().err
+    assert (code, err.count("\n")) == (2, 1), err
+    assert "Traceback" not in err
+
+
+def test_what_the_writers_write_the_readers_read(finished: Path, tmp_path: Path):
+    assert readers.read_config(finished / "config.yaml")["recipe"] == "uea-modern/Toy"
+    assert readers.read_summary(finished / "summary.json")["seed"] == 0
+    assert readers.read_metrics(finished / "metrics.csv")["epoch"] == [1.0, 2.0, 3.0]
+    assert readers.read_weights(finished / "model.safetensors")
+    assert readers.read_metrics(tmp_path / "metrics.csv") == {}, "no epoch has ended yet"
+    files.write_csv(tmp_path / "metrics.csv", [{"epoch": 1, "loss": 0.5}, {"epoch": 2, "loss": 0.25, "J": -1}])
+    expected = {"epoch": [1.0, 2.0], "loss": [0.5, 0.25], "J": [None, -1.0]}
+    assert readers.read_metrics(tmp_path / "metrics.csv") == expected
+    files.write_json(tmp_path / "a.json", {"command": "primal \udcff"})  # an argument that is not UTF-8
+    assert readers.read_json(tmp_path / "a.json") == {"command": "primal \udcff"}
+
+
+def test_a_run_that_has_not_finished_is_one_line(run: Path, capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["evaluate", str(run)]) == 2
+    assert "the run has not finished; 'primal train RECIPE … --resume' continues it" in capsys.readouterr().err

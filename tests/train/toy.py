@@ -1,0 +1,55 @@
+"""A small set and a small recipe with everything random switched on: dropout, mixup, augmentation, averaging."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from primal_attention.data import uea
+from primal_attention.data.uea import SeriesData, Split
+from primal_attention.train.config import override
+from primal_attention.train.uea import UEARecipe, modern_recipe
+
+
+def data(name: str = "Toy") -> SeriesData:
+    """Three classes that differ in a wave's frequency; lengths from 6 to 12."""
+    rng = np.random.default_rng(0)
+
+    def split(cases: int) -> Split:
+        labels = np.arange(cases) % 3
+        series = []
+        for label in labels:
+            time = np.arange(rng.integers(6, 13))[:, None]
+            wave = np.sin(0.5 * (1 + label) * time + rng.uniform(0, 6, 2))
+            series.append(wave + 0.1 * rng.standard_normal((len(time), 2)))
+        return Split(series, labels.astype(np.int64))
+
+    return SeriesData(name, split(30), split(15), ("a", "b", "c"))
+
+
+def folder(place: Path) -> Path:
+    """The toy set in its cached form."""
+    uea.save_npz(data(), place)
+    return place
+
+
+def recipe(place: Path, **changes: Any) -> UEARecipe:
+    small = {
+        "data.folder": place,
+        "model.embed_dim": 8,
+        "model.num_heads": 2,
+        "model.layers": 2,
+        "model.ffn_dim": 16,
+        "model.rank": 3,
+        "model.landmarks": 4,
+        "model.stem_kernel": 3,
+        "model.local_kernel": 3,
+        "trainer.epochs": 3,
+        "trainer.batch_size": 8,
+        "trainer.accelerator": "cpu",
+        "trainer.progress": False,
+        "trainer.tensorboard": False,
+    }
+    return override(modern_recipe("Toy"), {**small, **{k.replace("__", "."): v for k, v in changes.items()}})
