@@ -11,7 +11,7 @@ one pass over q and k; the normalised rows are never stored. Backward, with g_E 
 Saved for backward: x, q and k. W_{e|X} is rebuilt from x: for short sequences it is as large as a quarter of x.
 
 Layouts: qk (rows, 2·H·p); wx (B or 1, H, 2, p, S); scores (rows, H, 2, S) with S the stored rank. Column `rank` of the
-e-scores, where S > rank, holds ones: the output projection uses it for the bias (`layer.output_projection`).
+e-scores, where S > rank, holds ones: the output projection uses it for the bias (`output.py`).
 """
 
 from __future__ import annotations
@@ -262,15 +262,15 @@ def _add_equal_rows(own_e, own_r, w_e, w_r, rows, row, mark, leads, n, s, RANK: 
 
 
 @triton.jit
-def _landmark_rows_backward_kernel(
-    grad_wx, rows, w_e, w_r, grad_x, n, per_program,
+def _add_landmark_gradients(
+    program, grad_wx, rows, w_e, w_r, grad_x, n, per_program, min_length,
     HEADS: tl.constexpr, P: tl.constexpr, RANK: tl.constexpr, S: tl.constexpr,
-    BN: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, NS: tl.constexpr, DISTINCT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BN: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, NS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """grad_x[row_j] += dW_{e|X} W_e[j] + dW_{r|X} W_r[j]. The first of equal rows adds for all of them."""
-    program = tl.program_id(0)
-    head, sequence = program % HEADS, (program // HEADS).to(tl.int64)
+    parts = tl.cdiv(n, per_program)
+    begin, head = program % parts * per_program, program // parts % HEADS
+    sequence = (program // (parts * HEADS)).to(tl.int64)
     p, j = tl.arange(0, BP), tl.arange(0, BN)
     kind = grad_x.dtype.element_ty
     rows += sequence * n
@@ -278,12 +278,11 @@ def _landmark_rows_backward_kernel(
     grad_x += head * P
     w_e += head * n * RANK
     w_r += head * n * RANK
-    begin = tl.program_id(1) * per_program
     for first in range(begin, tl.minimum(begin + per_program, n), BN):
         mark = first + j
         row = tl.load(rows + mark, mask=mark < n, other=-1)
         leads = row >= 0
-        if not DISTINCT:
+        if min_length < n:  # rows repeat
             before = tl.load(rows + mark - 1, mask=(mark < n) & (mark > 0), other=-1)
             leads = leads & (row != before)
         grad = tl.zeros((BN, BP), tl.float32)
@@ -291,7 +290,7 @@ def _landmark_rows_backward_kernel(
             s = block * BS + tl.arange(0, BS)
             place, inside = mark[:, None] * RANK + s[None], leads[:, None] & (s[None] < RANK)
             own_e, own_r = tl.load(w_e + place, mask=inside, other=0.0), tl.load(w_r + place, mask=inside, other=0.0)
-            if not DISTINCT:
+            if min_length < n:
                 own_e, own_r = _add_equal_rows(own_e, own_r, w_e, w_r, rows, row, mark, leads, n, s, RANK)
             source = grad_wx + p[None] * S + s[:, None]
             fits = (p[None] < P) & (s[:, None] < S)
@@ -304,19 +303,17 @@ def _landmark_rows_backward_kernel(
 
 
 @triton.jit
-def _landmark_weights_backward_kernel(
-    x, rows, grad_wx, grad_w, n, batch, per_split,
+def _sum_weight_gradients(
+    program, x, rows, grad_wx, grad_w, n, batch, per_split,
     HEADS: tl.constexpr, P: tl.constexpr, S: tl.constexpr,
-    BN: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, PRECISION: tl.constexpr,
+    BN: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, NS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dW[j] = Σ_b x_{row_j}ᵀ dW_{·|X} as partial sums over groups of sequences."""
-    split, lane = tl.program_id(0).to(tl.int64), tl.program_id(1)  # int64: offsets may pass 2^31
-    head, side = lane // 2, lane % 2
     marks = tl.cdiv(n, BN)
-    mark = (tl.program_id(2) % marks) * BN + tl.arange(0, BN)
-    s = (tl.program_id(2) // marks) * BS + tl.arange(0, BS)
+    mark, s = program % marks * BN + tl.arange(0, BN), program // marks % NS * BS + tl.arange(0, BS)
+    lane, split = program // (marks * NS) % (2 * HEADS), (program // (marks * NS * 2 * HEADS)).to(tl.int64)
     p = tl.arange(0, BP)
-    x += head * P
+    x += lane // 2 * P
     total = tl.zeros((BN, BS), tl.float32)
     fits = (p[:, None] < P) & (s[None] < S)
     for sequence in range(split * per_split, tl.minimum((split + 1) * per_split, batch)):
@@ -324,44 +321,113 @@ def _landmark_weights_backward_kernel(
         xl = tl.load(x + row[:, None] * (HEADS * P) + p[None], mask=(row >= 0)[:, None] & (p[None] < P), other=0.0)
         source = (sequence * (2 * HEADS) + lane) * (P * S) + p[:, None] * S + s[None]
         total += dot(xl, tl.load(grad_wx + source, mask=fits, other=0.0).to(xl.dtype), PRECISION)
-    target = grad_w + (((split * HEADS + head) * 2 + side) * n + mark)[:, None] * S + s[None]
+    target = grad_w + ((split * (2 * HEADS) + lane) * n + mark)[:, None] * S + s[None]
     tl.store(target, total, mask=(mark < n)[:, None] & (s[None] < S))
 
 
 @triton.jit
-def _finish_weights_kernel(
-    parts, w_e, w_r, grad_trace, grad_e, grad_r, rows, splits,
-    HEADS: tl.constexpr, RANK: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr,
+def _landmarks_backward_kernel(
+    x, rows, w_e, w_r, grad_wx, grad_x, grad_w, n, batch, per_program, per_split, min_length, row_programs,
+    HEADS: tl.constexpr, P: tl.constexpr, RANK: tl.constexpr, S: tl.constexpr, BP: tl.constexpr,
+    BN_ROWS: tl.constexpr, BS_ROWS: tl.constexpr, NS_ROWS: tl.constexpr,
+    BN: tl.constexpr, BS: tl.constexpr, NS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add the partial sums (splits, H, 2, rows, S) and the gradient of the trace: dW_e += g W_r, dW_r += g W_e."""
-    head = tl.program_id(0)
-    row, s = tl.program_id(1) * BN + tl.arange(0, BN), tl.program_id(2) * BS + tl.arange(0, BS)
-    inside = (row < rows)[:, None] & (s < RANK)[None]
-    sum_e = tl.zeros((BN, BS), tl.float32)
-    sum_r = tl.zeros((BN, BS), tl.float32)
-    source = parts + (head.to(tl.int64) * 2 * rows + row)[:, None] * S + s[None]
-    for _ in range(splits):
-        sum_e += tl.load(source, mask=inside, other=0.0)
-        sum_r += tl.load(source + rows * S, mask=inside, other=0.0)
-        source += HEADS * 2 * rows * S
-    place = (head * rows + row)[:, None] * RANK + s[None]
-    g = tl.load(grad_trace + head)
-    sum_e += g * tl.load(w_r + place, mask=inside, other=0.0).to(tl.float32)
-    sum_r += g * tl.load(w_e + place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(grad_e + place, sum_e.to(grad_e.dtype.element_ty), mask=inside)
-    tl.store(grad_r + place, sum_r.to(grad_r.dtype.element_ty), mask=inside)
+    """The first programs add to the gradient of the landmark rows, the others sum those of W_e and W_r."""
+    program = tl.program_id(0)
+    if program < row_programs:
+        _add_landmark_gradients(
+            program, grad_wx, rows, w_e, w_r, grad_x, n, per_program, min_length,
+            HEADS, P, RANK, S, BN_ROWS, BP, BS_ROWS, NS_ROWS, PRECISION,
+        )  # fmt: skip
+    else:
+        _sum_weight_gradients(
+            program - row_programs,
+            x,
+            rows,
+            grad_wx,
+            grad_w,
+            n,
+            batch,
+            per_split,
+            HEADS,
+            P,
+            S,
+            BN,
+            BP,
+            BS,
+            NS,
+            PRECISION,
+        )
 
 
-def finish_weights(parts: Tensor, w_e: Tensor, w_r: Tensor, grad_trace: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of w_e and w_r (H, rows, s) from partial sums (splits, H, 2, rows, S) and the trace's."""
+@triton.jit
+def _finish_kernel(
+    parts, w_e, w_r, grad_trace, grad_e, grad_r, bias_parts, grad_bias, rows, splits, chunks, columns,
+    HEADS: tl.constexpr, RANK: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Add partial sums: of dW (splits, H, 2, rows, S), with the trace's dW_e += g W_r, dW_r += g W_e, and of db."""
+    program, blocks, row_blocks = tl.program_id(0), tl.cdiv(RANK, BS), tl.cdiv(rows, BN)
+    if program < HEADS * row_blocks * blocks:
+        head = program // (row_blocks * blocks)
+        row = program // blocks % row_blocks * BN + tl.arange(0, BN)
+        s = program % blocks * BS + tl.arange(0, BS)
+        inside = (row < rows)[:, None] & (s < RANK)[None]
+        sum_e = tl.zeros((BN, BS), tl.float32)
+        sum_r = tl.zeros((BN, BS), tl.float32)
+        source = parts + (head.to(tl.int64) * 2 * rows + row)[:, None] * S + s[None]
+        for _ in range(splits):
+            sum_e += tl.load(source, mask=inside, other=0.0)
+            sum_r += tl.load(source + rows * S, mask=inside, other=0.0)
+            source += HEADS * 2 * rows * S
+        place = (head * rows + row)[:, None] * RANK + s[None]
+        g = tl.load(grad_trace + head)
+        sum_e += g * tl.load(w_r + place, mask=inside, other=0.0).to(tl.float32)
+        sum_r += g * tl.load(w_e + place, mask=inside, other=0.0).to(tl.float32)
+        tl.store(grad_e + place, sum_e.to(grad_e.dtype.element_ty), mask=inside)
+        tl.store(grad_r + place, sum_r.to(grad_r.dtype.element_ty), mask=inside)
+    else:
+        column = (program - HEADS * row_blocks * blocks) * BC + tl.arange(0, BC)
+        total = tl.zeros((64, BC), tl.float32)
+        for first in range(0, chunks, 64):
+            chunk = (first + tl.arange(0, 64)).to(tl.int64)
+            exists = (chunk < chunks)[:, None] & (column < columns)[None]
+            total += tl.load(bias_parts + chunk[:, None] * columns + column[None], mask=exists, other=0.0)
+        tl.store(grad_bias + column, tl.sum(total, 0).to(grad_bias.dtype.element_ty), mask=column < columns)
+
+
+def finish_gradients(
+    dtypes: list[torch.dtype],
+    grad_x: Tensor | None,
+    grad_z: Tensor,
+    x: Tensor | None,
+    weight: Tensor | None,
+    bias_parts: Tensor,
+    weight_parts: Tensor,
+    w_e: Tensor,
+    w_r: Tensor,
+    grad_trace: Tensor,
+) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, Tensor]]:
+    """Return the gradients of x, weight, bias and qk in `dtypes`, and those of w_e and w_r.
+
+    bias_parts: partial sums (chunks, 2d). weight_parts: partial sums (splits, H, 2, rows, S).
+    """
     heads, rows, rank = w_e.shape
     grad_e, grad_r = torch.empty_like(w_e), torch.empty_like(w_r)
-    bn, bs = 8, min(power_of_two(stored_rank(rank)), 64)  # small tiles: the launch has few programs
-    _finish_weights_kernel[(heads, ceil_div(rows, bn), ceil_div(rank, bs))](
-        parts, w_e, w_r, grad_trace, grad_e, grad_r, rows, parts.shape[0],
-        HEADS=heads, RANK=rank, S=stored_rank(rank), BN=bn, BS=bs,
+    has_bias = weight is not None and dtypes[2] is not None
+    chunks, columns = bias_parts.shape
+    grad_bias = torch.empty(columns, dtype=dtypes[2], device=w_e.device) if has_bias else None
+    bn, bs, bc = 8, min(power_of_two(stored_rank(rank)), 64), 64  # small tiles: the launch has few programs
+    programs = heads * ceil_div(rows, bn) * ceil_div(rank, bs) + (ceil_div(columns, bc) if has_bias else 0)
+    _finish_kernel[(programs,)](
+        weight_parts, w_e, w_r, grad_trace.contiguous(), grad_e, grad_r, bias_parts,
+        bias_parts if grad_bias is None else grad_bias, rows, weight_parts.shape[0], chunks, columns,
+        HEADS=heads, RANK=rank, S=stored_rank(rank), BN=bn, BS=bs, BC=bc,
     )  # fmt: skip
-    return grad_e, grad_r
+    grad_x = None if grad_x is None else grad_x.to(dtypes[0])
+    if weight is None:
+        return (grad_x, None, None, grad_z.to(dtypes[3])), (grad_e, grad_r)
+    assert x is not None
+    return (grad_x, matmul_to(grad_z.mT, x, dtypes[1]), grad_bias, None), (grad_e, grad_r)
 
 
 def score_tiles(dtype: torch.dtype, head_dim: int, rank: int) -> Tiles:
@@ -409,34 +475,28 @@ def landmark_weights(x: Tensor, rows: Tensor, w_e: Tensor, w_r: Tensor, dtype: t
     return wx, trace[:, 0] if tiles.rank_blocks == 1 else trace.sum(1)
 
 
-def add_landmark_gradients(
-    rows: Tensor, w_e: Tensor, w_r: Tensor, grad_wx: Tensor, grad_x: Tensor, is_distinct: bool
-) -> None:
-    """Add the landmarks' gradient to grad_x (rows, d) in place. is_distinct: no sequence repeats a row."""
+def landmarks_backward(
+    x: Tensor, rows: Tensor, w_e: Tensor, w_r: Tensor, grad_wx: Tensor, grad_x: Tensor, min_length: int
+) -> Tensor:
+    """Add the landmarks' gradient to grad_x (rows, d) in place. Return partial sums of dW, (splits, H, 2, n, S).
+
+    x and grad_x: the rows that contain the landmarks. min_length: sequences of at least n rows repeat none.
+    """
     heads, n, rank = w_e.shape
-    batch, p = rows.shape[0], grad_x.shape[1] // heads
-    tiles = landmark_tiles(p, rank)
+    batch, p, stored = rows.shape[0], x.shape[1] // heads, stored_rank(rank)
+    own, tiles = landmark_tiles(p, rank), large_landmark_tiles(x.dtype, p, rank, n)
     # One program per sequence and head handles all landmarks, unless that leaves multiprocessors idle.
-    per_program = n if batch * heads >= 2 * multiprocessors(grad_x.device) else tiles.tokens
-    _landmark_rows_backward_kernel[(batch * heads, ceil_div(n, per_program))](
-        grad_wx, rows, w_e, w_r, grad_x, n, per_program, HEADS=heads, P=p, RANK=rank, S=stored_rank(rank),
-        BN=tiles.tokens, BP=tiles.width, BS=tiles.rank, NS=tiles.rank_blocks, DISTINCT=is_distinct,
-        PRECISION=precision(grad_x.dtype),
-    )  # fmt: skip
-
-
-def landmark_weight_gradients(x: Tensor, rows: Tensor, w_e: Tensor, grad_wx: Tensor) -> Tensor:
-    """Return partial sums of the gradients of W_e and W_r from that of wx, (splits, H, 2, n, S) float32."""
-    heads, n, rank = w_e.shape
-    batch, p = rows.shape[0], x.shape[1] // heads
-    tiles = large_landmark_tiles(x.dtype, p, rank, n)
-    blocks = ceil_div(n, tiles.tokens) * tiles.rank_blocks
+    per_program = n if batch * heads >= 2 * multiprocessors(x.device) else own.tokens
+    row_programs = batch * heads * ceil_div(n, per_program)
+    blocks = 2 * heads * ceil_div(n, tiles.tokens) * tiles.rank_blocks
     # Enough programs to fill the GPU, few enough partial sums to add them cheaply.
-    splits = min(batch, max(1, 2 * multiprocessors(x.device) // (2 * heads * blocks)))
-    parts = torch.empty((splits, heads, 2, n, stored_rank(rank)), dtype=torch.float32, device=x.device)
-    _landmark_weights_backward_kernel[(splits, 2 * heads, blocks)](
-        x, rows, grad_wx, parts, n, batch, ceil_div(batch, splits), HEADS=heads, P=p, S=stored_rank(rank),
-        BN=tiles.tokens, BP=tiles.width, BS=tiles.rank, PRECISION=precision(x.dtype),
+    splits = min(batch, max(1, 2 * multiprocessors(x.device) // blocks))
+    parts = torch.empty((splits, heads, 2, n, stored), dtype=torch.float32, device=x.device)
+    _landmarks_backward_kernel[(row_programs + splits * blocks,)](
+        x, rows, w_e, w_r, grad_wx, grad_x, parts, n, batch, per_program, ceil_div(batch, splits), min_length,
+        row_programs, HEADS=heads, P=p, RANK=rank, S=stored, BP=own.width,
+        BN_ROWS=own.tokens, BS_ROWS=own.rank, NS_ROWS=own.rank_blocks,
+        BN=tiles.tokens, BS=tiles.rank, NS=tiles.rank_blocks, PRECISION=precision(x.dtype),
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return parts
@@ -540,23 +600,6 @@ def input_gradient(grad_z: Tensor, weight: Tensor, spent: Tensor) -> Tensor:
     return grad_z @ weight
 
 
-def projection_gradients(
-    dtypes: list[torch.dtype],
-    grad_x: Tensor | None,
-    grad_z: Tensor,
-    x: Tensor | None,
-    weight: Tensor | None,
-    grad_bias: Tensor,
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of x, weight, bias and qk in `dtypes`. grad_bias: partial sums (chunks, 2d)."""
-    grad_x = None if grad_x is None else grad_x.to(dtypes[0])
-    if weight is None:
-        return grad_x, None, None, grad_z.to(dtypes[3])
-    assert x is not None
-    of_bias = None if dtypes[2] is None else grad_bias.sum(0).to(dtypes[2])
-    return grad_x, matmul_to(grad_z.mT, x, dtypes[1]), of_bias, None
-
-
 class BidirectionalScores(torch.autograd.Function):
     """Scores (rows, H, 2, S), energies (B, H, 2, S), traces (H,) and, if requested, wx of the bidirectional modes.
 
@@ -571,7 +614,7 @@ class BidirectionalScores(torch.autograd.Function):
         rows: the row of each landmark in the source, (B, n); None if data-independent.
         dtype: of the scores.
         returns_weights: return wx, in float32.
-        is_distinct: no sequence repeats a landmark row.
+        min_length: a lower bound of the sequences' lengths; shorter ones than n repeat landmark rows.
         covers_rows: the sequences cover every row.
         is_single_chunk: every sequence has one chunk.
         tables: the tensors of `Sequences`.
@@ -590,7 +633,7 @@ class BidirectionalScores(torch.autograd.Function):
         rows: Tensor | None,
         dtype: torch.dtype,
         returns_weights: bool,
-        is_distinct: bool,
+        min_length: int,
         covers_rows: bool,
         is_single_chunk: bool,
         *tables: Tensor,
@@ -606,7 +649,7 @@ class BidirectionalScores(torch.autograd.Function):
             wx, trace = landmark_weights(origin, rows, w_e, w_r, torch.float32 if returns_weights else dtype)  # type: ignore[arg-type]
         scores, energy = score_forward(z, wx, tables, dtype, w_e.shape[0], w_e.shape[2], covers_rows)
         ctx.save_for_backward(x, weight, z, source, w_e, w_r, rows, *tables)
-        ctx.settings = (torch.float32 if returns_weights else dtype, is_distinct, covers_rows, is_single_chunk)
+        ctx.settings = (torch.float32 if returns_weights else dtype, min_length, covers_rows, is_single_chunk)
         return scores, segment_sum(energy, tables[2], is_single_chunk), trace, wx if returns_weights else None
 
     @staticmethod
@@ -615,7 +658,7 @@ class BidirectionalScores(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         forbid_double_backward()
         x, weight, z, source, w_e, w_r, rows, *tables = ctx.saved_tensors
-        dtype, is_distinct, covers_rows, is_single_chunk = ctx.settings
+        dtype, min_length, covers_rows, is_single_chunk = ctx.settings
         rank, origin = w_e.shape[2], x if source is None else source
         wx = (w_e, w_r) if rows is None else landmark_weights(origin, rows, w_e, w_r, dtype)[0]
         is_own = rows is not None and is_single_chunk  # a chunk's sum is the gradient of its sequence's weights
@@ -634,9 +677,9 @@ class BidirectionalScores(torch.autograd.Function):
             elif grad_x is None:
                 grad_x = torch.zeros_like(x)
             target: Any = grad_x if grad_source is None else grad_source
-            add_landmark_gradients(rows, w_e, w_r, grad_wx, target, is_distinct)
-            grad_wx = landmark_weight_gradients(origin, rows, w_e, grad_wx)
-        grad_e, grad_r = finish_weights(grad_wx, w_e, w_r, grad_trace.contiguous())
-        of_projection = projection_gradients(ctx.dtypes, grad_x, grad_z, x, weight, grad_bias)
+            grad_wx = landmarks_backward(origin, rows, w_e, w_r, grad_wx, target, min_length)
+        of_projection, of_weights = finish_gradients(
+            ctx.dtypes, grad_x, grad_z, x, weight, grad_bias, grad_wx, w_e, w_r, grad_trace
+        )
         grad_source = None if grad_source is None else grad_source.to(ctx.dtypes[4])
-        return *of_projection, grad_source, grad_e, grad_r, *(None,) * (6 + len(tables))
+        return *of_projection, grad_source, *of_weights, *(None,) * (6 + len(tables))

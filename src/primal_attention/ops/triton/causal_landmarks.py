@@ -25,12 +25,11 @@ from torch import Tensor
 
 from ..landmarks import landmark_indices
 from .bidirectional import (
-    finish_weights,
+    finish_gradients,
     input_gradient,
     load_energy_gradient,
     load_score_gradient,
     project,
-    projection_gradients,
 )
 from .causal_sum import _carries_kernel, powers
 from .common import (
@@ -500,8 +499,9 @@ class CausalLandmarkScores(torch.autograd.Function):
         _add_rows_kernel[(batch, ceil_div(n, 32), heads)](
             grad_rows, rows, grad_x, n, HEADS=heads, P=p, BN=32, BP=power_of_two(p)
         )
-        grad_e, grad_r = finish_weights(grad_w, w_e, w_r, grad_trace.contiguous())
-        of_projection = projection_gradients(ctx.dtypes, grad_x, grad_z, x, weight, grad_bias)
+        of_projection, of_weights = finish_gradients(
+            ctx.dtypes, grad_x, grad_z, x, weight, grad_bias, grad_w, w_e, w_r, grad_trace
+        )
         of_decay = None if log_decay is None else total_decay
         of_initial = grad_initial if has_initial else None
-        return *of_projection, grad_e, grad_r, of_decay, of_initial, *(None,) * (7 + len(tables))
+        return *of_projection, *of_weights, of_decay, of_initial, *(None,) * (7 + len(tables))

@@ -23,13 +23,12 @@ import triton.language as tl
 from torch import Tensor
 
 from .bidirectional import (
-    finish_weights,
+    finish_gradients,
     input_gradient,
     load_energy_gradient,
     load_score_gradient,
     load_weights,
     project,
-    projection_gradients,
 )
 from .common import (
     CHUNK,
@@ -516,14 +515,15 @@ class CausalSumScores(torch.autograd.Function):
                 z, w_e, w_r, carries, grad_scores, grad_energy, grad_wx, *places, HAS_CARRY_IN=has_carry_in,
                 num_warps=tiles.warps, **constants,
             )  # fmt: skip
-        grad_e, grad_r = finish_weights(grad_wx, w_e, w_r, grad_trace.contiguous())
         grad_initial = None
         if ctx.needs_input_grad[7]:
             grad_initial = _initial_gradient(grad_z, tables[0], tables[1], heads, log_decay)
         grad_x = None if weight is None else input_gradient(grad_z, weight, grad_scores)
-        of_projection = projection_gradients(ctx.dtypes, grad_x, grad_z, x, weight, grad_bias)
+        of_projection, of_weights = finish_gradients(
+            ctx.dtypes, grad_x, grad_z, x, weight, grad_bias, grad_wx, w_e, w_r, grad_trace
+        )
         of_decay = None if log_decay is None else grad_decay.sum((0, 2))
-        return *of_projection, grad_e, grad_r, of_decay, grad_initial, *(None,) * (3 + len(tables))
+        return *of_projection, *of_weights, of_decay, grad_initial, *(None,) * (3 + len(tables))
 
 
 def _constants(z: Tensor, w_e: Tensor, log_decay: Tensor | None, tiles: Tiles) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,17 +15,14 @@ from .causal_sum import CausalSumScores, TwoSidedSum
 from .common import (
     PermuteRows,
     compact,
-    forbid_double_backward,
     landmark_table,
-    matmul_to,
     packed_sequences,
     stored_rank,
     uniform_landmark_table,
     uniform_sequences,
 )
 from .decode import decode
-
-MAX_FOLDED_WIDTH = 128  # of a head and of its scores, up to which both output maps are folded into one
+from .output import output_projection
 
 
 def fused_attention(
@@ -86,20 +83,20 @@ def fused_attention(
             marks_before, offset, dtype, *layout,
         )  # fmt: skip
     elif mode.data_dependent or (not mode.causal and decay is None):
-        rows, origin, is_distinct = None, None, False
+        rows, origin, min_length = None, None, 0
         if mode.data_dependent and boundary.landmark_rows is not None:
             origin = boundary.landmark_rows.reshape(-1, x.shape[-1])
             rows = torch.arange(len(origin), device=x.device).view(-1, mode.landmarks)
-            is_distinct = True
+            min_length = mode.landmarks
         elif mode.data_dependent and is_uniform and shift is None:
             rows = uniform_landmark_table(x.shape[0], x.shape[1], mode.landmarks, x.device)
-            is_distinct = x.shape[1] >= mode.landmarks
+            min_length = x.shape[1]
         elif mode.data_dependent:
             rows = landmark_table(sequences, mode.landmarks, shift)
         needs_weights = trace == "projections" and rows is not None
         scores, energy, total_trace, wx = BidirectionalScores.apply(
             flat, weights.qk_weight, weights.qk_bias, z, origin, weights.w_e, weights.w_r, rows,
-            dtype, needs_weights, is_distinct, *layout,
+            dtype, needs_weights, min_length, *layout,
         )  # fmt: skip
         if needs_weights:
             total_trace = (wx[:, :, 0] * wx[:, :, 1]).sum((2, 3))  # (B, H)
@@ -130,11 +127,11 @@ def fused_attention(
             ]
             sums = TwoSidedSum.apply(z, log_decay, *edges, weights.w_e.shape[0], *layout)
             scores, energy, total_trace, _ = BidirectionalScores.apply(
-                None, None, None, sums, None, weights.w_e, weights.w_r, None, dtype, False, False, *layout
+                None, None, None, sums, None, weights.w_e, weights.w_r, None, dtype, False, 0, *layout
             )
     y = None
     if weights.out_weight is not None:
-        y = output_projection(scores, weights, rank, dropout).view(x.shape)
+        y = output_projection(scores, weights, dropout).view(x.shape)
         y = y if order is None else PermuteRows.apply(y, *reversed(order))
     by_head = _split_scores(scores, x, order, rank) if need_scores or y is None else None
     return Output(y, energy, total_trace, by_head, after, is_fused=True)
@@ -157,101 +154,6 @@ def _landmarks_before(
     with torch.autocast(rows.device.type, enabled=False):
         state = (rows * weight[..., None]).mT[:, :, None] @ both
     return F.pad(state, (0, stored_rank(rank) - rank)).contiguous()
-
-
-class OutputProjection(torch.autograd.Function):
-    """y = W_out concat_h(W_o [e; r] + b_o) + b_out, (rows, H, 2, S) → (rows, d).
-
-    Where it is cheaper, both maps are folded into one matrix M_h = W_out,h W_o. The column of ones in the stored scores
-    then multiplies W_out,h b_o, and the gradient of M contains that of b_out.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        scores: Tensor,
-        w_o: Tensor,
-        b_o: Tensor | None,
-        w_out: Tensor,
-        b_out: Tensor | None,
-        rank: int,
-        has_ones: bool,
-    ) -> Tensor:
-        rows, heads, _, stored = scores.shape
-        p, dtype = w_o.shape[0], scores.dtype
-        ctx.dtypes = [None if t is None else t.dtype for t in (w_o, b_o, w_out, b_out)]
-        spare, ones = w_o.new_zeros(p, stored - rank), []
-        if has_ones and b_o is not None:
-            ones, spare = [b_o[:, None]], spare[:, 1:]
-        padded = torch.cat([w_o[:, :rank], *ones, spare, w_o[:, rank:], w_o.new_zeros(p, stored - rank)], 1).to(dtype)
-        w_out, each, matrix = w_out.to(dtype), None, None
-        b_out = None if b_out is None else b_out.to(dtype)
-        if has_ones and is_folded(heads, p, stored, dtype):
-            matrix = (w_out.view(-1, p) @ padded).view(-1, heads * 2 * stored)  # (d, H·2S)
-            y = F.linear(scores.view(rows, -1), matrix, b_out)
-        else:
-            b_o = None if has_ones or b_o is None else b_o.to(dtype)
-            each = F.linear(scores.view(rows * heads, 2 * stored), padded, b_o).view(rows, -1)
-            y = F.linear(each, w_out, b_out)
-        ctx.save_for_backward(scores, padded, w_out, matrix, each)
-        ctx.rank = rank
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        forbid_double_backward()
-        scores, padded, w_out, matrix, each = ctx.saved_tensors
-        rank, (of_w_o, of_b_o, of_w_out, of_b_out) = ctx.rank, ctx.dtypes
-        rows, heads, _, stored = scores.shape
-        p = padded.shape[0]
-        if matrix is not None:
-            grad_scores = (grad @ matrix).view_as(scores)
-            grad_matrix = matmul_to(grad.mT, scores.view(rows, -1), torch.float32)  # (d, H·2S)
-            by_head = grad_matrix.to(grad.dtype).view(heads, -1, 2 * stored)  # (d·H, 2S) in H parts
-            grad_w_out = matmul_to(by_head.view(-1, 2 * stored), padded.mT, of_w_out).view_as(w_out)
-            # One product per part, then their sum: a single product would run on one multiprocessor.
-            grad_padded = (w_out.view(heads, -1, p).mT @ by_head).sum(0, dtype=torch.float32)
-            grad_b_out = grad_matrix[:, rank]  # the column of ones: Σ dy
-            grad_b_o = (grad_b_out @ w_out.float()).view(heads, p).sum(0)
-        else:
-            grad_each = grad @ w_out
-            grad_w_out = matmul_to(grad.mT, each, of_w_out)
-            grad_scores = (grad_each.view(-1, p) @ padded).view_as(scores)
-            grad_padded = matmul_to(grad_each.view(-1, p).mT, scores.view(-1, 2 * stored), torch.float32)
-            ones = grad.new_ones(1, rows)  # a product adds the rows faster than a reduction, and in float32
-            grad_b_out = matmul_to(ones, grad, torch.float32)[0]
-            grad_b_o = matmul_to(ones, grad_each, torch.float32).view(heads, p).sum(0)
-        grad_w_o = grad_padded.view(p, 2, stored)[:, :, :rank].to(of_w_o).reshape(p, 2 * rank)
-        return (
-            grad_scores,
-            grad_w_o,
-            None if of_b_o is None else grad_b_o.to(of_b_o),
-            grad_w_out,
-            None if of_b_out is None else grad_b_out.to(of_b_out),
-            None,
-            None,
-        )
-
-
-def is_folded(heads: int, head_dim: int, stored: int, dtype: torch.dtype) -> bool:
-    """Return True if one folded map is cheaper than two. float32 is not folded: TF32 would round the product too."""
-    return (
-        dtype != torch.float32
-        and 2 * stored * heads <= head_dim * heads + 2 * stored
-        and 2 * stored <= MAX_FOLDED_WIDTH
-    )
-
-
-def output_projection(scores: Tensor, weights: Weights, rank: int, dropout: float) -> Tensor:
-    """Apply dropout and both output maps to the stored scores."""
-    has_ones = scores.shape[3] > rank
-    if dropout:
-        scores = F.dropout(scores, dropout)
-        if has_ones:
-            scores[:, :, 0, rank] = 1.0
-    return OutputProjection.apply(  # type: ignore[no-any-return]
-        scores, weights.score_weight, weights.score_bias, weights.out_weight, weights.out_bias, rank, has_ones
-    )
 
 
 def _split_scores(scores: Tensor, x: Tensor, order: tuple[Tensor, Tensor] | None, rank: int) -> Scores:

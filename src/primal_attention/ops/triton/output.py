@@ -1,0 +1,220 @@
+"""The output projection y = W_out concat_h(W_o [e; r] + b_o) + b_out, from the stored scores (rows, H, 2, S).
+
+Where it is cheaper, both maps are folded into one matrix of the shape (d, H·2S), one product with the scores:
+
+    M[:, h] = W_out,h [W_o | b_o],   y = Σ_h M[:, h] [e; 1; r]_h
+
+The column of ones in the stored scores multiplies W_out,h b_o and, for the first head, b_out. With G = dyᵀ scores
+
+    dW_out,h = G_h [W_o | b_o]ᵀ,   d[W_o | b_o] = Σ_h W_out,hᵀ G_h,   db_out = the column of ones of G_0
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..types import Weights
+from .common import ceil_div, dot, float32_precision, forbid_double_backward, matmul_to, power_of_two, precision
+
+MAX_FOLDED_WIDTH = 128  # of the scores of a head, up to which both maps are folded
+ROWS = 64  # of W_out in a block
+
+
+@triton.jit
+def _load_score_map(
+    w_o, b_o, side, p, s, P: tl.constexpr, RANK: tl.constexpr, HAS_BIAS: tl.constexpr
+):  # fmt: skip
+    """Columns of one side of [W_o | b_o | 0], as the scores are stored."""
+    w = tl.load(
+        w_o + p[:, None] * (2 * RANK) + side * RANK + s[None], mask=(p < P)[:, None] & (s < RANK)[None], other=0.0
+    )
+    if HAS_BIAS:
+        bias = tl.load(b_o + p, mask=p < P, other=0.0)
+        w = tl.where((s == RANK)[None] & (side == 0), bias[:, None], w)
+    return w
+
+
+@triton.jit
+def _fold_kernel(
+    w_o, b_o, w_out, b_out, matrix, d,
+    HEADS: tl.constexpr, P: tl.constexpr, RANK: tl.constexpr, S: tl.constexpr, HAS_B_O: tl.constexpr,
+    HAS_B_OUT: tl.constexpr, BD: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Rows of M for one head and side."""
+    head, side = tl.program_id(1) // 2, tl.program_id(1) % 2
+    row, p, s = tl.program_id(0) * BD + tl.arange(0, BD), tl.arange(0, BP), tl.arange(0, BS)
+    kind = matrix.dtype.element_ty
+    inside = (row < d)[:, None] & (p < P)[None]
+    w = tl.load(w_out + row[:, None] * (HEADS * P) + head * P + p[None], mask=inside, other=0.0).to(kind)
+    folded = dot(w, _load_score_map(w_o, b_o, side, p, s, P, RANK, HAS_B_O).to(kind), PRECISION)
+    if HAS_B_OUT:
+        bias = tl.load(b_out + row, mask=row < d, other=0.0).to(tl.float32)
+        folded += tl.where((s == RANK)[None] & (tl.program_id(1) == 0), bias[:, None], 0.0)
+    target = matrix + row[:, None] * (HEADS * 2 * S) + tl.program_id(1) * S + s[None]
+    tl.store(target, folded.to(kind), mask=(row < d)[:, None] & (s < S)[None])
+
+
+@triton.jit
+def _fold_backward_kernel(
+    grad_matrix, w_o, b_o, w_out, grad_w_o, grad_b_o, grad_w_out, grad_b_out, d,
+    HEADS: tl.constexpr, P: tl.constexpr, RANK: tl.constexpr, S: tl.constexpr, HAS_B_O: tl.constexpr,
+    HAS_B_OUT: tl.constexpr, BD: tl.constexpr, BP: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The first programs write blocks of dW_out and db_out, the others blocks of dW_o and db_o."""
+    program, blocks = tl.program_id(0), tl.cdiv(d, BD)
+    s = tl.arange(0, BS)
+    if program < blocks * HEADS:
+        row, head, p = program // HEADS * BD + tl.arange(0, BD), program % HEADS, tl.arange(0, BP)
+        source = grad_matrix + row[:, None] * (HEADS * 2 * S) + head * 2 * S + s[None]
+        exists = (row < d)[:, None] & (s < S)[None]
+        e = tl.load(source, mask=exists, other=0.0)
+        grad = dot(e, tl.trans(_load_score_map(w_o, b_o, 0, p, s, P, RANK, HAS_B_O).to(tl.float32)), PRECISION)
+        r = tl.load(source + S, mask=exists, other=0.0)
+        grad += dot(r, tl.trans(_load_score_map(w_o, b_o, 1, p, s, P, RANK, HAS_B_O).to(tl.float32)), PRECISION)
+        target = grad_w_out + row[:, None] * (HEADS * P) + head * P + p[None]
+        tl.store(target, grad.to(grad_w_out.dtype.element_ty), mask=(row < d)[:, None] & (p < P)[None])
+        if HAS_B_OUT:
+            ones = tl.sum(tl.where((s == RANK)[None], e, 0.0), 1)
+            tl.store(grad_b_out + row, ones.to(grad_b_out.dtype.element_ty), mask=(row < d) & (head == 0))
+    else:
+        program -= blocks * HEADS
+        side, q = program % 2, program // 2 * BQ + tl.arange(0, BQ)
+        total = tl.zeros((BQ, BS), tl.float32)
+        for step in range(blocks * HEADS):
+            row, head = step // HEADS * BD + tl.arange(0, BD), step % HEADS
+            inside = (q < P)[:, None] & (row < d)[None]
+            w = tl.load(w_out + row[None] * (HEADS * P) + head * P + q[:, None], mask=inside, other=0.0)
+            source = grad_matrix + row[:, None] * (HEADS * 2 * S) + (head * 2 + side) * S + s[None]
+            g = tl.load(source, mask=(row < d)[:, None] & (s < S)[None], other=0.0)
+            total += dot(w.to(tl.float32), g, PRECISION)
+        place = q[:, None] * (2 * RANK) + side * RANK + s[None]
+        tl.store(grad_w_o + place, total.to(grad_w_o.dtype.element_ty), mask=(q < P)[:, None] & (s < RANK)[None])
+        if HAS_B_O:
+            ones = tl.sum(tl.where((s == RANK)[None], total, 0.0), 1)
+            tl.store(grad_b_o + q, ones.to(grad_b_o.dtype.element_ty), mask=(q < P) & (side == 0))
+
+
+def _fold_constants(w_o: Tensor, b_o: Tensor | None, b_out: Tensor | None, heads: int, stored: int) -> dict[str, Any]:
+    p, rank = w_o.shape[0], w_o.shape[1] // 2
+    return {
+        "HEADS": heads, "P": p, "RANK": rank, "S": stored, "HAS_B_O": b_o is not None, "HAS_B_OUT": b_out is not None,
+        "BD": ROWS, "BP": power_of_two(p), "BS": power_of_two(stored),
+    }  # fmt: skip
+
+
+class FoldedOutputProjection(torch.autograd.Function):
+    """y (rows, d) from scores (rows, H, 2, S) whose e-side has a column of ones, by the folded matrix."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, scores: Tensor, w_o: Tensor, b_o: Tensor | None, w_out: Tensor, b_out: Tensor | None
+    ) -> Tensor:
+        rows, heads, _, stored = scores.shape
+        d, w_o, w_out = w_out.shape[0], w_o.contiguous(), w_out.contiguous()
+        matrix = torch.empty((d, heads * 2 * stored), dtype=scores.dtype, device=scores.device)
+        _fold_kernel[(ceil_div(d, ROWS), 2 * heads)](
+            w_o, w_o if b_o is None else b_o, w_out, w_out if b_out is None else b_out, matrix, d,
+            PRECISION=precision(scores.dtype), **_fold_constants(w_o, b_o, b_out, heads, stored),
+        )  # fmt: skip
+        ctx.save_for_backward(scores, w_o, b_o, w_out, b_out, matrix)
+        return scores.view(rows, -1) @ matrix.mT
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        forbid_double_backward()
+        scores, w_o, b_o, w_out, b_out, matrix = ctx.saved_tensors
+        rows, heads, _, stored = scores.shape
+        d, p = w_out.shape[0], w_o.shape[0]
+        grad_scores = (grad @ matrix).view_as(scores)
+        grad_matrix = matmul_to(grad.mT, scores.view(rows, -1), torch.float32)
+        grads = [None if t is None else torch.empty_like(t) for t in (w_o, b_o, w_out, b_out)]
+        programs = ceil_div(d, ROWS) * heads + 2 * ceil_div(p, 16)
+        _fold_backward_kernel[(programs,)](
+            grad_matrix, w_o, w_o if b_o is None else b_o, w_out, *(grad_matrix if g is None else g for g in grads), d,
+            BQ=16, PRECISION=float32_precision(scores.dtype), **_fold_constants(w_o, b_o, b_out, heads, stored),
+        )  # fmt: skip
+        return grad_scores, *grads
+
+
+class OutputProjection(torch.autograd.Function):
+    """y (rows, d) from scores (rows, H, 2, S), one map after the other."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        scores: Tensor,
+        w_o: Tensor,
+        b_o: Tensor | None,
+        w_out: Tensor,
+        b_out: Tensor | None,
+        has_ones: bool,
+    ) -> Tensor:
+        rows, heads, _, stored = scores.shape
+        p, rank, dtype = w_o.shape[0], w_o.shape[1] // 2, scores.dtype
+        ctx.dtypes = [None if t is None else t.dtype for t in (w_o, b_o, w_out, b_out)]
+        spare, ones = w_o.new_zeros(p, stored - rank), []
+        if has_ones and b_o is not None:
+            ones, spare = [b_o[:, None]], spare[:, 1:]
+        padded = torch.cat([w_o[:, :rank], *ones, spare, w_o[:, rank:], w_o.new_zeros(p, stored - rank)], 1).to(dtype)
+        w_out = w_out.to(dtype)
+        b_o = None if has_ones or b_o is None else b_o.to(dtype)
+        each = F.linear(scores.view(rows * heads, 2 * stored), padded, b_o).view(rows, -1)
+        ctx.save_for_backward(scores, padded, w_out, each)
+        ctx.rank = rank
+        return F.linear(each, w_out, None if b_out is None else b_out.to(dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        forbid_double_backward()
+        scores, padded, w_out, each = ctx.saved_tensors
+        of_w_o, of_b_o, of_w_out, of_b_out = ctx.dtypes
+        rows, heads, _, stored = scores.shape
+        p, rank = padded.shape[0], ctx.rank
+        grad_each = grad @ w_out
+        grad_w_out = matmul_to(grad.mT, each, of_w_out)
+        grad_scores = (grad_each.view(-1, p) @ padded).view_as(scores)
+        grad_padded = matmul_to(grad_each.view(-1, p).mT, scores.view(-1, 2 * stored), torch.float32)
+        ones = grad.new_ones(1, rows)  # a product adds the rows faster than a reduction, and in float32
+        grad_b_out = matmul_to(ones, grad, torch.float32)[0]
+        grad_b_o = matmul_to(ones, grad_each, torch.float32).view(heads, p).sum(0)
+        grad_w_o = grad_padded.view(p, 2, stored)[:, :, :rank].to(of_w_o).reshape(p, 2 * rank)
+        return (
+            grad_scores,
+            grad_w_o,
+            None if of_b_o is None else grad_b_o.to(of_b_o),
+            grad_w_out,
+            None if of_b_out is None else grad_b_out.to(of_b_out),
+            None,
+        )
+
+
+def is_folded(heads: int, head_dim: int, stored: int, dtype: torch.dtype) -> bool:
+    """Return True if one folded map is cheaper than two. float32 is not folded: TF32 would round the product too."""
+    return (
+        dtype != torch.float32
+        and 2 * stored * heads <= head_dim * heads + 2 * stored
+        and 2 * stored <= MAX_FOLDED_WIDTH
+    )
+
+
+def output_projection(scores: Tensor, weights: Weights, dropout: float) -> Tensor:
+    """Apply dropout and both output maps to the stored scores (rows, H, 2, S); returns (rows, d)."""
+    _, heads, _, stored = scores.shape
+    assert weights.score_weight is not None
+    p, rank = weights.score_weight.shape[0], weights.w_e.shape[2]
+    maps = weights.score_weight, weights.score_bias, weights.out_weight, weights.out_bias
+    has_ones = stored > rank
+    if dropout:
+        scores = F.dropout(scores, dropout)
+        if has_ones:
+            scores[:, :, 0, rank] = 1.0
+    if has_ones and is_folded(heads, p, stored, scores.dtype):
+        return FoldedOutputProjection.apply(scores, *maps)  # type: ignore[no-any-return]
+    return OutputProjection.apply(scores, *maps, has_ones)  # type: ignore[no-any-return]
