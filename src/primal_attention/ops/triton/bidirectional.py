@@ -518,7 +518,7 @@ def score_arguments(
     constants = {
         "HEADS": heads, "P": p, "S": stored, "RANK": rank, "COLUMNS": columns, "HEAD_STRIDE": head_stride,
         "BP": tiles.width, "BS": tiles.rank, "PRECISION": precision(dtype), "num_warps": tiles.warps,
-        "num_stages": 1 if tiles.width * z.element_size() > 512 else 3,  # wide float32 blocks fill shared memory
+        "num_stages": 1 if tiles.width * z.element_size() >= 512 else 3,  # wide blocks fill shared memory
     }  # fmt: skip
     return sides, constants, tiles
 

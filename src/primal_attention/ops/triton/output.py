@@ -54,7 +54,7 @@ def _fold_kernel(
     w = tl.load(w_out + row[:, None] * (HEADS * P) + head * P + p[None], mask=inside, other=0.0).to(kind)
     folded = dot(w, _load_score_map(w_o, b_o, side, p, s, P, RANK, HAS_B_O).to(kind), PRECISION)
     if HAS_B_OUT:
-        bias = tl.load(b_out + row, mask=row < d, other=0.0).to(tl.float32)
+        bias = tl.load(b_out + row, mask=row < d, other=0.0).to(kind).to(tl.float32)
         folded += tl.where((s == RANK)[None] & (tl.program_id(1) == 0), bias[:, None], 0.0)
     target = matrix + row[:, None] * (HEADS * 2 * S) + tl.program_id(1) * S + s[None]
     tl.store(target, folded.to(kind), mask=(row < d)[:, None] & (s < S)[None])
@@ -81,8 +81,8 @@ def _fold_backward_kernel(
         target = grad_w_out + row[:, None] * (HEADS * P) + head * P + p[None]
         tl.store(target, grad.to(grad_w_out.dtype.element_ty), mask=(row < d)[:, None] & (p < P)[None])
         if HAS_B_OUT:
-            ones = tl.sum(tl.where((s == RANK)[None], e, 0.0), 1)
-            tl.store(grad_b_out + row, ones.to(grad_b_out.dtype.element_ty), mask=(row < d) & (head == 0))
+            of_bias = tl.sum(tl.where((s == RANK)[None], e, 0.0), 1)
+            tl.store(grad_b_out + row, of_bias.to(grad_b_out.dtype.element_ty), mask=(row < d) & (head == 0))
     else:
         program -= blocks * HEADS
         side, q = program % 2, program // 2 * BQ + tl.arange(0, BQ)
@@ -97,8 +97,8 @@ def _fold_backward_kernel(
         place = q[:, None] * (2 * RANK) + side * RANK + s[None]
         tl.store(grad_w_o + place, total.to(grad_w_o.dtype.element_ty), mask=(q < P)[:, None] & (s < RANK)[None])
         if HAS_B_O:
-            ones = tl.sum(tl.where((s == RANK)[None], total, 0.0), 1)
-            tl.store(grad_b_o + q, ones.to(grad_b_o.dtype.element_ty), mask=(q < P) & (side == 0))
+            of_score_bias = tl.sum(tl.where((s == RANK)[None], total, 0.0), 1)
+            tl.store(grad_b_o + q, of_score_bias.to(grad_b_o.dtype.element_ty), mask=(q < P) & (side == 0))
 
 
 def _fold_constants(w_o: Tensor, b_o: Tensor | None, b_out: Tensor | None, heads: int, stored: int) -> dict[str, Any]:
@@ -195,13 +195,9 @@ class OutputProjection(torch.autograd.Function):
         )
 
 
-def is_folded(heads: int, head_dim: int, stored: int, dtype: torch.dtype) -> bool:
-    """Return True if one folded map is cheaper than two. float32 is not folded: TF32 would round the product too."""
-    return (
-        dtype != torch.float32
-        and 2 * stored * heads <= head_dim * heads + 2 * stored
-        and 2 * stored <= MAX_FOLDED_WIDTH
-    )
+def is_folded(heads: int, head_dim: int, stored: int) -> bool:
+    """Return True if one folded map is cheaper than two."""
+    return 2 * stored * heads <= head_dim * heads + 2 * stored and 2 * stored <= MAX_FOLDED_WIDTH
 
 
 def output_projection(scores: Tensor, weights: Weights, dropout: float) -> Tensor:
@@ -215,6 +211,6 @@ def output_projection(scores: Tensor, weights: Weights, dropout: float) -> Tenso
         scores = F.dropout(scores, dropout)
         if has_ones:
             scores[:, :, 0, rank] = 1.0
-    if has_ones and is_folded(heads, p, stored, scores.dtype):
+    if has_ones and is_folded(heads, p, stored):
         return FoldedOutputProjection.apply(scores, *maps)  # type: ignore[no-any-return]
     return OutputProjection.apply(scores, *maps, has_ones)  # type: ignore[no-any-return]
