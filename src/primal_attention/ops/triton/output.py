@@ -64,8 +64,8 @@ def _fold_kernel(
 def _fold_backward_kernel(
     grad_matrix, w_o, b_o, w_out, grad_w_o, grad_b_o, grad_w_out, grad_b_out, d,
     HEADS: tl.constexpr, P: tl.constexpr, RANK: tl.constexpr, S: tl.constexpr, HAS_B_O: tl.constexpr,
-    HAS_B_OUT: tl.constexpr, BD: tl.constexpr, BP: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HAS_B_OUT: tl.constexpr, BD: tl.constexpr, BP: tl.constexpr, BL: tl.constexpr, BQ: tl.constexpr,
+    BS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The first programs write blocks of dW_out and db_out, the others blocks of dW_o and db_o."""
     program, blocks = tl.program_id(0), tl.cdiv(d, BD)
@@ -87,8 +87,8 @@ def _fold_backward_kernel(
         program -= blocks * HEADS
         side, q = program % 2, program // 2 * BQ + tl.arange(0, BQ)
         total = tl.zeros((BQ, BS), tl.float32)
-        for step in range(blocks * HEADS):
-            row, head = step // HEADS * BD + tl.arange(0, BD), step % HEADS
+        for step in range(tl.cdiv(d, BL) * HEADS):  # few long steps: the loop waits for memory
+            row, head = step // HEADS * BL + tl.arange(0, BL), step % HEADS
             inside = (q < P)[:, None] & (row < d)[None]
             w = tl.load(w_out + row[None] * (HEADS * P) + head * P + q[:, None], mask=inside, other=0.0)
             source = grad_matrix + row[:, None] * (HEADS * 2 * S) + (head * 2 + side) * S + s[None]
@@ -138,7 +138,8 @@ class FoldedOutputProjection(torch.autograd.Function):
         programs = ceil_div(d, ROWS) * heads + 2 * ceil_div(p, 16)
         _fold_backward_kernel[(programs,)](
             grad_matrix, w_o, w_o if b_o is None else b_o, w_out, *(grad_matrix if g is None else g for g in grads), d,
-            BQ=16, PRECISION=float32_precision(scores.dtype), **_fold_constants(w_o, b_o, b_out, heads, stored),
+            BL=256 if stored <= 32 else 128, BQ=16, PRECISION=float32_precision(scores.dtype),
+            **_fold_constants(w_o, b_o, b_out, heads, stored),
         )  # fmt: skip
         return grad_scores, *grads
 
