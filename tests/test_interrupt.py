@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from primal_attention.utils.errors import EXTRAS, install_hint
+from primal_attention.utils.errors import PACKAGES, install_hint
 
 pytest.importorskip("lightning")
 
@@ -125,7 +125,7 @@ def wait_for(place: Path, process: subprocess.Popen[str], name: str | None = Non
 @pytest.mark.parametrize(
     ("module", "extra", "expected"),
     [
-        ("tyro", None, "primal-attention[train]"),
+        ("tyro", "", "primal-attention[train]"),
         ("lightning.pytorch", "train", "primal-attention[train]"),
         ("tyro", "timeseries,report", "primal-attention[timeseries,report]"),
         ("matplotlib", "timeseries,report", "primal-attention[timeseries,report]"),
@@ -135,13 +135,12 @@ def wait_for(place: Path, process: subprocess.Popen[str], name: str | None = Non
         ("nothing_known", "train", "nothing_known"),
     ],
 )
-def test_a_hint_names_the_extra_that_brings_the_package(module: str, extra: str | None, expected: str):
+def test_a_hint_names_the_extra_that_brings_the_package(module: str, extra: str, expected: str):
     assert install_hint(module, extra).replace("'", "") == f"pip install {expected}"
 
 
 def test_every_extra_of_the_hints_declares_its_package():
     text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
-    names = {"PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml", "mujoco": "gymnasium[mujoco]"}
-    for module, extra in EXTRAS.items():
+    for module, (name, extra) in PACKAGES.items():
         (declared,) = re.findall(rf"^{extra} = \[(.*)\]$", text, re.MULTILINE)
-        assert f'"{names.get(module, module)}' in declared, module
+        assert f'"{name}' in declared, module
