@@ -106,14 +106,14 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
 
 def read(folder: Path) -> tuple[dict[str, Any], Recipe]:
     """What config.yaml says, and the recipe in it."""
-    from primal_attention.train.registry import RECIPES
+    from primal_attention.train.registry import recipe_type
 
     file = folder / "config.yaml"
     text = read_config(file)
-    kind = RECIPES.get(str(text.get("benchmark")))
+    kind = recipe_type(str(text.get("benchmark")))
     if kind is None:
         found, version = shorten(text.get("benchmark")), primal_attention.__version__
-        raise RunError(f"{file}: benchmark {found} is unknown to this version ({version})")
+        raise RunError(f"{file}: benchmark {found} is unknown to this version ({version}); a recipe of your own needs --recipes FILE.py")
     return text, from_plain(kind, text["config"], f"{file}: ")
 
 

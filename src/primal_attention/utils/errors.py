@@ -43,7 +43,8 @@ EXTRAS = {
     "ray": "ray",
 }
 INCLUDED = {"timeseries": {"timeseries", "ksvd", "train"}, "language": {"language", "train"}}  # extras in extras
-INSTALLED_AS = {"PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml", "mujoco": "gymnasium[mujoco]"}
+INSTALLED_AS = {"PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml"}
+INSTALLED_AS |= dict.fromkeys(("gymnasium", "mujoco"), "gymnasium[mujoco]")
 # Imported name → the name to install, and its extra.
 PACKAGES = {name: (INSTALLED_AS.get(name, name), extra) for extra, all_ in EXTRAS.items() for name in all_.split()}
 
