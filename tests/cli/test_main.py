@@ -160,6 +160,7 @@ WRONG = {
     "an unknown family": ("table", "uea", "--recipe", "eua"),
     "too many arguments": ("recipes", "uea", "lra"),
     "no such recipe": ("recipes", "cats"),
+    "a flag that does not exist": ("info", "--nonsense"),
 }
 MESSAGES = {
     "an unknown command": "did you mean 'train'",

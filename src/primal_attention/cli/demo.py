@@ -86,7 +86,7 @@ def main(args: Sequence[str]) -> int:
     with Progress(2 * len(lengths), "timing sequences of growing length") as progress:
         seconds = look.time_lengths(LAYERS, lengths, embed_dim=64, num_heads=4, step=progress.advance)
     cpu_share = (time.process_time() - cpu) / (time.perf_counter() - wall)
-    numbers = {
+    numbers: dict[str, Any] = {
         "results": [{key: value for key, value in result.items() if key != "sigma"} for result in results],
         "seconds": {name: {str(n): s for n, s in points.items()} for name, points in seconds.items()},
         "singular_values": {result["attention"]: result["sigma"] for result in results},
