@@ -103,6 +103,7 @@ def evaluate(args: Sequence[str]) -> int:
         description="Measure the weights of a finished run on the test set again, or play episodes again (d4rl).",
         epilog="Example: primal evaluate runs/uea/JapaneseVowels/primal-seed0",
         add_help=False,
+        allow_abbrev=False,
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run; RUN --help lists the flags of d4rl")
     parser.add_argument("--recipes", type=Path, metavar="FILE.py", help="file of a recipe class of your own; it is run")
