@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-from primal_attention.cli import info
 from primal_attention.cli import main as cli
 from primal_attention.cli.bench import main
 
@@ -96,16 +95,3 @@ def test_help_has_an_example(capsys):
             main([*words, "--help"])
         assert leaving.value.code == 0
         assert f"Example: {' '.join(['primal bench', *words])}" in capsys.readouterr().out
-
-
-def test_info_says_which_backend_and_why_not_the_others(capsys, monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert cli.main(["info"]) == 0
-    out = capsys.readouterr().out
-    assert 'backend="auto" takes' in out
-    assert "  cpu " in out
-    assert "not fused: " in out
-    assert "not compiled: " in out
-    assert "[train]" in out or "extras: unknown" in out
-    assert info.main(["--nonsense"]) == 2
-    assert capsys.readouterr().err.count("\n") == 1

@@ -32,7 +32,7 @@ from primal_attention.bench.settings import (
 from primal_attention.nn.baselines import attention_names, attention_traits, make_attention
 from primal_attention.utils.files import write_json
 from primal_attention.utils.progress import Progress
-from primal_attention.utils.provenance import load, origin
+from primal_attention.utils.provenance import collect, load
 
 STRETCH = 16384  # tokens that are read at once
 
@@ -221,7 +221,7 @@ def run_streams(settings: DecodeSettings, field: list[Stream], kind: str) -> dic
     report: dict[str, Any] = {
         "format": 1,
         "kind": kind,
-        **origin(settings.on, settings.command, settings.commit),
+        **collect(command=settings.command, device=settings.on, commit=settings.commit),
         "settings": plain(settings),
         "rows": [],
     }

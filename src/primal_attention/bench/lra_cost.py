@@ -33,7 +33,7 @@ from primal_attention.train.lra import SequenceModule
 from primal_attention.train.module import Batch
 from primal_attention.train.optimizer import make_optimizer
 from primal_attention.utils.files import COUNT, Number, read_json, write_json
-from primal_attention.utils.provenance import git_commit
+from primal_attention.utils.provenance import collect
 
 ATTENTIONS = (*paper.SECONDS, PUBLISHED)
 KIND = "lra-cost"
@@ -209,7 +209,7 @@ def run(
             memory.free(device)
             step = Step(task, attention, device, batch_size or lra.TASKS[task].batch_size)
             found = cost_of(step, repeats=repeats)
-            write_json(file, {**found, "commit": commit or git_commit()})
+            write_json(file, {**found, **collect(command=None, device=device, commit=commit)})
             tell(found)
             del step  # before the next one is built beside it
 

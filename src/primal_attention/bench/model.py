@@ -27,7 +27,7 @@ from primal_attention.bench.run import ratio, why
 from primal_attention.bench.settings import BenchError, OnDevice, check_device, check_out, check_positive
 from primal_attention.utils.files import write_json
 from primal_attention.utils.progress import Progress
-from primal_attention.utils.provenance import load, origin
+from primal_attention.utils.provenance import collect, load
 
 WARMUP = 4  # steps after the first one
 
@@ -159,7 +159,7 @@ def run(settings: ModelSettings) -> dict[str, Any]:
     settings.check()
     specs = settings.specs()
     values = dataclasses.asdict(settings) | {"out": str(settings.out), "device": str(settings.on), "eta": ETA}
-    source = origin(settings.on, settings.command, settings.commit)
+    source = collect(command=settings.command, device=settings.on, commit=settings.commit)
     report: dict[str, Any] = {"format": 1, "kind": "model", **source, "settings": values, "rows": []}
     prepared = prepare(specs, settings) if settings.prepare else {}
     with Progress(sum(len(spec.kinds) for spec in specs), "timing") as progress:

@@ -16,7 +16,7 @@ from primal_attention.bench.settings import Case, Settings
 from primal_attention.bench.step import Step
 from primal_attention.utils.files import write_json
 from primal_attention.utils.progress import Progress
-from primal_attention.utils.provenance import load, origin
+from primal_attention.utils.provenance import collect, load
 
 OK, OOM, REFUSED, UNSUPPORTED, SKIPPED, FAILED = (
     "ok",
@@ -71,7 +71,7 @@ def run(settings: Settings, everybody: Sequence[Contender] | None = None) -> dic
     report: dict[str, Any] = {
         "format": 1,
         "kind": "attention",
-        **origin(settings.on, settings.command, settings.commit),
+        **collect(command=settings.command, device=settings.on, commit=settings.commit),
         "settings": plain(settings),
         "gate": [],
         "rows": [],

@@ -1,68 +1,30 @@
-"""What the command data does: make the sets of Long-Range Arena that can be made."""
+"""`primal data`: make the data sets of Long-Range Arena that are generated."""
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
-from primal_attention.cli.flags import parse
+from primal_attention.cli.flags import Parser
 from primal_attention.data.lra import listops, pathfinder
-from primal_attention.data.lra.tokens import Progress
 from primal_attention.data.storage import write_file
 from primal_attention.utils.errors import RunError
+from primal_attention.utils.progress import Progress
 
 USAGE = """usage: primal data listops|pathfinder [OPTIONS]
 
-Make a set of Long-Range Arena in the layout of its release. The same seed gives the same files.
+Make a data set of Long-Range Arena in the layout of its release. The same seed gives the same files.
 After an interruption, the same command completes the set.
 'primal data listops --help' lists the options.
 
 Example: primal data listops --out data/lra/listops --seed 0"""
-LISTOPS = """Make ListOps: basic_train.tsv, basic_val.tsv, basic_test.tsv.
-
-Example: primal data listops --train 9600 --valid 200 --test 200"""
-PATHFINDER = """Draw Pathfinder: imgs/*/sample_*.png, metadata/*.npy and splits.json.
-
-Example: primal data pathfinder --train 16000 --valid 2000 --test 2000"""
-
-
-@dataclass(frozen=True)
-class ListOpsArguments:
-    out: Path = Path("data/lra/listops")
-    """Folder to write to."""
-    train: int = listops.SIZES["train"]
-    """Expressions to train on."""
-    valid: int = listops.SIZES["valid"]
-    """Expressions to choose the step by."""
-    test: int = listops.SIZES["test"]
-    """Expressions to measure on."""
-    seed: int = 0
-    """Of everything that is drawn."""
-
-
-@dataclass(frozen=True)
-class PathfinderArguments:
-    out: Path = Path("data/lra/pathfinder")
-    """Folder to write to."""
-    train: int = pathfinder.SIZES["train"]
-    """Images to train on."""
-    valid: int = pathfinder.SIZES["valid"]
-    """Images to choose the step by."""
-    test: int = pathfinder.SIZES["test"]
-    """Images to measure on."""
-    seed: int = 0
-    """Of everything that is drawn."""
-    contour_length: int = pathfinder.CONTOUR_LENGTH
-    """Dashes of each of the two long contours."""
-    distractors: int = pathfinder.DISTRACTORS
-    """Short contours, as far as they find a place."""
-    workers: int = 1
-    """Processes that draw; their number changes nothing about the images."""
-    sheet: Path | None = None
-    """PNG file for forty of the training images on one picture: the upper twenty connected, the lower not."""
+ABOUT = {
+    "listops": "Make ListOps: basic_train.tsv, basic_val.tsv, basic_test.tsv.",
+    "pathfinder": "Draw Pathfinder: imgs/*/sample_*.png, metadata/*.npy and splits.json.",
+}
+SIZES = {"listops": listops.SIZES, "pathfinder": pathfinder.SIZES}
+USES = {"train": "train on", "valid": "choose the step by", "test": "measure on"}
 
 
 def main(args: Sequence[str]) -> int:
@@ -70,78 +32,49 @@ def main(args: Sequence[str]) -> int:
         print(USAGE)
         return 0
     name, *rest = args
-    try:
+    if name not in ABOUT:
+        raise RunError(f"primal data makes {' or '.join(ABOUT)} (got {name!r}); the other tasks are read as released")
+    options = parse_options(name, rest)
+    if options.seed < 0:
+        raise RunError(f"--seed must not be negative (got {options.seed})")
+    count = options.train + options.valid + options.test
+    with Progress(2 * count, name) as progress:
+        sizes = {split: getattr(options, split) for split in USES}
+        settings = {"seed": options.seed, "progress": lambda count: progress.advance(count=count)}
         if name == "listops":
-            return make_listops(parse(ListOpsArguments, rest, prog="primal data listops", about=LISTOPS))
-        if name == "pathfinder":
-            return make_pathfinder(parse(PathfinderArguments, rest, prog="primal data pathfinder", about=PATHFINDER))
-    except KeyboardInterrupt:
-        print("interrupted; the same command completes the set", file=sys.stderr)
-        return 130
-    raise RunError(
-        f"primal data makes listops or pathfinder (got {name!r}); the other tasks are read from their releases"
-    )
-
-
-def make_listops(wanted: ListOpsArguments) -> int:
-    cases = _check(wanted)
-    with _bar("listops", 2 * cases) as progress:
-        listops.write(
-            wanted.out,
-            train=wanted.train,
-            valid=wanted.valid,
-            test=wanted.test,
-            seed=wanted.seed,
-            progress=progress,
+            listops.write(options.out, **sizes, **settings)
+        else:
+            settings |= {key: getattr(options, key) for key in ("contour_length", "distractors", "workers")}
+            pathfinder.write(options.out, **sizes, **settings)
+    if name == "listops":
+        known = listops.by_operator(listops.load(options.out))
+        print(
+            f"{count:,} expressions in {options.out}; the outermost operator alone predicts {known:.1%} of the labels"
         )
-    known = listops.by_operator(listops.load(wanted.out))
-    print(f"{cases:,} expressions in {wanted.out}; the outermost operator alone tells {known:.1%} of the test labels")
+        return 0
+    print(f"{count:,} images in {options.out}")
+    if options.sheet is not None:
+        picture = pathfinder.png(pathfinder.sheet(pathfinder.load(options.out).train))
+        write_file(options.sheet, lambda out: out.write(picture))
+        print(f"forty of them in {options.sheet}")
     return 0
 
 
-def make_pathfinder(wanted: PathfinderArguments) -> int:
-    cases = _check(wanted)
-    if wanted.sheet is not None and wanted.sheet.suffix != ".png":
-        raise RunError(f"--sheet must name a .png file (got {wanted.sheet})")
-    with _bar("pathfinder", 2 * cases) as progress:
-        pathfinder.write(
-            wanted.out,
-            train=wanted.train,
-            valid=wanted.valid,
-            test=wanted.test,
-            seed=wanted.seed,
-            contour_length=wanted.contour_length,
-            distractors=wanted.distractors,
-            progress=progress,
-            workers=wanted.workers,
-        )
-    print(f"{cases:,} images in {wanted.out}")
-    if wanted.sheet is not None:
-        picture = pathfinder.png(pathfinder.sheet(pathfinder.load(wanted.out).train))
-        write_file(wanted.sheet, lambda out: out.write(picture))
-        print(f"forty of them in {wanted.sheet}")
-    return 0
-
-
-def _check(wanted: ListOpsArguments | PathfinderArguments) -> int:
-    """The number of samples."""
-    if wanted.seed < 0:
-        raise RunError(f"seed must not be negative (got {wanted.seed})")
-    return wanted.train + wanted.valid + wanted.test
-
-
-@contextlib.contextmanager
-def _bar(title: str, total: int) -> Iterator[Progress | None]:
-    """A progress bar on stderr, where that is a terminal and rich is installed."""
-    if not sys.stderr.isatty():  # rich would print an empty line
-        yield None
-        return
-    try:
-        from rich.console import Console
-        from rich.progress import Progress as RichProgress
-    except ImportError:
-        yield None
-        return
-    with RichProgress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=total)
-        yield lambda count: bar.advance(task, count)
+def parse_options(name: str, args: Sequence[str]) -> argparse.Namespace:
+    prog, small = f"primal data {name}", "--train 9600 --valid 200 --test 200"
+    parser = Parser(prog=prog, description=ABOUT[name], epilog=f"Example: {prog} {small}")
+    parser.add_argument("--out", type=Path, default=Path("data/lra", name), help="folder (default %(default)s)")
+    for split, use in USES.items():
+        size = SIZES[name][split]
+        parser.add_argument(f"--{split}", type=int, default=size, help=f"samples to {use} (default {size})")
+    parser.add_argument("--seed", type=int, default=0, help="of everything random (default 0)")
+    if name == "pathfinder":
+        length, short = pathfinder.CONTOUR_LENGTH, pathfinder.DISTRACTORS
+        parser.add_argument("--contour-length", type=int, default=length, help=f"dashes per contour (default {length})")
+        parser.add_argument("--distractors", type=int, default=short, help=f"short contours (default {short})")
+        parser.add_argument("--workers", type=int, default=1, help="processes; the images do not depend on it")
+        parser.add_argument("--sheet", type=Path, help="PNG with forty training images, the upper half connected")
+    options = parser.parse_args(list(args))
+    if name == "pathfinder" and options.sheet is not None and options.sheet.suffix != ".png":
+        raise RunError(f"--sheet must name a .png file (got {options.sheet})")
+    return options

@@ -1,118 +1,109 @@
-"""`primal demo`: the whole idea on real data in about two minutes.
+"""`primal demo`: Primal-Attention on real data in about two minutes.
 
 Trains a small PrimalFormer with the KSVD objective and the same network with softmax attention on JapaneseVowels (nine
-speakers say two vowels; who spoke?), measures both on test cases that training never saw, and draws one picture.
+speakers say two vowels; the class is the speaker), measures both on the test set and draws one figure.
 """
 
 from __future__ import annotations
 
+import shlex
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from primal_attention.cli.flags import parse
-from primal_attention.train.config import OptimConfig, TrainerConfig, require, to_plain
-from primal_attention.train.uea import AugmentConfig, ClassifierConfig, UEAData, UEARecipe
+from primal_attention.utils.errors import RunError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
+    from primal_attention.train.config import Recipe
 
 ABOUT = """Train a small PrimalFormer and the same network with softmax attention on real data, about two minutes.
 
 Example: primal demo --out runs/demo"""
+INTRODUCTION = """[bold]JapaneseVowels[/]: 270 recordings for training, 370 for testing, 12 channels, 7 to 29 steps, \
+nine speakers to tell apart.
+Two networks that differ in their attention only:
+  [bold]primal[/]   Primal-Attention: linear in the length, trained with the KSVD objective J
+  [bold]softmax[/]  softmax attention: quadratic in the length
+"""
 LENGTHS = tuple(2**k for k in range(7, 15))
+LAYERS: dict[str, dict[str, int]] = {"softmax": {}, "primal": {"rank": 16, "landmarks": 26}}
 SINGULAR_VALUES = 20
+MIN_CPU_SHARE = 0.8  # of the wall time, below which other programs disturb the timing
+SETTINGS: dict[str, Any] = {
+    "data.principal": False,
+    "model.embed_dim": 64,
+    "model.num_heads": 4,
+    "model.layers": 2,
+    "model.ffn_dim": 128,
+    "model.dropout": 0.1,
+    "model.landmarks": 26,
+    "model.local_kernel": 7,
+    "augment.warp": 0.0,
+    "trainer.accelerator": "cpu",
+    "trainer.tensorboard": False,
+}
 
 
 @dataclass(frozen=True)
-class DemoArguments:
+class Arguments:
     out: Path = Path("runs/demo")
-    """Folder of the two runs, the numbers (demo.json) and the picture (demo.png)."""
+    """Folder of the two runs, the numbers (demo.json) and the figure (demo.png)."""
     epochs: int = 40
     seed: int = 0
     max_length: int = LENGTHS[-1]
     """Longest sequence that is timed."""
 
-    def __post_init__(self) -> None:
-        require(self.epochs >= 1, f"epochs must be at least 1 (got {self.epochs})")
-        require(self.max_length >= LENGTHS[0], f"max-length must be at least {LENGTHS[0]} (got {self.max_length})")
-
-
-@dataclass(frozen=True)
-class Result:
-    """One line of the demo's table."""
-
-    attention: str
-    accuracy: float
-    seconds_per_epoch: float
-    parameters: int
-    j_before: float | None
-    j_after: float | None
-
-
-def recipe(attention: str, *, epochs: int, seed: int) -> UEARecipe:
-    """Both trainings: the same small network and settings, another attention. Test is measured once, at the end."""
-    return UEARecipe(
-        seed=seed,
-        eta=0.1,
-        data=UEAData(name="JapaneseVowels", clip=False),
-        model=ClassifierConfig(
-            kind="modern",
-            attention=(attention,),
-            embed_dim=64,
-            num_heads=4,
-            layers=2,
-            ffn_dim=128,
-            dropout=0.1,
-            rank=16,
-            landmarks=26,
-        ),
-        augment=AugmentConfig(scale=0.1, jitter=0.03, mixup=0.2, label_smoothing=0.1),
-        optim=OptimConfig(name="adamw", lr=1e-3, weight_decay=0.05, schedule="onecycle", clip=1.0),
-        trainer=TrainerConfig(
-            epochs=epochs, batch_size=32, ema=0.99, evaluate_every=epochs, accelerator="cpu", tensorboard=False
-        ),
-    )
-
 
 def main(args: Sequence[str]) -> int:
-    arguments = parse(DemoArguments, args, prog="primal demo", about=ABOUT)
+    options = parse(Arguments, args, prog="primal demo", about=ABOUT)
+    if options.epochs < 1:
+        raise RunError(f"--epochs must be at least 1 (got {options.epochs})")
+    if options.max_length < LENGTHS[0]:
+        raise RunError(f"--max-length must be at least {LENGTHS[0]} (got {options.max_length})")
+    import torch
     from rich.console import Console
 
-    from primal_attention.report import figures
+    from primal_attention.report import figures, look
+    from primal_attention.train import registry
+    from primal_attention.train.config import override
     from primal_attention.utils.files import write_json
+    from primal_attention.utils.progress import Progress
+    from primal_attention.utils.provenance import collect
 
     console = Console(highlight=False)
-    console.print(
-        "[bold]JapaneseVowels[/]: 270 recordings to learn from, 370 to be tested on, 12 channels, 7 to 29 steps; "
-        "which of nine speakers was it?\n"
-        "Two networks that differ in one thing, how a step looks at the other steps:\n"
-        "  [bold]primal[/]   Primal-Attention: linear in the length, trained with the KSVD objective J\n"
-        "  [bold]softmax[/]  the usual attention: quadratic in the length\n"
-    )
-    import torch
-
-    # The networks are too small to share between cores, and one thread gives times that other programs hardly disturb.
-    torch.set_num_threads(1)
-    results, sigma = [], {}
-    for attention in ("primal", "softmax"):
-        result, values = run(recipe(attention, epochs=arguments.epochs, seed=arguments.seed), arguments.out)
-        results.append(result)
-        sigma[attention] = values
-    seconds = time_both(arguments.max_length)
-    plain_seconds = {name: {str(n): s for n, s in points.items()} for name, points in seconds.items()}
-    numbers = {"results": to_plain(results), "seconds": plain_seconds, "singular_values": sigma}
-    write_json(arguments.out / "demo.json", numbers)
-    picture = figures.demo(arguments.out / "demo.png", seconds, sigma)
+    console.print(INTRODUCTION)
+    torch.set_num_threads(1)  # the networks are small, and one thread is disturbed least by other programs
+    base = override(registry.get("uea-modern/JapaneseVowels"), {**SETTINGS, "seed": options.seed})
+    epochs = {"trainer.epochs": options.epochs, "trainer.evaluate_every": options.epochs}
+    results = []
+    for name in ("primal", "softmax"):
+        results.append(run(override(base, {**epochs, "model.attention": (name,)}), options.out))
+    lengths = [n for n in LENGTHS if n <= options.max_length]
+    wall, cpu = time.perf_counter(), time.process_time()
+    with Progress(2 * len(lengths), "timing sequences of growing length") as progress:
+        seconds = look.time_lengths(LAYERS, lengths, embed_dim=64, num_heads=4, step=progress.advance)
+    cpu_share = (time.process_time() - cpu) / (time.perf_counter() - wall)
+    numbers: dict[str, Any] = {
+        "results": [{key: value for key, value in result.items() if key != "sigma"} for result in results],
+        "seconds": {name: {str(n): s for n, s in points.items()} for name, points in seconds.items()},
+        "singular_values": {result["attention"]: result["sigma"] for result in results},
+        "cpu_share": cpu_share,
+    }
+    origin = collect(command=shlex.join(["primal", "demo", *args]), device=torch.device("cpu"))
+    write_json(options.out / "demo.json", {**numbers, **origin})
+    figure = figures.demo(options.out / "demo.png", seconds, numbers["singular_values"])
     show(console, results, seconds)
-    console.print(f"picture: {picture}", soft_wrap=True)
+    if cpu_share < MIN_CPU_SHARE:
+        console.print(f"[bold]Other programs disturbed the timing[/]: it got {cpu_share:.0%} of a core. Run it again.")
+    console.print(f"figure: {figure}", soft_wrap=True)
     return 0
 
 
-def run(recipe: UEARecipe, out: Path) -> tuple[Result, list[float]]:
-    """Train one network; its line of the table and its singular values."""
+def run(recipe: Recipe, out: Path) -> dict[str, Any]:
+    """Train one network; return its row of the table and its singular values."""
     from primal_attention.report import look
     from primal_attention.train import folder as run_folder
     from primal_attention.train import runner
@@ -120,52 +111,39 @@ def run(recipe: UEARecipe, out: Path) -> tuple[Result, list[float]]:
 
     experiment = runner.build(recipe)
     before = look.mean_objective(experiment.module.model, experiment.train)
-    place = run_folder.fresh(out / recipe.label())
-    summary = runner.train(recipe, place, name=f"demo/{recipe.label()}")
+    folder = run_folder.fresh(out / recipe.label())
+    summary = runner.train(recipe, folder, name=f"demo/{recipe.label()}")
     model = experiment.module.final_model
-    runner.load_weights(model, place / "model.safetensors")
-    after = look.mean_objective(model, experiment.train)
+    runner.load_weights(model, folder / "model.safetensors")
     x, mask, _ = next(iter(Batches(experiment.test.tensors, batch_size=64)))
-    series = [case[~padding] for case, padding in zip(x, mask, strict=True)]
-    values = look.singular_values(model, series, SINGULAR_VALUES)
-    accuracy, seconds = summary["scores"]["last"]["accuracy"], summary["seconds_per_epoch"]
-    return Result(recipe.label(), accuracy, seconds, summary["parameters"], before, after), values
+    series = [sample[~padding] for sample, padding in zip(x, mask, strict=True)]
+    return {
+        "attention": recipe.label(),
+        "accuracy": summary["scores"]["last"]["accuracy"],
+        "seconds_per_epoch": summary["seconds_per_epoch"],
+        "parameters": summary["parameters"],
+        "j_before": before,
+        "j_after": look.mean_objective(model, experiment.train),
+        "sigma": look.singular_values(model, series, SINGULAR_VALUES),
+    }
 
 
-def time_both(max_length: int) -> dict[str, dict[int, float]]:
-    """Both attentions at growing lengths on this machine, with a bar."""
-    from rich.progress import Progress
-
-    from primal_attention.report import look
-
-    lengths = [n for n in LENGTHS if n <= max_length]
-    with Progress() as progress:
-        task = progress.add_task("timing sequences of growing length", total=2 * len(lengths))
-        return look.time_lengths(
-            {"softmax": {}, "primal": {"rank": 16, "landmarks": 26}},
-            lengths,
-            embed_dim=64,
-            num_heads=4,
-            step=lambda: progress.advance(task),
-        )
-
-
-def show(console: Console, results: Sequence[Result], seconds: Mapping[str, Mapping[int, float]]) -> None:
+def show(console: Any, results: Sequence[Mapping[str, Any]], seconds: Mapping[str, Mapping[int, float]]) -> None:
     from rich.table import Table
 
-    table = Table(title="Same network, same training, another attention")
-    for heading in ("attention", "test accuracy", "time per epoch", "parameters", "J before", "J after"):
-        table.add_column(heading, justify="left" if heading == "attention" else "right")
-    for r in results:
-        objective = ["–" if j is None else f"{j:+.3f}" for j in (r.j_before, r.j_after)]
-        accuracy = f"{100 * r.accuracy:.1f} %"
-        table.add_row(r.attention, accuracy, f"{r.seconds_per_epoch:.2f} s", f"{r.parameters:,}", *objective)
+    table = Table("attention", title="The same network and training, two attentions")
+    for heading in ("test accuracy", "time per epoch", "parameters", "J before", "J after"):
+        table.add_column(heading, justify="right")
+    for row in results:
+        objective = ["–" if j is None else f"{j:+.3f}" for j in (row["j_before"], row["j_after"])]
+        measured = (f"{100 * row['accuracy']:.1f} %", f"{row['seconds_per_epoch']:.2f} s", f"{row['parameters']:,}")
+        table.add_row(row["attention"], *measured, *objective)
     console.print(table)
     longest = max(set(seconds["primal"]) & set(seconds["softmax"]))
     factor = seconds["softmax"][longest] / seconds["primal"][longest]
     console.print(
-        "The test cases were looked at once, after the last epoch. J is the KSVD objective: layers that solve the "
-        "singular value decomposition of their kernel have J = 0, and training pulls it there.\n"
-        f"Series this short do not need a fast attention; at {longest:,} tokens one Primal layer takes "
-        f"1/{factor:.0f} of the softmax layer's time on this machine (left half of the picture)."
+        "The test set was measured once, after the last epoch. J is the KSVD objective. It is zero where a layer "
+        "solves the singular value decomposition of its kernel, and training reduces it.\n"
+        f"These series are too short to need a fast attention. At {longest:,} tokens a Primal layer is {factor:.0f} "
+        "times as fast as a softmax layer on this machine (left half of the figure)."
     )

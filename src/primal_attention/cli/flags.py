@@ -1,22 +1,53 @@
-"""Flags from types: tyro reads a dataclass, and what it complains about becomes one line."""
+"""Command-line arguments: argparse for short lists, tyro for dataclasses; errors are one line."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import difflib
 import io
 import re
 from collections.abc import Sequence
-from typing import Any, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from primal_attention.utils.errors import RunError
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 
 
+class Parser(argparse.ArgumentParser):
+    """An argument parser that raises `RunError`, with a suggestion for a mistyped flag."""
+
+    def error(self, message: str) -> NoReturn:
+        flag = re.match(r"unrecognized arguments: (--\S+)", message)
+        near = difflib.get_close_matches(flag[1], self._option_string_actions, n=1) if flag else []
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise RunError(f"{message}{hint} (see {self.prog} --help)")
+
+
+def parse(kind: type[T], args: Sequence[str], *, prog: str, about: str, default: T | None = None) -> T:
+    """Return an instance of a dataclass from command-line arguments; --help prints `about` and exits with code 0."""
+    import tyro
+
+    output = io.StringIO()
+    keywords: dict[str, Any] = {} if default is None else {"default": default}
+    try:
+        with contextlib.redirect_stderr(output):
+            config = (tyro.conf.PositionalRequiredArgs,)  # fields without a default are positional
+            return tyro.cli(kind, args=list(args), prog=prog, description=about, config=config, **keywords)
+    except SystemExit as leaving:
+        if leaving.code in (0, None):
+            raise
+        raise RunError(_one_line(output.getvalue(), prog)) from None
+
+
 def read_device(name: str | None) -> torch.device:
-    """The device of a flag; None is the GPU if there is one."""
+    """Return the device of a flag; None is the GPU if there is one."""
+    import torch
+
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError:
@@ -26,34 +57,15 @@ def read_device(name: str | None) -> torch.device:
     return device
 
 
-def parse(kind: type[T], args: Sequence[str], *, prog: str, about: str, default: T | None = None) -> T:
-    """An instance of `kind` from command-line words; --help prints `about` and leaves with code 0."""
-    try:
-        import tyro
-    except ImportError:
-        raise RunError("the command line needs tyro: pip install 'primal-attention[train]'") from None
-    complaint = io.StringIO()
-    keywords: dict[str, Any] = {} if default is None else {"default": default}
-    try:
-        with contextlib.redirect_stderr(complaint):
-            # A field without a default is a word in its place, not a flag.
-            place = (tyro.conf.PositionalRequiredArgs,)
-            return tyro.cli(kind, args=list(args), prog=prog, description=about, config=place, **keywords)
-    except SystemExit as leaving:
-        if leaving.code in (0, None):
-            raise
-        raise RunError(one_line(complaint.getvalue(), prog)) from None
-
-
-def one_line(text: str, prog: str) -> str:
-    """The complaint inside tyro's box, without the box."""
+def _one_line(text: str, prog: str) -> str:
+    """Return the message inside tyro's box."""
     lines = [line.strip(" │|╭╰─╮╯") for line in text.splitlines()]
     lines = [line for line in lines if line and not re.fullmatch(r"[-─]+", line)]
-    said: list[str] = []
-    for line in lines[1:]:  # the first line is the box's title
+    message: list[str] = []
+    for line in lines[1:]:  # the first line is the title of the box
         if line.startswith(("Argument helptext", "For full helptext")):
             break
-        said.append(line)
-    message = re.sub(r"\s+", " ", " ".join(said)) or "the arguments cannot be read"
-    message = re.sub(r" Perhaps you meant: (\S+).*", r"; did you mean \1?", message)
-    return f"{message} (see {prog} --help)"
+        message.append(line)
+    joined = re.sub(r"\s+", " ", " ".join(message)) or "the arguments cannot be read"
+    joined = re.sub(r" Perhaps you meant: (\S+).*", r"; did you mean \1?", joined)
+    return f"{joined} (see {prog} --help)"

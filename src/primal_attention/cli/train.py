@@ -1,64 +1,66 @@
-"""What the commands train, evaluate and recipes do, given their words."""
+"""`primal train`, `primal evaluate` and `primal recipes`."""
 
 from __future__ import annotations
 
 import dataclasses
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from primal_attention.cli.flags import parse
-from primal_attention.report.headline import headline, in_full
-from primal_attention.train import folder as run_folder
+from primal_attention.cli.flags import Parser, parse
 from primal_attention.train import registry
-from primal_attention.train.config import Recipe
 from primal_attention.utils.errors import RunError, WriteError
+
+if TYPE_CHECKING:
+    from primal_attention.train.config import Recipe
+    from primal_attention.train.d4rl import D4RLRecipe
 
 TRAIN = """Train a recipe; every field of it is a flag.
 
 Example: primal train uea/JapaneseVowels --model.attention primal+ --seed 3 --trainer.epochs 20"""
-EVALUATE = """Measure a finished run's weights on the test set again.
+TRAIN_USAGE = f"""usage: primal train RECIPE [OPTIONS]
 
-Example: primal evaluate runs/uea/JapaneseVowels/primal-seed0"""
-RECIPES = """List all recipes.
+{TRAIN}
 
-Example: primal recipes"""
+'primal recipes' lists the recipes; 'primal train RECIPE --help' lists the flags of one.
+FILE.py:NAME is a recipe of your own: a Recipe, or a function that returns one, in a Python file, which is run."""
+PLAY = """Play episodes with the weights of a finished run.
+
+Example: primal evaluate runs/d4rl/hopper-medium/primal+-seed0 --episodes 20 --streaming rolling --video hopper.gif"""
 OUT = "Run folder; None is runs/RECIPE/VARIANT-seedN, numbered if taken."
 RESUME = "Continue the run in the folder from its last checkpoint."
 COLUMNS = {
     "last": "LAST epoch",
-    "best_on_test": "BEST ON TEST (the paper's way: the test set chose the epoch)",
-    "validation_chosen": "VALIDATION-CHOSEN (held-out training cases chose the epoch)",
+    "best_on_test": "BEST ON TEST (the paper's protocol: the test set chose the epoch)",
+    "validation_chosen": "VALIDATION-CHOSEN (validation samples chose the epoch)",
 }
 
 
 def train(args: Sequence[str]) -> int:
     if not args:
         raise RunError("which recipe? primal train RECIPE, for example primal train uea/JapaneseVowels")
-    if args[0] in ("-h", "--help"):
-        print(f"usage: primal train RECIPE [OPTIONS]\n\n{TRAIN}\n\n'primal recipes' lists the recipes; ", end="")
-        print("'primal train RECIPE --help' lists its flags.")
-        return 0
     name, *rest = args
+    if name in ("-h", "--help"):
+        print(TRAIN_USAGE)
+        return 0
     if name.startswith("-"):
         raise RunError(f"the recipe comes first: primal train RECIPE {name} … ('primal recipes' lists them)")
     recipe, out, resume = parse_run(name, registry.get(name), rest)
     from primal_attention.train import distributed, runner
-    from primal_attention.train import distributed as preempt
+    from primal_attention.train import folder as run_folder
 
-    named = out is not None
+    is_named = out is not None
     if out is None:
-        place = run_folder.default(name, recipe)
+        place = run_folder.default(registry.run_name(name), recipe)
         out = run_folder.newest(place) if resume else run_folder.fresh(place)
-    out = distributed.agree_on_folder(out, named=named)
+    out = distributed.agree_on_folder(out, named=is_named)
     if distributed.is_main():
         print(f"run folder: {out}")
     command = shlex.join(["primal", "train", *args])
-    with preempt.leave_at_once():
+    with distributed.leave_at_once():
         try:
-            summary = runner.train(recipe, out, name=name, resume=resume, command=command)
+            summary = runner.train(recipe, out, name=registry.run_name(name), resume=resume, command=command)
         except WriteError as error:
             raise RunError(f"{error}; free some space and continue with --resume") from error
     if distributed.is_main():
@@ -67,77 +69,115 @@ def train(args: Sequence[str]) -> int:
 
 
 def parse_run(name: str, recipe: Recipe, args: Sequence[str]) -> tuple[Recipe, Path | None, bool]:
-    """The recipe as the flags change it, the run folder asked for, and whether to go on with the run in it."""
-    try:
-        import tyro
-    except ImportError:
-        raise RunError("the command line needs tyro: pip install 'primal-attention[train]'") from None
+    """Return the recipe as the flags change it, the run folder, and whether to resume the run in it."""
+    import tyro
 
-    kind = type(recipe)
     fields: list[Any] = [
-        ("recipe", Annotated[kind, tyro.conf.arg(name="")]),
+        ("recipe", Annotated[type(recipe), tyro.conf.arg(name="")]),
         ("out", Annotated[Path | None, tyro.conf.arg(help=OUT)], dataclasses.field(default=None)),
         ("resume", Annotated[bool, tyro.conf.arg(help=RESUME)], dataclasses.field(default=False)),
     ]
     arguments: Any = dataclasses.make_dataclass("Run", fields)
-    found = parse(arguments, args, prog=f"primal train {name}", about=TRAIN, default=arguments(recipe=recipe))
-    return found.recipe, found.out, found.resume
+    parsed = parse(arguments, args, prog=f"primal train {name}", about=TRAIN, default=arguments(recipe=recipe))
+    return parsed.recipe, parsed.out, parsed.resume
 
 
 def show(summary: dict[str, Any]) -> None:
-    """The result in a few lines: one per protocol, never blended."""
-
-    def line(score: dict[str, Any], epoch: int, title: str) -> None:
-        print(f"{in_full(score)}  epoch {epoch:>4}  {title}")
+    """Print the result, one line per protocol."""
+    from primal_attention.report.headline import in_full
 
     for key, title in COLUMNS.items():
         score = summary["scores"].get(key)
         if score:
-            line(score, score["epoch"], title)
+            print(f"{in_full(score)}  epoch {score['epoch']:>4}  {title}")
             if "retrained_accuracy" in score:
-                again = {"accuracy": score["retrained_accuracy"]}
-                line(again, score["epoch"], "the same epoch of the training on all cases")
+                retrained = in_full({"accuracy": score["retrained_accuracy"]})
+                print(f"{retrained}  epoch {score['epoch']:>4}  the same epoch, trained on all training samples")
     seconds, device = summary["seconds_per_epoch"], summary["device"]
     print(f"{summary['parameters']:,} parameters, {seconds:.2f} s per epoch on {device}")
 
 
-@dataclass(frozen=True)
-class RunArguments:
-    run: Path
-    """Folder of the run."""
-
-
-@dataclass(frozen=True)
-class NoArguments:
-    pass
-
-
 def evaluate(args: Sequence[str]) -> int:
-    if args and (Path(args[0]) / "config.yaml").exists() and run_folder.read(Path(args[0]))[1].benchmark == "d4rl":
-        from primal_attention.cli import replay  # measured by playing, which has flags of its own
-
-        return replay.main(Path(args[0]), args[1:])
-    place = parse(RunArguments, args, prog="primal evaluate", about=EVALUATE).run
+    parser = Parser(
+        prog="primal evaluate",
+        description="Measure the weights of a finished run on the test set again, or play episodes again (d4rl).",
+        epilog="Example: primal evaluate runs/uea/JapaneseVowels/primal-seed0",
+        add_help=False,
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run; RUN --help lists the flags of d4rl")
+    parser.add_argument("--recipes", type=Path, metavar="FILE.py", help="file of a recipe class of your own; it is run")
+    if args and args[0] in ("-h", "--help"):
+        parser.print_help()
+        return 0
+    known, rest = parser.parse_known_args(list(args))
+    from primal_attention.report.headline import headline, in_full
+    from primal_attention.train import folder as run_folder
     from primal_attention.train import runner
 
-    summary = runner.read_summary(place)
-    measured = runner.evaluate(place)
+    if known.recipes is not None:
+        registry.load_file(known.recipes)
+    _, recipe = run_folder.read(known.run)
+    if recipe.benchmark == "d4rl":
+        return play(known.run, recipe, rest)  # type: ignore[arg-type]
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    summary = runner.read_summary(known.run)
+    measured = runner.evaluate(known.run)
     for part, scores in measured.items():
-        # A single training that held cases out has kept the weights that they chose.
-        chosen = part or (len(measured) == 1 and "validation_chosen" in summary["scores"])
-        key = "validation_chosen" if chosen else "last"
+        # A single training with validation samples keeps the weights that they chose.
+        is_chosen = part or (len(measured) == 1 and "validation_chosen" in summary["scores"])
+        key = "validation_chosen" if is_chosen else "last"
         before = headline(summary["scores"].get(key, {}))
         verdict = "as in the run" if headline(scores) == before else f"the run had {before}"
         print(f"{in_full(scores)}  loss {scores['loss']:.6f}  {COLUMNS[key]}: {verdict}")
     return 0
 
 
+def play(folder: Path, recipe: D4RLRecipe, args: Sequence[str]) -> int:
+    """Play episodes with the weights of a d4rl run; a summary without a score gets this one."""
+    import tyro
+
+    from primal_attention.report.headline import in_full
+    from primal_attention.train import d4rl, runner
+    from primal_attention.train.config import to_plain
+    from primal_attention.train.readers import check_fields
+    from primal_attention.utils.files import write_json
+
+    summary = runner.read_summary(folder)
+    schema = {"scores.last": dict, "data.state_dim": int, "data.action_dim": int, "config.evaluation": dict}
+    check_fields(summary, schema, folder / "summary.json")
+    default = recipe.evaluation
+    if default.episodes == 0:  # trained where no environment is installed
+        default = dataclasses.replace(default, episodes=d4rl.EvaluationConfig().episodes)
+    fields: list[Any] = [("evaluation", Annotated[d4rl.EvaluationConfig, tyro.conf.arg(name="")])]
+    arguments: Any = dataclasses.make_dataclass("Play", fields)
+    parsed = parse(arguments, args, prog="primal evaluate RUN", about=PLAY, default=arguments(default))
+    recipe = dataclasses.replace(recipe, evaluation=parsed.evaluation)
+    data, last = summary["data"], summary["scores"]["last"]
+    model = d4rl.make_model(recipe.resolved().model, data["state_dim"], data["action_dim"])
+    runner.load_weights(model, folder / "model.safetensors")
+    score = d4rl.measure(model.to(runner.pick_device(recipe.trainer)), recipe.game(), recipe.trainer.precision)
+    before = f": the run had {last['score']:.1f}" if "score" in last else ""
+    print(f"{in_full(score)}{before}")
+    if "score" not in last:
+        last.update(score)
+        summary["test"] = score
+        summary["config"]["evaluation"] = to_plain(dataclasses.replace(parsed.evaluation, video=None))
+        write_json(folder / "summary.json", summary)
+    return 0
+
+
 def recipes(args: Sequence[str]) -> int:
-    parse(NoArguments, args, prog="primal recipes", about=RECIPES)
-    for family, entry in registry.FAMILIES.items():
-        print(f"{family}: {entry.about}")
-        for member in entry.members:
-            print(f"  {family}/{member}")
-        if entry.open:
-            print(f"  {family}/…  any other set of the archive, by its name")
+    parser = Parser(prog="primal recipes", description="List the recipes.", epilog="Example: primal recipes uea")
+    parser.add_argument("filter", nargs="?", default="", metavar="FILTER", help="show recipes whose name contains this")
+    word = parser.parse_args(list(args)).filter
+    for name, family in registry.FAMILIES.items():
+        members = [f"{name}/{member}" for member in family.members if word in f"{name}/{member}"]
+        if members:
+            print(f"{name}: {family.about}", *members, sep="\n  ")
+            if family.is_open and not word:
+                print(f"  {name}/…  any other data set of the archive, by its name")
+    if word and not any(word in name for name in registry.names()):
+        raise RunError(f"no recipe has {word!r} in its name: 'primal recipes' lists them all")
     return 0

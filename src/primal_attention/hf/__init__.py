@@ -1,4 +1,4 @@
-"""The language model for people of transformers: importing this room registers it with the Auto classes.
+"""The language model in transformers. Importing this package registers it with the Auto classes.
 
     import primal_attention.hf
     from transformers import AutoModelForCausalLM
@@ -18,12 +18,11 @@ except ImportError as missing:
         f"primal_attention.hf needs transformers ({missing}): pip install 'primal-attention[hf]'"
     ) from None
 
-from .cache import PrimalCache
 from .configuration import PrimalConfig
-from .model import PrimalForCausalLM
-from .run import from_run, tokenizer_of
+from .model import PrimalCache, PrimalForCausalLM
+from .run import from_model, from_run, make_tokenizer
 
 AutoConfig.register(PrimalConfig.model_type, PrimalConfig)
 AutoModelForCausalLM.register(PrimalConfig, PrimalForCausalLM)
 
-__all__ = ["PrimalCache", "PrimalConfig", "PrimalForCausalLM", "from_run", "tokenizer_of"]
+__all__ = ["PrimalCache", "PrimalConfig", "PrimalForCausalLM", "from_model", "from_run", "make_tokenizer"]

@@ -1,4 +1,4 @@
-"""The language model's configuration under transformers' names: config.json holds it, AutoConfig reads it."""
+"""The configuration of the language model under the names of transformers, as stored in config.json."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from primal_attention.models.lm import LanguageConfig, check_primal_mode
 from primal_attention.nn.blocks import attention_names
 from primal_attention.nn.checks import one_of
 
-# transformers' names of what LanguageConfig calls otherwise; the other fields have one name for both.
+# Fields of LanguageConfig that have another name in transformers.
 NAMES = {
     "vocabulary": "vocab_size",
     "embed_dim": "hidden_size",
@@ -20,16 +20,17 @@ NAMES = {
     "layers": "num_hidden_layers",
     "ffn_dim": "intermediate_size",
     "activation": "hidden_act",
-    "max_length": "max_context",  # a word of generation there
+    "max_length": "max_context",  # max_length is an argument of `generate` there
 }
 
 
 class PrimalConfig(PreTrainedConfig):
-    """See `LanguageConfig` for what the fields mean.
+    """Configuration of `PrimalForCausalLM`. `LanguageConfig` describes the other fields.
 
-    attention: one name for all layers, a name with a plus for the last layer only, or one name per layer.
-    max_context: the longest text in primal_mode "landmarks"; the other modes have no limit.
-    eta: weight of the KSVD loss, added to the loss in training.
+    Args:
+        attention: One name for all layers, a name with a plus for the last layer only, or one name per layer.
+        max_context: The longest text in primal_mode "landmarks"; the other modes have no limit.
+        eta: Weight of the KSVD loss, added to the loss in training.
     """
 
     model_type = "primal"
@@ -62,7 +63,7 @@ class PrimalConfig(PreTrainedConfig):
         **kwargs: Any,
     ) -> None:
         if not tie_word_embeddings:
-            raise ValueError("tie_word_embeddings must be True: the embeddings serve at both ends of this model")
+            raise ValueError("tie_word_embeddings must be True: input and output embeddings are one tensor here")
         check_primal_mode(primal_mode)
         one_of("positions", positions, ("rotary", "sinusoidal", "none"))
         self.vocab_size = vocab_size
@@ -88,16 +89,16 @@ class PrimalConfig(PreTrainedConfig):
         self.eos_token_id = eos_token_id
         self.pad_token_id = pad_token_id
         self.tie_word_embeddings = tie_word_embeddings
-        attention_names(tuple(self.attention), num_hidden_layers)  # says what is wrong with them
+        attention_names(tuple(self.attention), num_hidden_layers)  # raises for unknown names
         super().__init__(**kwargs)
 
     def language(self) -> LanguageConfig:
-        """The model's own configuration."""
+        """Return the configuration of `LanguageModel`."""
         fields = {f.name: getattr(self, NAMES.get(f.name, f.name)) for f in dataclasses.fields(LanguageConfig)}
         return LanguageConfig(**{**fields, "attention": tuple(self.attention)})
 
     @classmethod
-    def of(cls, config: LanguageConfig, **settings: Any) -> PrimalConfig:
-        """The configuration of a model that was made without transformers."""
+    def from_language(cls, config: LanguageConfig, **settings: Any) -> PrimalConfig:
+        """Return the configuration of a `LanguageModel`; settings: fields of transformers."""
         fields = {NAMES.get(f.name, f.name): getattr(config, f.name) for f in dataclasses.fields(config)}
         return cls(**fields, **settings)

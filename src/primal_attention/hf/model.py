@@ -1,6 +1,6 @@
-"""The language model as a PreTrainedModel: loss, `generate` with the streaming state for a cache, saving and loading.
+"""The language model as a PreTrainedModel: loss, saving, loading, and `generate` with the streaming state as the cache.
 
-Padding is never seen: what a left-padded batch generates is what its prompts generate one by one.
+Padding is ignored: a left-padded batch generates what its prompts generate one by one.
 """
 
 from __future__ import annotations
@@ -11,44 +11,72 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import Cache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from primal_attention.hf.cache import PrimalCache
+from primal_attention.convert.hf_cache import PrimalSlot
 from primal_attention.hf.configuration import PrimalConfig
-from primal_attention.models.lm import LanguageModel
+from primal_attention.models.lm import LanguageModel, LanguageState
 from primal_attention.nn.objective import ksvd_loss, primal_layers
 
 
+class PrimalCache(Cache):
+    """The streaming state of the model, one slot per block. Beam search and repeated or selected rows work on it.
+
+    A slot has the state of its block and the number of tokens that each sequence has read. Its length includes padding.
+    Only the keys and values of softmax layers grow with the text.
+    """
+
+    layers: list[PrimalSlot]  # type: ignore[assignment]
+
+    def __init__(self, config: PrimalConfig) -> None:
+        super().__init__(layers=[PrimalSlot() for _ in range(config.num_hidden_layers)])
+
+    @property
+    def state(self) -> LanguageState | None:
+        """The state as `LanguageModel` takes it; None before the first token."""
+        slots: list[Any] = [slot.state for slot in self.layers]
+        if slots[0] is None:
+            return None
+        position: Tensor = slots[0][1]
+        return LanguageState(tuple(block for block, _ in slots), position)
+
+    def store(self, state: LanguageState, columns: int) -> None:
+        """Store the state after `columns` more columns of input."""
+        for slot, block in zip(self.layers, state.blocks, strict=True):
+            slot.state = (block, state.position)
+            slot.length += columns
+
+
 class PrimalForCausalLM(PreTrainedModel, GenerationMixin):
-    """`LanguageModel` in transformers' clothes; the embeddings serve at both ends."""
+    """`LanguageModel` for transformers. Input and output embeddings are the same tensor."""
 
     config: PrimalConfig
     config_class = PrimalConfig
     base_model_prefix = "model"
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["DecoderBlock"]  # noqa: RUF012 - as transformers wants it
-    _is_stateful = True  # tokens cannot be taken back, which assisted generation would need
+    _no_split_modules = ["DecoderBlock"]  # noqa: RUF012 - the type that transformers expects
+    _is_stateful = True  # the state cannot be rolled back, which assisted generation needs
     _tied_weights_keys: dict[str, str] = {}  # noqa: RUF012 - one tensor under one name: nothing to tie
 
     def __init__(self, config: PrimalConfig) -> None:
         super().__init__(config)
         self.model = LanguageModel(config.language())
         self.post_init()
-        self._made = True
+        self._is_built = True
 
     def initialize_weights(self) -> None:
-        """A new model's layers have started themselves; what a checkpoint lacks is as in a new model."""
-        if not getattr(self, "_made", False):
+        """Initialise what a checkpoint lacks as in a new model. The layers of a new model initialise themselves."""
+        if not getattr(self, "_is_built", False):
             return
-        held = self.state_dict(keep_vars=True)
-        lacking = [name for name, tensor in held.items() if not getattr(tensor, "_is_hf_initialized", False)]
-        if lacking:
-            fresh = LanguageModel(self.config.language()).state_dict(prefix="model.")
+        state = self.state_dict(keep_vars=True)
+        missing = [name for name, tensor in state.items() if not getattr(tensor, "_is_hf_initialized", False)]
+        if missing:
+            initial = LanguageModel(self.config.language()).state_dict(prefix="model.")
             with torch.no_grad():
-                for name in lacking:
-                    held[name].copy_(fresh[name])
+                for name in missing:
+                    state[name].copy_(initial[name])
 
     def get_input_embeddings(self) -> nn.Module:
         return self.model.embedding
@@ -68,45 +96,55 @@ class PrimalForCausalLM(PreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
-        """Logits (B, N, vocabulary), and in training the mean loss plus η times the KSVD loss.
+        """Return logits (B, N, vocabulary) and, with labels, the mean loss; in training plus η times the KSVD loss.
 
-        attention_mask: (B, N), or (B, past + N) as `generate` keeps it; 0 is padding, which may stand anywhere.
-        labels: (B, N), the tokens themselves; they are shifted here, and −100 counts for nothing.
+        Args:
+            input_ids: Tokens (B, N).
+            attention_mask: (B, N), or (B, past + N) as in `generate`; 0 is padding, anywhere in a row.
+            past_key_values: State after earlier tokens; it is updated.
+            labels: (B, N), the tokens themselves. They are shifted here; −100 is ignored.
+            use_cache: Return the state; None takes the configuration's value outside training.
+            logits_to_keep: Number of last positions, or their indices, whose logits are computed; 0 is all.
+            return_dict: False returns a tuple.
+            **kwargs: Arguments of the loss function.
         """
-        refuse(kwargs)
+        refuse_unsupported(kwargs)
         if input_ids is None:
             raise ValueError("input_ids is required: this model takes tokens, no inputs_embeds")
         if past_key_values is not None and not isinstance(past_key_values, PrimalCache):
             raise TypeError(f"past_key_values must be a PrimalCache (got {type(past_key_values).__name__})")
-        wanted = self.config.use_cache and not self.training if use_cache is None else use_cache
-        streams = past_key_values is not None or (wanted and self.model.streams)
+        use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
+        streams = past_key_values is not None or (use_cache and self.model.streams)
         cache = past_key_values or (PrimalCache(self.config) if streams else None)
         hidden, state = self.model.hidden(
             input_ids,
-            padding_of(attention_mask, input_ids),
+            padding_mask(attention_mask, input_ids),
             state=None if cache is None else cache.state,
             return_state=streams,
         )
         if cache is not None and state is not None:
-            cache.keep(state, input_ids.shape[1])
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep else logits_to_keep
-        hidden = hidden if isinstance(kept, int) else hidden[:, kept]
+            cache.store(state, input_ids.shape[1])
+        if not isinstance(logits_to_keep, int):
+            hidden = hidden[:, logits_to_keep]
+        elif logits_to_keep:
+            hidden = hidden[:, -logits_to_keep:]
         logits = F.linear(hidden, self.model.embedding.weight)
-        loss = None if labels is None else self.loss_of(logits, labels, **kwargs)
+        loss = None if labels is None else self.compute_loss(logits, labels, **kwargs)
         output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)  # type: ignore[arg-type]
         return output if return_dict is not False else output.to_tuple()
 
-    def loss_of(
-        self, logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None, **kw: Any
+    def compute_loss(
+        self, logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None, **kwargs: Any
     ) -> Tensor:
-        """The loss as transformers takes it; in training with the KSVD loss."""
-        counted = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
-        loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **counted, **kw)
+        """Return the loss of transformers; in training plus the KSVD loss."""
+        if num_items_in_batch is not None:
+            kwargs["num_items_in_batch"] = num_items_in_batch
+        loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
         if not (self.training and self.config.eta and primal_layers(self)):
             return loss
-        # Gradients of several batches may be added up, each batch's loss being its part of the whole: so is this one's.
-        part = 1.0 if num_items_in_batch is None else (labels[:, 1:] != -100).sum() / num_items_in_batch
-        return loss + self.config.eta * part * ksvd_loss(self)
+        # With gradient accumulation, each batch contributes its share of the tokens.
+        share = 1.0 if num_items_in_batch is None else (labels[:, 1:] != -100).sum() / num_items_in_batch
+        return loss + self.config.eta * share * ksvd_loss(self)
 
     def prepare_inputs_for_generation(  # type: ignore[override]
         self,
@@ -123,26 +161,26 @@ class PrimalForCausalLM(PreTrainedModel, GenerationMixin):
             is_first_iteration=is_first_iteration,
             **kwargs,
         )
-        inputs.pop("position_ids", None)  # the tokens are counted by the state
+        inputs.pop("position_ids", None)  # the state counts the tokens
         if past_key_values is not None and next_sequence_length == 1 and not is_first_iteration:
-            inputs.pop("attention_mask", None)  # a token that was just generated is no padding
+            inputs.pop("attention_mask", None)  # a generated token is never padding
         return inputs
 
     def _prepare_cache_for_generation(  # type: ignore[override]
         self, generation_config: Any, model_kwargs: dict[str, Any], *rest: Any
     ) -> None:
-        asked = generation_config.cache_implementation
-        if asked is not None:
-            raise ValueError(f"cache_implementation={asked!r} has no meaning here: the cache is the streaming state")
+        name = generation_config.cache_implementation
+        if name is not None:
+            raise ValueError(f"cache_implementation={name!r} is not supported: the cache is the streaming state")
         if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
             if self.model.streams:
                 model_kwargs["past_key_values"] = PrimalCache(self.config)
-            else:  # a layer without a state: all of the text is read again at every step
+            else:  # a layer without a streaming state: every step reads the whole text again
                 model_kwargs["use_cache"] = False
 
 
-def padding_of(attention_mask: Tensor | None, input_ids: Tensor) -> Tensor | None:
-    """(B, N) bool, True at padding, of the columns that are new; None where it is plain that there is none."""
+def padding_mask(attention_mask: Tensor | None, input_ids: Tensor) -> Tensor | None:
+    """Return (B, N) bool, True at padding, for the new columns; None if there is none."""
     if attention_mask is None:
         return None
     if attention_mask.ndim != 2 or attention_mask.shape[1] < input_ids.shape[1]:
@@ -151,13 +189,13 @@ def padding_of(attention_mask: Tensor | None, input_ids: Tensor) -> Tensor | Non
             f"for input_ids {tuple(input_ids.shape)})"
         )
     padding = attention_mask[:, -input_ids.shape[1] :] == 0
-    if padding.device.type == "cpu" and not padding.any():  # elsewhere a look costs a wait
+    if padding.device.type == "cpu" and not padding.any():  # on a GPU the test would synchronise
         return None
     return padding
 
 
-def refuse(kwargs: dict[str, Any]) -> None:
-    """Do not leave out in silence what was asked for."""
+def refuse_unsupported(kwargs: dict[str, Any]) -> None:
+    """Raise for arguments that the model cannot serve."""
     for name in ("inputs_embeds", "output_hidden_states", "output_attentions"):
         value = kwargs.pop(name, None)
         if value is not None and value is not False:

@@ -1,8 +1,7 @@
-"""A finished language run in transformers' form: `save_pretrained` of both is a folder that the Auto classes read."""
+"""Model and tokenizer of a finished language run; `save_pretrained` of both makes a folder for the Auto classes."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,52 +14,58 @@ from primal_attention.models.lm import LanguageModel
 
 
 def from_run(folder: str | Path) -> tuple[PrimalForCausalLM, PreTrainedTokenizerFast]:
-    """The model of a run folder in evaluation mode, and its tokenizer. Needs the extra [language]."""
+    """Return the model of a run folder, in evaluation mode, and its tokenizer. Needs the extra [language].
+
+    Args:
+        folder: A run folder of `primal train lm/…`.
+
+    Returns:
+        The model and the tokenizer.
+    """
     from primal_attention.train.lm import load_language
 
     model, vocabulary = load_language(Path(folder))
-    tokenizer = tokenizer_of(vocabulary)
+    tokenizer = make_tokenizer(vocabulary)
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     return from_model(model, **{name: getattr(tokenizer, name) for name in names}), tokenizer
 
 
 def from_model(model: LanguageModel, **settings: Any) -> PrimalForCausalLM:
-    """A `LanguageModel` in transformers' form, with the same weights; settings: further fields of the configuration."""
-    found = PrimalForCausalLM(PrimalConfig.of(model.config, **settings))
-    found.model.load_state_dict(model.state_dict())
+    """Return a `LanguageModel` for transformers, with the same weights; settings: fields of the configuration."""
+    wrapped = PrimalForCausalLM(PrimalConfig.from_language(model.config, **settings))
+    wrapped.model.load_state_dict(model.state_dict())
     weight = model.embedding.weight
-    return found.to(device=weight.device, dtype=weight.dtype).eval()  # type: ignore[call-arg]
+    return wrapped.to(device=weight.device, dtype=weight.dtype).eval()  # type: ignore[call-arg]
 
 
-def tokenizer_of(vocabulary: Vocabulary) -> PreTrainedTokenizerFast:
-    """The vocabulary as a tokenizer that pads on the left and puts the end token before a text, as training did."""
+def make_tokenizer(vocabulary: Vocabulary) -> PreTrainedTokenizerFast:
+    """Return a tokenizer that pads on the left and puts the end token before a text, as in training."""
     from tokenizers import Tokenizer, processors
 
-    words = isinstance(vocabulary, WordVocabulary)
-    end = END_OF_LINE if words else END_OF_DOCUMENT
-    fast = _words(vocabulary) if isinstance(vocabulary, WordVocabulary) else Tokenizer.from_str(vocabulary.text())
+    has_words = isinstance(vocabulary, WordVocabulary)
+    end = END_OF_LINE if has_words else END_OF_DOCUMENT
+    fast = _word_tokenizer(vocabulary) if has_words else Tokenizer.from_str(vocabulary.text())
     fast.post_processor = processors.TemplateProcessing(single=f"{end} $A", special_tokens=[(end, vocabulary.end)])
-    # The end of a line is no end of a text: with words nothing stops a generation.
-    ends = {} if words else {"eos_token": end}
-    known = {"unk_token": UNKNOWN} if words and UNKNOWN in json.loads(vocabulary.text())["words"] else {}
+    tokens = {} if has_words else {"eos_token": end}  # the end of a line does not end a text
+    if isinstance(vocabulary, WordVocabulary) and UNKNOWN in vocabulary.words:
+        tokens["unk_token"] = UNKNOWN
     return PreTrainedTokenizerFast(
         tokenizer_object=fast,
         bos_token=end,
         pad_token=end,
         padding_side="left",
         clean_up_tokenization_spaces=False,
-        **ends,
-        **known,
+        **tokens,
     )
 
 
-def _words(vocabulary: WordVocabulary) -> Any:
+def _word_tokenizer(vocabulary: Any) -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    numbers = {word: i for i, word in enumerate(vocabulary.words)}
-    fast = Tokenizer(models.WordLevel(numbers, unk_token=UNKNOWN))
+    indices = {word: i for i, word in enumerate(vocabulary.words)}
+    fast = Tokenizer(models.WordLevel(indices, unk_token=UNKNOWN))
     fast.normalizer = normalizers.Replace("\n", f" {END_OF_LINE} ")
     fast.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    # Every word brings the space before it: a pipeline puts new words behind a prompt that has none at its end.
+    # Every word includes the space before it, because a pipeline appends new words to a prompt without one.
     fast.decoder = decoders.Sequence([decoders.Replace(Regex("^"), " "), decoders.Fuse()])
     return fast

@@ -1,41 +1,45 @@
-"""Checkpoints of the published research code, brought over: `load_official(state_dict, kind)`.
+"""Load checkpoints of the published research code: `load_official(state_dict, kind)`.
 
-The published attention sees padding; a model loaded here does the same, so that its numbers are the published ones. Set
-`model.attend_to_padding = False` (uea) or `model.published_padding = False` (lra) to respect masks from then on.
+The published attention reads padding. A loaded model does the same and so gives the published numbers. Set
+`model.attend_to_padding = False` (uea) or `model.published_padding = False` (lra) to respect masks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
-from torch import Tensor, nn
+from torch import nn
 
-from primal_attention.official.cv import vision_transformer
-from primal_attention.official.lra import arena_classifier
-from primal_attention.official.nlp import language_model
-from primal_attention.official.rl import decision_transformer
-from primal_attention.official.uea import time_series_classifier
+from primal_attention.official.d4rl import load_d4rl
+from primal_attention.official.image import load_image
+from primal_attention.official.lm import load_lm
+from primal_attention.official.lra import load_lra
+from primal_attention.official.state import State
+from primal_attention.official.uea import load_uea
 
-State = Mapping[str, Tensor]
+# The kinds have the names of the published code bases.
+LOADERS: dict[str, Callable[[State, int | None], nn.Module]] = {
+    "uea": load_uea,
+    "lra": load_lra,
+    "cv": load_image,
+    "rl": load_d4rl,
+    "nlp": load_lm,
+}
 
 
 def load_official(state_dict: State, kind: str, *, num_heads: int | None = None) -> nn.Module:
-    """The model of this library that computes what the published checkpoint computes.
+    """Return the model of this library that computes what a published checkpoint computes.
 
-    kind: which of the published code bases wrote it: "uea", "lra", "cv" (DeiT, also timm's own with one class token),
-        "nlp" (a decoder-only language model) or "rl" (a Decision Transformer, also in the form of transformers'
-        DecisionTransformerModel; it does not hold the states' moments, see `set_state_moments`).
-    num_heads: needed only where no layer is Primal, as softmax weights do not tell it.
+    Args:
+        state_dict: The tensors of the checkpoint by name.
+        kind: The published code base: "uea", "lra", "cv" (DeiT, also timm's with one class token), "nlp" (a
+            decoder-only language model) or "rl" (a Decision Transformer, also a DecisionTransformerModel of
+            transformers; the moments of the states are not in it, see `set_state_moments`).
+        num_heads: Needed only where no layer is Primal, since softmax weights do not determine it.
+
+    Returns:
+        The model, with the dtype of the checkpoint.
     """
-    if kind not in KINDS:
-        raise ValueError(f"kind must be one of {', '.join(KINDS)} (got {kind!r})")
-    return KINDS[kind](state_dict, num_heads)
-
-
-KINDS: dict[str, Callable[[State, int | None], nn.Module]] = {
-    "uea": time_series_classifier,
-    "lra": arena_classifier,
-    "cv": vision_transformer,
-    "rl": decision_transformer,
-    "nlp": language_model,
-}
+    if kind not in LOADERS:
+        raise ValueError(f"kind must be one of {', '.join(LOADERS)} (got {kind!r})")
+    return LOADERS[kind](state_dict, num_heads)

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-import torch
 from torch import Tensor
 
 from primal_attention.models.lra import LRAClassifier
-from primal_attention.official.heads import count_layers, read_heads
+from primal_attention.official.state import (
+    State,
+    count_layers,
+    join_projections,
+    read_heads,
+    rename_maps,
+    rename_primal,
+)
 
-State = Mapping[str, Tensor]
 
-
-def arena_classifier(state: State, num_heads: int | None) -> LRAClassifier:
+def load_lra(state: State, num_heads: int | None) -> LRAClassifier:
     layers = count_layers(state, "model.transformer_")
-    if layers == 0 or "seq_classifer.mlpblock.0.weight" not in state:  # their spelling
+    if layers == 0 or "seq_classifer.mlpblock.0.weight" not in state:  # spelt like this
         raise ValueError("state_dict is not one of the published LRA models: it has no transformer_0 or seq_classifer")
-    attention = [f"model.transformer_{i}.mha." for i in range(layers)]
-    names, num_heads, primal = read_heads(state, [f"{prefix}We" for prefix in attention], num_heads)
-    keywords = {"primal": primal} if primal else {}
+    weights = [f"model.transformer_{i}.mha.We" for i in range(layers)]
+    names, num_heads, primal = read_heads(state, weights, num_heads)
     tokens, positions = (state[f"model.embeddings.{kind}_embeddings.weight"] for kind in ("word", "position"))
     hidden = state["seq_classifer.mlpblock.0.weight"]
     model = LRAClassifier(
@@ -32,20 +33,18 @@ def arena_classifier(state: State, num_heads: int | None) -> LRAClassifier:
         layers=layers,
         ffn_dim=len(hidden),
         pairs=hidden.shape[1] == 4 * tokens.shape[1],
-        attention_kwargs=keywords,
+        attention_kwargs={"primal": primal} if primal else {},
         published_padding=True,
     )
-    ours = {"stem.tokens.weight": tokens, "stem.positions.weight": positions}
     pairs = {"encoder.norm": "model.norm", "head.0": "seq_classifer.mlpblock.0", "head.2": "seq_classifer.mlpblock.2"}
-    ours |= {f"{a}.{end}": state[f"{b}.{end}"] for a, b in pairs.items() for end in ("weight", "bias")}
+    ours = {"stem.tokens.weight": tokens, "stem.positions.weight": positions, **rename_maps(state, pairs)}
     for i, name in enumerate(names):
-        ours |= _block(state, i, name)
+        ours |= _block(state, f"model.transformer_{i}.", f"encoder.blocks.{i}.", name)
     model.to(tokens.dtype).load_state_dict(ours)
     return model
 
 
-def _block(state: State, index: int, attention: str) -> dict[str, Tensor]:
-    theirs, ours = f"model.transformer_{index}.", f"encoder.blocks.{index}."
+def _block(state: State, theirs: str, ours: str, attention: str) -> dict[str, Tensor]:
     pairs = {
         "norm1": "norm1",
         "norm2": "norm2",
@@ -53,16 +52,12 @@ def _block(state: State, index: int, attention: str) -> dict[str, Tensor]:
         "feed_forward.3": "mlpblock.3",
         "attention.out_proj": "mha.ff",
     }
-    kinds = ("q", "k") if attention == "primal" else ("q", "k", "v")
     if attention == "primal":
         pairs["attention.score_proj"] = "mha.attn.concate_weight"
-    block: dict[str, Tensor] = {}
-    for end in ("weight", "bias"):
-        block |= {f"{ours}{a}.{end}": state[f"{theirs}{b}.{end}"] for a, b in pairs.items()}
-        joined = torch.cat([state[f"{theirs}mha.W_{kind}.{end}"] for kind in kinds])
-        block[f"{ours}attention.{'qk_proj' if attention == 'primal' else 'in_proj'}.{end}"] = joined
+    block = rename_maps(state, pairs, ours, theirs)
+    inputs, joined = ("qk", "qk_proj") if attention == "primal" else ("qkv", "in_proj")
+    block |= join_projections(state, f"{ours}attention.{joined}", [f"{theirs}mha.W_{name}" for name in inputs])
     if attention == "primal":
-        block[f"{ours}attention.w_e"] = state[f"{theirs}mha.We"]
-        block[f"{ours}attention.w_r"] = state[f"{theirs}mha.Wr"]
-        block[f"{ours}attention.sqrt_lambda"] = state[f"{theirs}mha.attn.Lambda"]
+        published = (f"{theirs}mha.{name}" for name in ("We", "Wr", "attn.Lambda"))
+        block |= rename_primal(state, f"{ours}attention.", *published)
     return block

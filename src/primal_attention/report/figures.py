@@ -51,7 +51,7 @@ def singular_value_decay(axis: Any, values: Mapping[str, Sequence[float]]) -> No
         axis.semilogy(index, shown, "o-", markersize=4, color=COLOURS.get(name), label=NAMES.get(name, name))
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.set_xlabel("index i")
-    axis.set_ylabel("σᵢ / σ₁, mean over heads, layers and cases")
+    axis.set_ylabel("σᵢ / σ₁ (mean over layers and heads)")
     axis.legend(frameon=False)
     axis.set_title("Singular values of the trained attention", fontsize=11)
 

@@ -129,9 +129,9 @@ def read_file(file: Path) -> Result | None:
 def complete(benchmark: Any, config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The configuration with the fields that are younger than the run, at the values that leave it as it was."""
     from primal_attention.train.config import from_plain, to_plain
-    from primal_attention.train.registry import RECIPES
+    from primal_attention.train.registry import recipe_type
 
-    kind = RECIPES.get(str(benchmark))
+    kind = recipe_type(str(benchmark))
     if kind is None or not config:
         return config
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
@@ -146,6 +146,10 @@ class Recipe:
     def label(self) -> str:
         """Short name of the variant, for the default run folder."""
         return "run"
+
+    def data_files(self) -> Sequence[Path]:
+        """Files that the run reads. Their hash is stored with its results."""
+        return ()
 
     def build(self) -> Experiment:
         """Data, model and Lightning module, ready to train."""

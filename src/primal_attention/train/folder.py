@@ -17,7 +17,7 @@ from primal_attention.train.config import Recipe, from_plain, to_plain
 from primal_attention.train.readers import FORMAT, check_format, read_config, read_json, shorten
 from primal_attention.utils.errors import RunError
 from primal_attention.utils.files import write_json, write_text
-from primal_attention.utils.provenance import git_commit
+from primal_attention.utils.provenance import collect
 
 __all__ = ["FORMAT", "check_format"]  # for the readers of other files with a format
 LOCK = ".lock"
@@ -66,19 +66,19 @@ def write(folder: Path, recipe: Recipe, *, name: str, command: str, commit: str 
             "version": primal_attention.__version__,
             "benchmark": recipe.benchmark,
             "recipe": name,
-            "command": command,
-            "commit": commit or git_commit(),
+            **collect(command=command, commit=commit, data_files=recipe.data_files()),
             "config": to_plain(recipe),
         }
         write_text(file, yaml.safe_dump(text, sort_keys=False, allow_unicode=True))
 
 
 def origin(folder: Path) -> dict[str, Any]:
-    """Command, commit and settings of a run for its summary, which can then stand without the folder."""
+    """Return provenance and settings of a run for its summary, which can then be read without the folder."""
     text, recipe = read(folder)
     config = to_plain(recipe)
     config.get("data", {}).pop("folder", None)  # says something about a machine, nothing about a result
-    return {"command": text.get("command"), "commit": text.get("commit"), "config": config}
+    names = ("date", "command", "commit", "dirty", "commit_source", "versions", "data_sha256")
+    return {**{name: text.get(name) for name in names if name in text}, "config": config}
 
 
 def check(folder: Path, recipe: Recipe, *, resume: bool) -> None:
@@ -106,14 +106,14 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
 
 def read(folder: Path) -> tuple[dict[str, Any], Recipe]:
     """What config.yaml says, and the recipe in it."""
-    from primal_attention.train.registry import RECIPES
+    from primal_attention.train.registry import recipe_type
 
     file = folder / "config.yaml"
     text = read_config(file)
-    kind = RECIPES.get(str(text.get("benchmark")))
+    kind = recipe_type(str(text.get("benchmark")))
     if kind is None:
         found, version = shorten(text.get("benchmark")), primal_attention.__version__
-        raise RunError(f"{file}: benchmark {found} is unknown to this version ({version})")
+        raise RunError(f"{file}: benchmark {found} is unknown to this version ({version}); a recipe of your own needs --recipes FILE.py")
     return text, from_plain(kind, text["config"], f"{file}: ")
 
 

@@ -149,7 +149,7 @@ def settings_key(benchmark: str, config: Mapping[str, Any], free: frozenset[str]
 
 def compared(benchmark: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that count, by dotted name, with fields that an older result lacks at their defaults."""
-    kind = registry.RECIPES.get(benchmark)
+    kind = registry.recipe_type(benchmark)
     if kind is None:
         raise RunError(f"benchmark {benchmark!r} is unknown to this version")
     plain = to_plain(from_plain(kind, config).resolved())

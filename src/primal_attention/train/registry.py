@@ -1,59 +1,151 @@
-"""Recipes by name: "family/member", for example uea/JapaneseVowels. A family may take members it does not list."""
+"""Recipes by name: "family/member", for example uea/JapaneseVowels, or "my_recipes.py:name" for one of your own.
+
+The names are data, so that listing them imports neither torch nor the modules of the recipes.
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+import importlib
+import importlib.util
+import sys
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-from primal_attention.train import d4rl, image, lra, uea
-from primal_attention.train import lm as language
 from primal_attention.train.config import Recipe
 from primal_attention.utils.errors import RunError
+
+UEA_SETS = (
+    "EthanolConcentration",
+    "FaceDetection",
+    "Handwriting",
+    "Heartbeat",
+    "JapaneseVowels",
+    "PEMS-SF",
+    "SelfRegulationSCP1",
+    "SelfRegulationSCP2",
+    "SpokenArabicDigits",
+    "UWaveGestureLibrary",
+)
+LRA_TASKS = ("listops", "text", "retrieval", "image", "pathfinder")
+D4RL_SETS = tuple(
+    f"{environment}-{level}"
+    for level in ("medium-expert", "medium", "medium-replay")
+    for environment in ("halfcheetah", "hopper", "walker2d")
+)
 
 
 @dataclass(frozen=True)
 class Family:
-    """A group of recipes made by one function from the member's name."""
+    """A group of recipes that one function makes from the name of a member."""
 
-    make: Callable[[str], Recipe]
-    members: tuple[str, ...]
+    function: str
     about: str
-    open: bool = False
-    """Any other member name works too."""
+    members: tuple[str, ...]
+    is_open: bool = False
+    """Other members work too: any set of the archive."""
+    takes_files: bool = False
+    """The name without a member trains on data of your own, named by --data.file."""
+
+    def make(self, member: str) -> Recipe:
+        return _load(self.function)(member)
 
 
-FAMILIES: dict[str, Family] = {
-    "uea": Family(uea.paper_recipe, tuple(uea.PAPER), "the paper's time-series classifiers", open=True),
-    "uea-modern": Family(uea.modern_recipe, tuple(uea.PAPER), "one modern recipe for every set", open=True),
-    "lra": Family(lra.paper_recipe, tuple(lra.TASKS), "the paper's classifiers of Long-Range Arena"),
-    "lra-short": Family(lra.short_recipe, tuple(lra.TASKS), "the same classifiers in fewer steps"),
-    "image": Family(image.paper_recipe, tuple(image.MEMBERS), "DeiT with Primal-Attention, images in class folders"),
-    "d4rl": Family(d4rl.paper_recipe, tuple(d4rl.PAPER), "the paper's Decision Transformers", open=True),
-    "lm": Family(language.recipe_of, language.SETS, "language models, the paper's setting and a modern one"),
+FAMILIES = {
+    "uea": Family("uea:paper_recipe", "the paper's time-series classifiers", UEA_SETS, is_open=True, takes_files=True),
+    "uea-modern": Family(
+        "uea:modern_recipe", "one modern recipe for every data set", UEA_SETS, is_open=True, takes_files=True
+    ),
+    "lra": Family("lra:paper_recipe", "the paper's classifiers of Long-Range Arena", LRA_TASKS),
+    "lra-short": Family("lra:short_recipe", "the same classifiers in fewer steps", LRA_TASKS),
+    "image": Family(
+        "image:paper_recipe", "DeiT with Primal-Attention, images in class folders", ("deit-small", "imagenette")
+    ),
+    "d4rl": Family("d4rl:paper_recipe", "the paper's Decision Transformers", D4RL_SETS, is_open=True),
+    "lm": Family(
+        "lm:recipe_of", "language models, the paper's setting and a modern one", ("wikipedia", "wikitext-103")
+    ),
 }
-RECIPES: dict[str, type[Recipe]] = {
-    "uea": uea.UEARecipe,
-    "lra": lra.LRARecipe,
-    "image": image.ImageRecipe,
-    "d4rl": d4rl.D4RLRecipe,
-    "lm": language.LanguageRecipe,
+TYPES = {
+    "uea": "uea:UEARecipe",
+    "lra": "lra:LRARecipe",
+    "image": "image:ImageRecipe",
+    "d4rl": "d4rl:D4RLRecipe",
+    "lm": "lm:LanguageRecipe",
 }
+_OWN_TYPES: dict[str, type[Recipe]] = {}
 
 
 def names() -> list[str]:
-    return [f"{family}/{member}" for family, entry in FAMILIES.items() for member in entry.members]
+    return [f"{name}/{member}" for name, family in FAMILIES.items() for member in family.members]
+
+
+def recipe_type(benchmark: str) -> type[Recipe] | None:
+    """Return the recipe class of a benchmark; one of your own only after `load_file`."""
+    return _load(TYPES[benchmark]) if benchmark in TYPES else _OWN_TYPES.get(benchmark)
 
 
 def get(name: str) -> Recipe:
-    """The recipe of a name; a mistyped one suggests the nearest."""
-    family, _, member = name.partition("/")
-    entry = FAMILIES.get(family)
-    if entry is not None and member and (member in entry.members or entry.open):
-        return entry.make(member)
+    """Return the recipe of a name; the error for an unknown one suggests the nearest."""
+    file, _, attribute = name.partition(".py:")
+    if attribute or name.endswith(".py"):
+        return _get_own(Path(name if name.endswith(".py") else f"{file}.py"), attribute)
+    family_name, _, member = name.partition("/")
+    family = FAMILIES.get(family_name)
+    if family is not None and (family.takes_files if name == family_name else member in family.members):
+        return family.make(member)
+    if family is not None and member and family.is_open:
+        return family.make(member)
     near = difflib.get_close_matches(name, names(), n=1, cutoff=0.7)
-    if not near:  # the family alone, with the member as it was written where it may be any, or the family's first
-        families = difflib.get_close_matches(family, FAMILIES, n=1)
-        near = [f"{f}/{member if member and FAMILIES[f].open else FAMILIES[f].members[0]}" for f in families]
+    if not near:  # the nearest family, with the member as typed where any is allowed
+        families = difflib.get_close_matches(family_name, FAMILIES, n=1)
+        near = [f"{f}/{member if member and FAMILIES[f].is_open else FAMILIES[f].members[0]}" for f in families]
     hint = f"did you mean {near[0]}? " if near else ""
     raise RunError(f"no recipe is called {name!r}: {hint}'primal recipes' lists them all")
+
+
+def run_name(name: str) -> str:
+    """Return the name under which runs of a recipe are stored: folder/my_recipes.py:fast gives my_recipes/fast."""
+    file, _, attribute = name.partition(".py:")
+    return f"{Path(file).name}/{attribute}" if attribute else name
+
+
+def load_file(path: Path) -> ModuleType:
+    """Run a Python file that the user named, and register the recipe classes that it defines."""
+    if not path.is_file():
+        raise RunError(f"{path} is not a file: a recipe of your own is named FILE.py:NAME")
+    module_name = f"_recipes_{path.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # where dataclasses look their annotations up
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise RunError(f"{path} cannot be run ({type(error).__name__}: {error})") from error
+    for value in vars(module).values():
+        if isinstance(value, type) and issubclass(value, Recipe) and value.__module__ == module_name:
+            name = value.benchmark
+            if not name or name in TYPES:
+                raise RunError(f"{path}: {value.__name__}.benchmark must be a new name (got {name!r})")
+            _OWN_TYPES[name] = value
+    return module
+
+
+def _get_own(path: Path, name: str) -> Recipe:
+    """Return a recipe of a Python file: a `Recipe`, or the result of a function without arguments."""
+    values = vars(load_file(path))
+    value = values.get(name)
+    recipe = value if isinstance(value, Recipe) else value() if callable(value) else None
+    if isinstance(recipe, Recipe):
+        return recipe
+    known = ", ".join(key for key, value in values.items() if isinstance(value, Recipe)) or "none"
+    raise RunError(f"{path} has no recipe {name!r} (recipes that are not functions: {known}): use {path}:NAME")
+
+
+def _load(target: str) -> Any:
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(f"primal_attention.train.{module}"), name)

@@ -22,72 +22,52 @@ class Preempted(Exception):  # noqa: N818 - not an error
 
 
 class DataError(ValueError):
-    """User error about data, with a one-line message that names the file or folder."""
+    """Data cannot be used; the message names the file or folder."""
 
 
 class WriteError(RunError, DataError):
     """A file or folder cannot be written, for example because the disk is full."""
 
 
-# Packages that reading some kinds of files needs: the name to install, and the extra that has it.
-PACKAGES = {
-    "aeon": ("aeon", "timeseries"),
-    "h5py": ("h5py", "rl"),
-    "minari": ("minari", "rl"),
-    "tokenizers": ("tokenizers", "language"),
-    "torchvision.transforms.v2": ("torchvision", "vision"),
-    "PIL.Image": ("pillow", "vision"),
-    "pyarrow.parquet": ("pyarrow", "lra"),
-}
-
-
-def import_package(module: str, purpose: str, otherwise: str = "") -> Any:
-    """Import a module of `PACKAGES`; a missing one is a DataError that names its extra."""
-    package, extra = PACKAGES[module]
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        raise DataError(f"{purpose} needs {package}: pip install 'primal-attention[{extra}]'{otherwise}") from None
-
-
-# By the name that is imported. A package of several extras is listed under the smallest one.
+# The packages of each extra, by the imported name. A package of several extras is listed under the smallest one.
 EXTRAS = {
-    "PIL": "vision",
-    "accelerate": "hf",
-    "aeon": "timeseries",
-    "gymnasium": "rl",
-    "h5py": "rl",
-    "imageio": "rl",
-    "lightning": "train",
-    "matplotlib": "report",
-    "minari": "rl",
-    "mujoco": "rl",
+    "train": "lightning rich safetensors tensorboard tyro yaml",
+    "timeseries": "aeon",
+    "ksvd": "scipy sklearn",
+    "language": "tokenizers",
+    "lra": "pyarrow",
+    "rl": "gymnasium h5py imageio minari mujoco",
+    "vision": "PIL timm torchvision",
+    "hf": "accelerate transformers",
+    "report": "matplotlib",
     "ray": "ray",
-    "rich": "train",
-    "safetensors": "train",
-    "scipy": "ksvd",
-    "sklearn": "ksvd",
-    "tensorboard": "train",
-    "timm": "vision",
-    "tokenizers": "language",
-    "torchvision": "vision",
-    "transformers": "hf",
-    "tyro": "train",
-    "yaml": "train",
 }
+INCLUDED = {"timeseries": {"timeseries", "ksvd", "train"}, "language": {"language", "train"}}  # extras in extras
+INSTALLED_AS = {"PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml"}
+INSTALLED_AS |= dict.fromkeys(("gymnasium", "mujoco"), "gymnasium[mujoco]")
+# Imported name → the name to install, and its extra.
+PACKAGES = {name: (INSTALLED_AS.get(name, name), extra) for extra, all_ in EXTRAS.items() for name in all_.split()}
 
 
-def install_hint(module: str | None, extra: str | None = None) -> str:
-    """The command that installs a missing package.
+def install_hint(module: str | None, extra: str = "") -> str:
+    """Return the command that installs a missing package.
 
     Args:
         module: The name whose import failed.
-        extra: The extra of the command that needs it, preferred where it brings the package.
+        extra: The extras of the command that needs it, preferred where they include the package.
     """
     package = (module or "").partition(".")[0]
-    own = EXTRAS.get(package)
-    if own is None:
+    if package not in PACKAGES:
         return f"pip install {package}"
-    known = {"train": {"train"}, "timeseries": {"timeseries", "ksvd", "train"}, "language": {"language", "train"}}
-    brought = {name for part in (extra or "").split(",") for name in known.get(part, {part})}
-    return f"pip install 'primal-attention[{extra if own in brought else own}]'"
+    smallest = PACKAGES[package][1]
+    installed = {name for part in extra.split(",") for name in INCLUDED.get(part, {part})}
+    return f"pip install 'primal-attention[{extra if smallest in installed else smallest}]'"
+
+
+def import_package(module: str, purpose: str, otherwise: str = "") -> Any:
+    """Import a module of an optional package; a missing one is a DataError that names its extra."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        package = PACKAGES[module.partition(".")[0]][0]
+        raise DataError(f"{purpose} needs {package}: {install_hint(module)}{otherwise}") from None

@@ -1,11 +1,10 @@
-"""Write files atomically: to a temporary name in the same folder, flushed to disk, then renamed.
+"""Atomic writers, and guarded readers for the text, JSON, YAML and CSV files that a user passes in.
 
-Guarded readers for the text, JSON, YAML and CSV files that a user passes in.
+A file is written under a temporary name in the same folder, flushed to disk, then renamed. A file that cannot be read
+is a `RunError`: one line with the path, the field where there is one, and what was expected. `check` compares plain
+content with a schema written in plain Python:
 
-Every problem is a `RunError`: one line with the path, the field where there is one, and what was expected. `check`
-compares plain content with a schema written in plain Python:
-
-    str, bool, dict, list, None, Number()    a value of that kind
+    str, bool, dict, list, None, Number()    a value of that type
     frozenset({"a", "b"})                    one of these values
     (s, t)                                   one of several schemas
     [s]                                      a list of s
@@ -27,16 +26,25 @@ from typing import IO, Any
 
 from primal_attention.utils.errors import RunError, WriteError
 
+Schema = Any
+MAX_BYTES = 256 * 1024**2
+MAX_DEPTH = 64
+MAX_INTEGER = 2**63
+NAMES: dict[Any, str] = {str: "a text", bool: "true or false", dict: "a mapping", list: "a list", None: "null"}
+
 
 def partial_name(path: Path) -> Path:
-    """The temporary name of a file that this process is writing."""
+    """Return the temporary name of a file that this process writes."""
     return path.with_name(f".{path.name}.{os.getpid()}.partial")
 
 
 def write_atomically(path: Path, write: Callable[[IO[bytes]], object], *, keep: Path | None = None) -> None:
     """Call `write` on a temporary file next to `path` and rename it; the old file stays if anything fails.
 
-    keep: new name of the old file, which is replaced otherwise.
+    Args:
+        path: The file; its folder is created if needed.
+        write: Writes the content to the open file that it is given.
+        keep: New name of the old file, which is replaced otherwise.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = partial_name(path)
@@ -55,7 +63,7 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object], *, keep: 
 
 
 def write_error(path: Path, error: BaseException) -> WriteError:
-    """The error for a file that cannot be written, with the reason that the system gave."""
+    """Return the error for a file that cannot be written, with the reason that the system gave."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
@@ -76,7 +84,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    # Bytes of an argument that are no text are written as escapes, which JSON and YAML read back.
+    # Arguments may hold bytes that are not UTF-8. They are written as escapes, which JSON and YAML read back.
     write_atomically(path, lambda file: file.write(text.encode(errors="backslashreplace")))
 
 
@@ -85,7 +93,7 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Rows with all their columns, in order of first appearance; a missing value is an empty cell."""
+    """Write rows with all their columns in order of first appearance; a missing value is an empty cell."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
@@ -95,23 +103,16 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def write_weights(path: Path, state: Mapping[str, Any]) -> None:
-    """Tensors as safetensors."""
+    """Write tensors as safetensors."""
     from safetensors.torch import save
 
     data = save({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()})
     write_atomically(path, lambda file: file.write(data))
 
 
-Schema = Any
-MAX_BYTES = 256 * 1024**2
-MAX_DEPTH = 64
-MAX_INTEGER = 2**63
-KINDS: dict[Any, str] = {str: "a text", bool: "true or false", dict: "a mapping", list: "a list", None: "null"}
-
-
 @dataclass(frozen=True)
 class Number:
-    """A number, within bounds where they are set; NaN and infinity only with `finite` off."""
+    """Schema of a number, within bounds where they are set; NaN and infinity only with `finite` off."""
 
     integer: bool = False
     above: float | None = None
@@ -124,20 +125,20 @@ class Number:
             return False
         if not math.isfinite(value):
             return not self.finite
-        high_enough = (self.above is None or value > self.above) and (self.least is None or value >= self.least)
-        return high_enough and (self.most is None or value <= self.most)
+        is_high_enough = (self.above is None or value > self.above) and (self.least is None or value >= self.least)
+        return is_high_enough and (self.most is None or value <= self.most)
 
     def __str__(self) -> str:
         bounds = {"above": self.above, "of at least": self.least, "of at most": self.most}
-        said = " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if bound is not None)
-        return ("a whole number" if self.integer else "a number") + (f" {said}" if said else "")
+        text = " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if bound is not None)
+        return ("a whole number" if self.integer else "a number") + (f" {text}" if text else "")
 
 
 COUNT = Number(integer=True, least=1)
 
 
 def read_text(path: Path, *, pipes: bool = False) -> str:
-    """The content of a UTF-8 file: a regular one, or also a pipe."""
+    """Return the content of a UTF-8 file: a regular one, or also a pipe."""
     try:
         if path.is_dir():
             raise RunError(f"{path} is a folder where a file is needed")
@@ -155,38 +156,36 @@ def read_text(path: Path, *, pipes: bool = False) -> str:
 
 
 def read_json(path: Path, schema: Schema = ...) -> Any:
-    """Plain values from a JSON file that match the schema."""
-    return _parsed(path, "JSON", json.loads, schema)
+    """Return the plain values of a JSON file that matches the schema."""
+    return _read_plain(path, "JSON", json.loads, schema)
 
 
 def read_yaml(path: Path, schema: Schema = ...) -> Any:
-    """Plain values from a YAML file that match the schema; tags that build objects are refused."""
+    """Return the plain values of a YAML file that matches the schema; tags that build objects are refused."""
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """Without aliases, which can make a small file grow without end."""
+        """Refuses aliases, with which a small file can expand without limit."""
 
         def compose_node(self, parent: Any, index: Any) -> Any:
             if self.check_event(yaml.AliasEvent):
                 raise yaml.YAMLError("it has an alias")
             return super().compose_node(parent, index)
 
-    return _parsed(path, "YAML", lambda text: yaml.load(text, Loader), schema)
+    return _read_plain(path, "YAML", lambda text: yaml.load(text, Loader), schema)
 
 
 def read_csv(path: Path) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of a CSV file, all of the same length."""
+    """Return the header and the rows of a CSV file, all of the same length."""
+    reader = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)
     header: list[str] = []
     rows: list[list[str]] = []
-    reader = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)
     try:
+        header = next(reader, [])
         for row in reader:
-            if header and len(row) != len(header):
+            if len(row) != len(header):
                 raise RunError(f"{path} line {reader.line_num} has {len(row)} cells, the header {len(header)}")
-            if header:
-                rows.append(row)
-            else:
-                header = row
+            rows.append(row)
     except csv.Error as error:
         raise RunError(f"{path} line {reader.line_num} is not CSV ({error})") from None
     if not any(header):
@@ -197,7 +196,7 @@ def read_csv(path: Path) -> tuple[list[str], list[list[str]]]:
 
 
 def read_cell(cell: str, where: str) -> float | None:
-    """A number, NaN and infinity by name included, or None for an empty cell."""
+    """Return a number, NaN and infinity by name included, or None for an empty cell."""
     try:
         value = float(cell) if cell else None
     except ValueError:
@@ -209,93 +208,84 @@ def read_cell(cell: str, where: str) -> float | None:
 
 def check(content: Any, schema: Schema, path: Path, field: str = "") -> None:
     """Raise a `RunError` that names the path and the field where the content does not match the schema."""
-    if schema is ...:
+    options = schema if isinstance(schema, tuple) else (schema,)
+    if any(_matches(content, option) for option in options):
         return
-    if isinstance(schema, tuple):
-        plain = [s for s in schema if not isinstance(s, (dict, list))]
-        if not any(_fits(content, s) for s in plain):
-            nested = [s for s in schema if isinstance(content, type(s)) and isinstance(s, (dict, list))]
-            if not nested:
-                raise _mismatch(content, " or ".join(map(_describe, schema)), path, field)
-            check(content, nested[0], path, field)
-    elif isinstance(schema, list):
-        if not isinstance(content, list):
-            raise _mismatch(content, "a list", path, field)
+    nested = next((s for s in options if isinstance(s, (dict, list)) and isinstance(content, type(s))), None)
+    if nested is None:
+        raise _mismatch(content, " or ".join(map(_describe, options)), path, field)
+    if isinstance(nested, list):
         for i, item in enumerate(content):
-            check(item, schema[0], path, f"{field}[{i}]")
-    elif isinstance(schema, dict):
-        if not isinstance(content, dict):
-            raise _mismatch(content, "a mapping", path, field)
-        for key, inner in schema.items():
-            names = content if key is ... else [key.removesuffix("?")]
-            for name in names:
-                if name in content:
-                    check(content[name], inner, path, f"{field}.{name}" if field else name)
-                elif not key.endswith("?"):
-                    raise RunError(f"{path}: {f'{field}.{name}' if field else name} is missing")
-    elif not _fits(content, schema):
-        raise _mismatch(content, _describe(schema), path, field)
+            check(item, nested[0], path, f"{field}[{i}]")
+        return
+    for key, inner in nested.items():
+        for name in content if key is ... else [key.removesuffix("?")]:
+            place = f"{field}.{name}" if field else name
+            if name in content:
+                check(content[name], inner, path, place)
+            elif not key.endswith("?"):
+                raise RunError(f"{path}: {place} is missing")
 
 
-def _parsed(path: Path, language: str, parse: Callable[[str], Any], schema: Schema) -> Any:
+def _read_plain(path: Path, language: str, parse: Callable[[str], Any], schema: Schema) -> Any:
     text = read_text(path)
     try:
         content = parse(text)
     except RecursionError:
         raise RunError(f"{path} is nested too deeply") from None
     except Exception as error:  # PyYAML has errors of its own, and dates that do not exist are ValueErrors
-        said = " ".join(str(error).split())
-        raise RunError(f"{path} is not {language} ({said if len(said) < 200 else said[:200] + '…'})") from None
-    _check_plain(content, path)
+        reason = " ".join(str(error).split())
+        raise RunError(f"{path} is not {language} ({_shorten(reason, 200, quote=False)})") from None
+    _check_plain(content, path, "", 0)
     check(content, schema, path)
     return content
 
 
-def _check_plain(content: Any, path: Path) -> None:
-    """Refuse what no file of this library holds: foreign types, huge integers, endless nesting, broken characters."""
-    waiting: list[tuple[Any, str, int]] = [(content, "", 0)]
-    while waiting:
-        value, field, depth = waiting.pop()
-        if depth > MAX_DEPTH:
-            raise RunError(f"{path} is nested too deeply")
-        if isinstance(value, dict):
-            for key, inner in value.items():
-                if not isinstance(key, str):
-                    raise RunError(f"{path}: every key must be a text (got {_shorten(key)})")
-                waiting += [(key, "a key", depth), (inner, f"{field}.{key}" if field else key, depth + 1)]
-        elif isinstance(value, list):
-            waiting += [(inner, f"{field}[{i}]", depth + 1) for i, inner in enumerate(value)]
-        elif isinstance(value, str):
-            # Bytes of an argument that are no text are held as U+DC80 to U+DCFF; other halves of characters are damage.
-            if not value.isascii() and any("\ud800" <= c < "\udc80" or "\udcff" < c <= "\udfff" for c in value):
-                raise _mismatch(value, "a text of whole characters", path, field)
-        elif isinstance(value, int):
-            if abs(value) >= MAX_INTEGER:
-                raise _mismatch(value, "a number of at most 64 bits", path, field)
-        elif value is not None and not isinstance(value, float):
-            raise _mismatch(value, "plain data", path, field)
+def _check_plain(value: Any, path: Path, field: str, depth: int) -> None:
+    """Refuse other types than those of JSON, huge integers, deep nesting and invalid characters."""
+    if depth > MAX_DEPTH:
+        raise RunError(f"{path} is nested too deeply")
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                raise RunError(f"{path}: every key must be a text (got {_shorten(key)})")
+            _check_plain(key, path, "a key", depth)
+            _check_plain(inner, path, f"{field}.{key}" if field else key, depth + 1)
+    elif isinstance(value, list):
+        for i, inner in enumerate(value):
+            _check_plain(inner, path, f"{field}[{i}]", depth + 1)
+    elif isinstance(value, str):
+        # U+DC80 to U+DCFF stand for bytes of an argument that are not UTF-8. Other surrogates are damage.
+        if not value.isascii() and any("\ud800" <= c < "\udc80" or "\udcff" < c <= "\udfff" for c in value):
+            raise _mismatch(value, "a text of whole characters", path, field)
+    elif isinstance(value, int):
+        if abs(value) >= MAX_INTEGER:
+            raise _mismatch(value, "a number of at most 64 bits", path, field)
+    elif value is not None and not isinstance(value, float):
+        raise _mismatch(value, "plain data", path, field)
 
 
-def _fits(content: Any, schema: Schema) -> bool:
+def _matches(content: Any, schema: Schema) -> bool:
+    if isinstance(schema, (dict, list)):
+        return False  # compared item by item
     if isinstance(schema, Number):
         return schema.accepts(content)
     if isinstance(schema, frozenset):
         return isinstance(content, (str, int)) and content in schema
-    return content is None if schema is None else isinstance(content, schema)
+    return schema is ... or (content is None if schema is None else isinstance(content, schema))
 
 
 def _describe(schema: Schema) -> str:
     if isinstance(schema, frozenset):
         return " or ".join(sorted(map(str, schema)))
     if isinstance(schema, (dict, list)):
-        return KINDS[type(schema)]
-    return str(schema) if isinstance(schema, Number) else KINDS[schema]
+        return NAMES[type(schema)]
+    return str(schema) if isinstance(schema, Number) else NAMES[schema]
 
 
 def _mismatch(content: Any, expected: str, path: Path, field: str) -> RunError:
-    return RunError(
-        f"{path}: {_shorten(field or 'the content', quote=False)} must be {expected} (got {_shorten(content)})"
-    )
+    name = _shorten(field, quote=False) or "the content"
+    return RunError(f"{path}: {name} must be {expected} (got {_shorten(content)})")
 
 
 def _shorten(value: Any, limit: int = 60, quote: bool = True) -> str:

@@ -1,46 +1,30 @@
-"""A bar where somebody watches and rich is installed; else one line per measurement, for logs."""
+"""Progress on stderr: one line that is rewritten on a terminal, one line per message in a log."""
 
 from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
-from typing import Any
 
 
 class Progress:
+    """Count the steps of a long task, within a `with` block."""
+
     def __init__(self, total: int, what: str) -> None:
         self.total, self.what, self.done, self.start = total, what, 0, time.perf_counter()
-        self._bar: Any = None
+        self.is_terminal = sys.stderr.isatty()
 
     def __enter__(self) -> Progress:
-        if sys.stderr.isatty():
-            try:
-                from rich import progress
-                from rich.console import Console
-            except ImportError:
-                return self
-            columns = (
-                progress.TextColumn("{task.description}"),
-                progress.BarColumn(),
-                progress.MofNCompleteColumn(),
-                progress.TimeElapsedColumn(),
-            )
-            self._bar = progress.Progress(*columns, console=Console(stderr=True), transient=True)
-            self._bar.start()
-            self._task = self._bar.add_task(self.what, total=self.total)
         return self
 
-    def advance(self, message: str) -> None:
-        self.done += 1
-        if self._bar is not None:
-            self._bar.update(self._task, advance=1, description=message)
-        else:
-            elapsed = time.perf_counter() - self.start
-            print(f"[{self.done}/{self.total} {elapsed:5.0f} s] {message}", file=sys.stderr, flush=True)
+    def advance(self, message: str | None = None, count: int = 1) -> None:
+        """Count steps. Without a message, a log gets no line."""
+        self.done += count
+        line = f"[{self.done}/{self.total} {time.perf_counter() - self.start:5.0f} s] {message or self.what}"
+        if self.is_terminal:
+            print(f"\r{line}\x1b[K", end="", file=sys.stderr, flush=True)
+        elif message is not None:
+            print(line, file=sys.stderr, flush=True)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+    def __exit__(self, *exception: object) -> None:
+        if self.is_terminal:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

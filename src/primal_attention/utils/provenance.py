@@ -1,33 +1,85 @@
-"""Where a number comes from: hardware, versions, date, command and commit."""
+"""Where a number comes from: command, commit, date, versions, device and a hash of the data."""
 
 from __future__ import annotations
 
 import datetime
+import hashlib
 import importlib.metadata
 import os
 import platform
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-VERSIONS = ("torch", "triton", "numpy", "flash-linear-attention", "fla-core", "flash-attn-4")
+PACKAGES = ("triton", "lightning", "numpy", "flash-linear-attention", "fla-core", "flash-attn-4")
 
 
-def origin(device: torch.device, command: str | None, commit: str | None = None) -> dict[str, Any]:
-    """Everything that a reader needs to repeat a run."""
-    return {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": command,
-        "commit": commit or git_commit(),
-        "hardware": hardware(device),
-        "versions": versions(),
-    }
+def collect(
+    *,
+    command: str | None,
+    device: torch.device | None = None,
+    commit: str | None = None,
+    data_files: Iterable[Path] = (),
+) -> dict[str, Any]:
+    """Return what a reader needs to repeat a measurement, as plain values for JSON or YAML.
+
+    Args:
+        command: The command line that made the number; None for a call from Python.
+        device: Where it ran; adds the field "hardware".
+        commit: Commit of the code where git cannot tell it, marked as `"commit_source": "argument"`.
+        data_files: Files that were read; adds the field "data_sha256".
+    """
+    date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    origin = {"date": date, "command": command, **code_version(commit), "versions": versions()}
+    if device is not None:
+        origin["hardware"] = hardware(device)
+    files = list(data_files)
+    return {**origin, "data_sha256": hash_files(files)} if files else origin
+
+
+def code_version(commit: str | None = None) -> dict[str, Any]:
+    """Return the commit of this source tree, whether files differ from it, and how it was found; None is unknown."""
+    if commit is not None:
+        return {"commit": commit, "dirty": None, "commit_source": "argument"}
+
+    def git(*words: str) -> str:
+        here = Path(__file__).parent
+        done = subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=True, timeout=10)
+        return done.stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", Path(__file__).name)  # fails if the repository around us is another one
+        dirty = bool(git("status", "--porcelain", "--", ".."))
+        return {"commit": git("rev-parse", "HEAD") + "-changed" * dirty, "dirty": dirty, "commit_source": "git"}
+    except (OSError, subprocess.SubprocessError):
+        return {"commit": None, "dirty": None, "commit_source": None}
+
+
+def versions() -> dict[str, str | None]:
+    import torch
+
+    from primal_attention import __version__
+
+    found: dict[str, str | None] = {"primal-attention": __version__, "python": platform.python_version()}
+    found |= {"torch": str(torch.__version__), "cuda": torch.version.cuda}
+    return found | {name: version for name in PACKAGES if (version := installed(name)) is not None}
+
+
+def installed(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    import torch
+
+    facts: dict[str, Any] = {
         "device": device.type,
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
@@ -36,42 +88,18 @@ def hardware(device: torch.device) -> dict[str, Any]:
     }
     if device.type == "cuda":
         gpu = torch.cuda.get_device_properties(device)
-        found |= {
+        facts |= {
             "gpu": gpu.name,
             "gpu_memory_bytes": gpu.total_memory,
             "compute_capability": f"{gpu.major}.{gpu.minor}",
             "tf32": torch.backends.cuda.matmul.allow_tf32,
         }
-    return found
-
-
-def load() -> float | None:
-    """Processes that wanted a core in the last minute, this one included."""
-    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+    return facts
 
 
 def device_name(hardware: dict[str, Any]) -> str:
     threads = hardware["threads"]
     return hardware.get("gpu") or f"{hardware['cpu']}, {threads} thread{'' if threads == 1 else 's'}"
-
-
-def versions() -> dict[str, str | None]:
-    from primal_attention import __version__
-
-    found: dict[str, str | None] = {"primal-attention": __version__, "python": platform.python_version()}
-    for package in VERSIONS:
-        if (version := installed(package)) is not None:
-            found[package] = version
-    found["torch"] = torch.__version__  # with the build's suffix
-    found["cuda"] = torch.version.cuda
-    return found
-
-
-def installed(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def cpu_name() -> str:
@@ -84,17 +112,18 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def git_commit() -> str | None:
-    """The commit that this source tree stands on, marked where files differ from it; None outside a repository."""
+def load() -> float | None:
+    """Return the load average of the last minute."""
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
-    def git(*words: str) -> str:
-        here = Path(__file__).parent
-        done = subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=True, timeout=10)
-        return done.stdout.strip()
 
-    try:
-        # An installed package may happen to lie inside somebody else's repository: ours tracks this file.
-        git("ls-files", "--error-unmatch", Path(__file__).name)
-        return git("rev-parse", "HEAD") + ("-changed" if git("status", "--porcelain", "--", "..") else "")
-    except (OSError, subprocess.SubprocessError):
-        return None
+def hash_files(files: Iterable[Path]) -> str:
+    """Return one SHA-256 of the names and contents of files, whatever their order and folder."""
+    total = hashlib.sha256()
+    for file in sorted(files, key=lambda file: file.name):
+        with file.open("rb") as stream:
+            content = hashlib.sha256()
+            while block := stream.read(2**20):
+                content.update(block)
+        total.update(f"{file.name}\0{content.hexdigest()}\n".encode())
+    return total.hexdigest()

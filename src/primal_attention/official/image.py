@@ -1,17 +1,14 @@
-"""Published DeiT checkpoints, with or without Primal-Attention, by the names of their weights (timm's)."""
+"""The published DeiT models, with or without Primal-Attention. Their weights have timm's names."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 
 from torch import Tensor
 
 from primal_attention.models.image import ImageClassifier, blocks_of, deit
-from primal_attention.official.heads import count_layers, read_heads
-
-State = Mapping[str, Tensor]
+from primal_attention.official.state import State, count_layers, read_heads
 
 PRIMAL = {
     "qk.": "primal.qk_proj.",
@@ -21,7 +18,7 @@ PRIMAL = {
     "wr": "primal.w_r",
     "Lambda": "primal.sqrt_lambda",
 }
-# From timm's names to those of transformers' ViT.
+# timm's names → those of the ViT in transformers.
 RENAMED = (
     (r"^cls_token", "vit.embeddings.cls_token"),
     (r"^pos_embed", "vit.embeddings.position_embeddings"),
@@ -36,15 +33,14 @@ RENAMED = (
 )
 
 
-def vision_transformer(state: State, num_heads: int | None) -> ImageClassifier:
-    """The model of a checkpoint of the research code, or of a DeiT or ViT of timm with one class token."""
+def load_image(state: State, num_heads: int | None) -> ImageClassifier:
+    """Return the model of a checkpoint of the research code, or of a DeiT or ViT of timm with one class token."""
     layers = count_layers(state, "blocks.")
     if layers == 0 or "pos_embed" not in state or "head.weight" not in state:
         raise ValueError(
             "state_dict is not one of the published image models: it has no blocks, pos_embed or head.weight"
         )
     names, num_heads, primal = read_heads(state, [f"blocks.{i}.attn.we" for i in range(layers)], num_heads)
-    landmarks, rank = primal.get("landmarks"), primal.get("rank", 1)
     width, _, patch, _ = state["patch_embed.proj.weight"].shape
     model = deit(
         len(state["head.weight"]),
@@ -56,33 +52,33 @@ def vision_transformer(state: State, num_heads: int | None) -> ImageClassifier:
         layers=layers,
         mlp_ratio=len(state["blocks.0.mlp.fc1.bias"]) // width,
         drop_path=0.0,
-        rank=rank,
-        landmarks=landmarks,
+        rank=primal.get("rank", 1),
+        landmarks=primal.get("landmarks"),
     )
     ours: dict[str, Tensor] = {}
     for name, weight in state.items():
-        ours |= _as_here(name, weight, names)
+        ours |= _rename(name, weight, names)
     if blocks_of(model.backbone) is not getattr(model.backbone, "blocks", None):
         ours = dict(item for name, weight in ours.items() for item in _for_transformers(name, weight))
     model.backbone.to(state["head.weight"].dtype).load_state_dict(ours)
     return model
 
 
-def _as_here(name: str, weight: Tensor, attention: list[str]) -> dict[str, Tensor]:
-    found = re.match(r"(blocks\.(\d+)\.attn\.)(.*)", name)
-    if not found or attention[int(found[2])] == "softmax":
+def _rename(name: str, weight: Tensor, attention: list[str]) -> dict[str, Tensor]:
+    parts = re.match(r"(blocks\.(\d+)\.attn\.)(.*)", name)
+    if not parts or attention[int(parts[2])] == "softmax":
         return {name: weight}
-    for theirs, here in PRIMAL.items():
-        if found[3].startswith(theirs):
-            return {found[1] + here + found[3].removeprefix(theirs): weight}
+    for theirs, ours in PRIMAL.items():
+        if parts[3].startswith(theirs):
+            return {parts[1] + ours + parts[3].removeprefix(theirs): weight}
     raise ValueError(f"state_dict has {name}, which no published image model has")
 
 
 def _for_transformers(name: str, weight: Tensor) -> list[tuple[str, Tensor]]:
     joint = re.match(r"(blocks\.\d+\.attn\.)qkv\.(weight|bias)$", name)
     named = [(name, weight)]
-    if joint:  # one map for q, k and v
+    if joint:  # one projection for q, k and v
         named = [(f"{joint[1]}{part}_proj.{joint[2]}", w) for part, w in zip("qkv", weight.chunk(3), strict=True)]
-    for pattern, here in RENAMED:
-        named = [(re.sub(pattern, here, n), w) for n, w in named]
+    for pattern, ours in RENAMED:
+        named = [(re.sub(pattern, ours, n), w) for n, w in named]
     return named

@@ -1,4 +1,4 @@
-"""Small models of every kind, and a batch that is padded on the left."""
+"""Small models of every mode, and a batch that is padded on the left."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from primal_attention.hf import PrimalConfig, PrimalForCausalLM
 
-KINDS: dict[str, dict[str, Any]] = {
+MODES: dict[str, dict[str, Any]] = {
     "mean": {},
     "decay": {"primal_mode": "decay"},
     "decay-conv-gate": {"primal_mode": "decay", "conv": 4, "gate": True},
@@ -21,16 +21,16 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def make(kind: str, **settings: Any) -> PrimalForCausalLM:
+def make(mode: str, **settings: Any) -> PrimalForCausalLM:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     sizes = {"vocab_size": 30, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2}
     small = {"intermediate_size": 16, "rank": 4, "landmarks": 6, "max_context": 40, "positions": "none"}
-    return PrimalForCausalLM(PrimalConfig(**{**sizes, **small, **KINDS[kind], **settings})).eval()
+    return PrimalForCausalLM(PrimalConfig(**{**sizes, **small, **MODES[mode], **settings})).eval()
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens (3, 9) and their attention mask: the first has five tokens, the second eight."""
+    """Tokens (3, 9) and their attention mask: five, eight and nine tokens."""
     tokens = torch.randint(0, 30, (3, 9), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(tokens)
     mask[0, :4] = mask[1, :1] = 0

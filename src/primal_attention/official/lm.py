@@ -1,28 +1,29 @@
-"""Published language models, with or without Primal-Attention, by the names of their checkpoints."""
+"""The published language models, with or without Primal-Attention."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-import torch
 from torch import Tensor
 
 from primal_attention.models.lm import LanguageConfig, LanguageModel
-from primal_attention.official.heads import count_layers, read_heads
+from primal_attention.official.state import (
+    State,
+    count_layers,
+    join_projections,
+    read_heads,
+    rename_maps,
+    rename_primal,
+)
 
-State = Mapping[str, Tensor]
 
-
-def language_model(state: State, num_heads: int | None) -> LanguageModel:
-    """The decoder of a checkpoint; its vocabulary is a file of its own."""
+def load_lm(state: State, num_heads: int | None) -> LanguageModel:
+    """Return the decoder of a checkpoint. Its vocabulary is in a file of its own."""
     layers = count_layers(state, "decoder.layers.")
     if layers == 0 or "decoder.embed_tokens.weight" not in state:
         raise ValueError(
             "state_dict is not one of the published language models: it has no decoder.layers or decoder.embed_tokens"
         )
-    attention = [f"decoder.layers.{i}.self_attn." for i in range(layers)]
-    names, num_heads, primal = read_heads(state, [f"{prefix}We" for prefix in attention], num_heads)
-    rank = primal.get("rank", 30)
+    weights = [f"decoder.layers.{i}.self_attn.We" for i in range(layers)]
+    names, num_heads, primal = read_heads(state, weights, num_heads)
     embeddings = state["decoder.embed_tokens.weight"]
     config = LanguageConfig(
         len(embeddings),
@@ -32,11 +33,10 @@ def language_model(state: State, num_heads: int | None) -> LanguageModel:
         layers=layers,
         ffn_dim=len(state["decoder.layers.0.fc1.weight"]),
         activation="relu",
-        rank=rank,
+        rank=primal.get("rank", 30),
         positions="sinusoidal",
     )
-    ours = {"embedding.weight": embeddings}
-    ours |= {f"norm.{end}": state[f"decoder.layer_norm.{end}"] for end in ("weight", "bias")}
+    ours = {"embedding.weight": embeddings, **rename_maps(state, {"norm": "decoder.layer_norm"})}
     for i, name in enumerate(names):
         ours |= _block(state, f"decoder.layers.{i}.", f"blocks.{i}.", name)
     model = LanguageModel(config).to(embeddings.dtype)
@@ -52,15 +52,12 @@ def _block(state: State, theirs: str, ours: str, attention: str) -> dict[str, Te
         "feed_forward.3": "fc2",
         "attention.out_proj": "self_attn.out_proj",
     }
-    kinds, joined = (("q", "k"), "qk_proj") if attention == "primal" else (("q", "k", "v"), "in_proj")
     if attention == "primal":
         pairs["attention.score_proj"] = "self_attn.concate_weight"
-    block: dict[str, Tensor] = {}
-    for end in ("weight", "bias"):
-        block |= {f"{ours}{a}.{end}": state[f"{theirs}{b}.{end}"] for a, b in pairs.items()}
-        parts = [state[f"{theirs}self_attn.{kind}_proj.{end}"] for kind in kinds]
-        block[f"{ours}attention.{joined}.{end}"] = torch.cat(parts)
+    block = rename_maps(state, pairs, ours, theirs)
+    inputs, joined = ("qk", "qk_proj") if attention == "primal" else ("qkv", "in_proj")
+    block |= join_projections(state, f"{ours}attention.{joined}", [f"{theirs}self_attn.{name}_proj" for name in inputs])
     if attention == "primal":
-        for a, b in (("w_e", "We"), ("w_r", "Wr"), ("sqrt_lambda", "Lambda")):
-            block[f"{ours}attention.{a}"] = state[f"{theirs}self_attn.{b}"]
+        published = (f"{theirs}self_attn.{name}" for name in ("We", "Wr", "Lambda"))
+        block |= rename_primal(state, f"{ours}attention.", *published)
     return block
