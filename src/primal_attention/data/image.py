@@ -67,7 +67,8 @@ def load(folder: str | Path, classes: str | Path | None = None) -> ImageData:
             raise DataError(f"{folder} has no folder {' or '.join(names)}: expected {names[0]}/CLASS/*.jpg in it")
         homes.append(home)
     listed = _class_folders(homes[0]) if classes is None else _read_class_list(Path(classes))
-    return ImageData(folder, *(_list_files(home, listed) for home in homes), listed)
+    train, test = (_list_files(home, listed) for home in homes)
+    return ImageData(folder, train, test, listed)
 
 
 def _read_class_list(file: Path) -> tuple[str, ...]:

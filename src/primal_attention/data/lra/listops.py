@@ -107,7 +107,7 @@ def _draw_trees(rng: np.random.Generator, shape: Shape) -> tuple[list[tuple[np.n
 
     A tree beyond the length bound gets no more operators: it will be discarded.
     """
-    levels = []
+    levels: list[tuple[np.ndarray, ...]] = []
     trees = np.arange(DRAWN_AT_ONCE)
     nodes_of, lengths = np.zeros((2, DRAWN_AT_ONCE), dtype=np.int64)
     for depth in range(1, shape.max_depth + 1):
