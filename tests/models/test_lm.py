@@ -1,4 +1,4 @@
-"""The language model: padding, streaming and generation equal the full pass; nothing is seen early; bad input is named."""
+"""The language model: padding, streaming and generation equal the full pass; bad input is one line."""
 
 from __future__ import annotations
 
