@@ -90,6 +90,7 @@ def archive(**arrays: Any) -> bytes:
 
 GENERIC: dict[str, Damage] = {
     "truncated": lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2 - 3]),
+    "missing": lambda file: file.unlink(),
     "empty": lambda file: file.write_bytes(b""),
     "random-bytes": lambda file: file.write_bytes(np.random.default_rng(0).bytes(4096)),
     "zero-bytes": lambda file: file.write_bytes(bytes(4096)),
@@ -153,7 +154,6 @@ def series() -> dict[str, np.ndarray]:
 
 
 SERIES_DAMAGES: dict[str, Damage] = {
-    "without-classes": _drop("classes"),
     "without-values": _drop("test_values"),
     "lengths-that-cancel": _set(train_lengths=[24, -2, 2, -2, 1, 1]),
     "huge-lengths": _set(train_lengths=[2**62, 2**62, 2**62, 2**62, 12, 12]),
@@ -165,14 +165,11 @@ SERIES_DAMAGES: dict[str, Damage] = {
     "no-channels": _apply("train_values", lambda a: a[:, :0]),
     "other-channels": _apply("test_values", lambda a: np.hstack([a, a])),
     "one-class": _set(train_labels=[0] * 6),
-    "one-class-name": _set(classes=["a"]),
     "equal-class-names": _set(classes=["a", "a"]),
     "scalar-classes": _set(classes="a"),
-    "label-too-large": _set(train_labels=[0, 1, 0, 1, 0, 2]),
     "negative-label": _set(test_labels=[0, 1, 0, 1, 0, -1]),
     "string-labels": _set(train_labels=list("ababab")),
     "too-few-labels": _set(train_labels=[0, 1]),
-    "pickled-values": partial(pickled_array, "train_values"),
     "pickled-classes": partial(pickled_array, "classes"),
 }
 
@@ -193,16 +190,12 @@ def transitions() -> dict[str, np.ndarray]:
 
 
 TRANSITION_DAMAGES: dict[str, Damage] = {
-    **{f"without-{key}": _drop(key) for key in d4rl.KEYS},
     "string-terminals": _apply("terminals", lambda a: a.astype(str).astype(bytes)),
     "numbered-terminals": _apply("terminals", lambda a: np.arange(len(a))),
     "nan-terminals": _apply("terminals", lambda a: np.where(a, np.nan, 0.0)),
     "wide-terminals": _apply("terminals", lambda a: np.stack([a, a], axis=1)),
-    "short-rewards": _apply("rewards", lambda a: a[:-1]),
-    "flat-observations": _apply("observations", np.ravel),
     "no-width": _apply("actions", lambda a: a[:, :0]),
     "scalar-rewards": _apply("rewards", lambda a: np.float64(1.0)),
-    "nan-observations": _apply("observations", lambda a: np.full_like(a, np.nan)),
     "beyond-float32": _apply("rewards", lambda a: a + 1e300),
     "complex-actions": _apply("actions", lambda a: a.astype(complex)),
     "boolean-observations": _apply("observations", lambda a: a > 0),
@@ -545,13 +538,14 @@ KINDS: dict[str, Kind] = {
             "negative": _json(lambda c: c.update(train=12, valid=-3)),
             "huge": _json(lambda c: c.update(train=10**400)),
         },
+        harmless=("missing",),
         needs=("PIL",),
     ),
     "image-folder": Kind(
         write_images,
         load_images,
         ("train", "image/imagenette", "--trainer.accelerator", "cpu", "--data.strict", "--data.folder"),
-        harmless=("foreign-image",),
+        harmless=("foreign-image", "missing"),
         needs=("PIL",),
     ),
 }

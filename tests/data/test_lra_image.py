@@ -1,14 +1,12 @@
-"""CIFAR-10 in gray: the binary files and the arrays, the validation split, bad input as one clear line."""
+"""CIFAR-10 in gray: the binary files and the arrays, the validation split."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from primal_attention.data.lra import image as pixels
-from primal_attention.utils.errors import DataError
 
 
 def write_binary(folder: Path, cases: int = 4) -> np.ndarray:
@@ -49,20 +47,3 @@ def test_gray_arrays_are_taken_as_they_are(tmp_path: Path):
     assert isinstance(data.train.tokens, np.memmap)
     np.testing.assert_array_equal(data.train.tokens, arrays["train_images"][:18].reshape(18, -1))
     np.testing.assert_array_equal(data.valid.labels, arrays["train_labels"][18:])
-
-
-def test_missing_files_and_splits_are_named(tmp_path: Path):
-    with pytest.raises(DataError, match=r"no train split; expected train_images\.npy"):
-        pixels.load(tmp_path)
-    write_arrays(tmp_path)
-    (tmp_path / "test_images.npy").unlink()
-    with pytest.raises(DataError, match="no test split"):
-        pixels.load(tmp_path)
-    (tmp_path / "train_labels.npy").unlink()
-    with pytest.raises(DataError, match=r"train_labels\.npy is missing"):
-        pixels.load(tmp_path)
-    binary = tmp_path / "binary"
-    write_binary(binary)
-    (binary / "data_batch_4.bin").unlink()
-    with pytest.raises(DataError, match=r"data_batch_4\.bin is missing"):
-        pixels.load(binary)

@@ -459,21 +459,15 @@ def load_npz(file: str | Path) -> SeriesData:
 def _saved_split(arrays: Mapping[str, np.ndarray], part: str, classes: int, file: Path) -> Split:
     """The samples of one split, cut out of values (total time, channels) at the lengths."""
     values, lengths, labels = (arrays[f"{part}_{key}"] for key in ("values", "lengths", "labels"))
-
-    def require(condition: bool, key: str, expected: str) -> None:
-        if not condition:
-            array = arrays[f"{part}_{key}"]
-            raise DataError(f"{file}: {part}_{key} must be {expected} (got {array.dtype} of shape {array.shape})")
-
-    require(values.dtype.kind in "fiu" and values.ndim == 2, "values", "numbers of shape (total time, channels)")
-    require(
-        lengths.dtype.kind in "iu" and lengths.ndim == 1 and len(lengths) > 0, "lengths", "integers, one per sample"
-    )
+    if lengths.dtype.kind not in "iu" or lengths.ndim != 1 or len(lengths) == 0 or lengths.min() < 1:
+        raise DataError(f"{file}: {part}_lengths must be positive integers, one per sample")
     total = sum(map(int, lengths))  # Python's integers do not overflow
-    require(
-        bool(lengths.min() > 0) and total == len(values), "lengths", f"positive with the sum {len(values)}, not {total}"
-    )
-    require(labels.dtype.kind in "iu" and labels.shape == lengths.shape, "labels", f"{len(lengths)} integers")
-    require(bool(labels.min() >= 0 and labels.max() < classes), "labels", f"in 0 … {classes - 1}")
+    if values.dtype.kind not in "fiu" or values.ndim != 2 or len(values) != total:
+        raise DataError(
+            f"{file}: {part}_values must be numbers of shape ({total}, channels), the sum of {part}_lengths "
+            f"(got {values.dtype} of shape {values.shape})"
+        )
+    if labels.dtype.kind not in "iu" or labels.shape != lengths.shape or not np.isin(labels, range(classes)).all():
+        raise DataError(f"{file}: {part}_labels must be integers from 0 to {classes - 1}, one per sample")
     series = np.split(values, np.cumsum(lengths)[:-1])
     return Split(_fill_gaps(series, f"{file}: {part}_values"), labels.astype(np.int64))
