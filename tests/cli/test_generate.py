@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from primal_attention.cli.generate import MAX_WAITING, TextStream
-from primal_attention.data.lm import SubwordVocabulary, WordVocabulary
+from primal_attention.data.lm import Vocabulary
 from primal_attention.train import lm as language
 from primal_attention.train import registry, runner
 from primal_attention.train.config import override
@@ -117,7 +117,7 @@ def test_an_unknown_word_is_one_line(run: Path, primal, monkeypatch) -> None:
         (words, "the cat the mat", 0, "not in the vocabulary, read as <unk>: the mat\n1 tokens"),
         (words, " ", 2, "the prompt has no token of this vocabulary"),
     ):
-        loaded = model, WordVocabulary(vocabulary)
+        loaded = model, Vocabulary(json.dumps({"words": vocabulary}))
         monkeypatch.setattr(language, "load_language", lambda folder, loaded=loaded: loaded)
         result = primal("generate", str(run), "--prompt", prompt, "--tokens", "1")
         assert result[0] == code
@@ -126,7 +126,7 @@ def test_an_unknown_word_is_one_line(run: Path, primal, monkeypatch) -> None:
 
 @pytest.mark.parametrize("text", ["naïve café", "日本語 text 🙂🙂 end", "plain"])
 def test_pieces_add_up_to_the_text(text: str) -> None:
-    vocabulary = SubwordVocabulary.train(["no such letters"], 260)  # every byte of the text is a token
+    vocabulary = Vocabulary.train_byte_pairs(["no such letters"], 260)  # every byte of the text is a token
     (tokens,) = vocabulary.encode([text])
     stream = TextStream(vocabulary)
     pieces = [stream.add(token) for token in tokens]
@@ -135,12 +135,12 @@ def test_pieces_add_up_to_the_text(text: str) -> None:
 
 
 def test_words_come_with_their_spaces() -> None:
-    stream = TextStream(WordVocabulary(["<eos>", "a", "b"]), [1])
+    stream = TextStream(Vocabulary(json.dumps({"words": ["<eos>", "a", "b"]})), [1])
     assert [stream.add(token) for token in (2, 0, 0, 1, 2)] == [" b", "\n", "\n", "a", " b"]
 
 
 def test_bytes_that_never_become_a_character_are_shown() -> None:
-    vocabulary = SubwordVocabulary.train(["no such letters"], 260)
+    vocabulary = Vocabulary.train_byte_pairs(["no such letters"], 260)
     (tokens,) = vocabulary.encode(["é"])
     stream = TextStream(vocabulary)
     pieces = [stream.add(tokens[0]) for _ in range(MAX_WAITING)]  # first halves only

@@ -52,7 +52,7 @@ def naive_tree(rng: random.Random, depth: int, shape: listops.Shape) -> int:
 
 @pytest.fixture(scope="module")
 def sample() -> listops.Arrays:
-    return listops.generate(600, seed=3)
+    return listops.generate(200, seed=3)
 
 
 def test_the_evaluator_of_these_tests_knows_the_rules():
@@ -101,10 +101,10 @@ def test_no_expression_occurs_twice():
     assert len(np.unique(tokens, axis=0)) == 3000
 
 
-def test_written_files_read_back_and_come_from_the_cache_the_second_time(tmp_path: Path):
-    told = []
-    listops.write(tmp_path, train=20, valid=5, test=6, seed=4, progress=told.append)
-    assert sum(told) == 2 * 31
+def test_written_files_read_back(tmp_path: Path):
+    steps = []
+    listops.write(tmp_path, train=20, valid=5, test=6, seed=4, progress=steps.append)
+    assert sum(steps) == 2 * 31
     header, first = (tmp_path / "basic_train.tsv").read_text().splitlines()[:2]
     assert header == "Source\tTarget"
     source, target = first.split("\t")
@@ -130,18 +130,6 @@ def test_what_the_outermost_operator_tells(tmp_path: Path):
     assert listops.by_operator(listops.load(tmp_path)) == 0.5
 
 
-def test_a_changed_file_is_read_again(tmp_path: Path):
-    listops.write(tmp_path, train=3, valid=1, test=1, shape=SMALL)
-    (tmp_path / "basic_val.tsv").write_text("Source\tTarget\n[MAX 1 2 ]\t2\n[MIN 1 2 ]\t1\n")
-    assert listops.load(tmp_path).valid.labels.tolist() == [2, 1]
-
-
-def test_a_cache_that_lost_its_bytes_is_made_again(tmp_path: Path):
-    before = listops.load(listops.write(tmp_path, train=3, valid=1, test=1, shape=SMALL)).train.tokens.tolist()
-    (tmp_path / ".cache" / "train-tokens.npy").write_bytes(b"")
-    assert listops.load(tmp_path).train.tokens.tolist() == before
-
-
 def test_both_notations_are_the_same_expression():
     np.testing.assert_array_equal(listops.encode("( ( ( [MAX 2 ) 9 ) ] )"), listops.encode("[MAX 2 9 ]"))
 
@@ -155,33 +143,19 @@ BAD = {
     "empty": ("\t1", "an empty expression"),
     "no label": ("[MAX 1 2 ]", "an expression, a tab and a digit"),
     "a label that is no digit": ("[MAX 1 2 ]\t12", "an expression, a tab and a digit"),
+    "another header": (None, "columns Source and Target"),
     "too long": ("[MAX " + "1 " * 2000 + "]\t1", "2002 tokens where at most 2000 fit"),
 }
 
 
 @pytest.mark.parametrize(("line", "complaint"), BAD.values(), ids=[k.replace(" ", "-") for k in BAD])
-def test_a_malformed_line_is_one_clear_line(tmp_path: Path, line: str, complaint: str):
+def test_a_malformed_line_is_one_clear_line(tmp_path: Path, line: str | None, complaint: str):
     file = tmp_path / "basic_train.tsv"
-    file.write_text(f"Source\tTarget\n{line}\n")
+    file.write_text("a\tb\n" if line is None else f"Source\tTarget\n{line}\n")
     with pytest.raises(DataError) as caught:
         listops.read_tsv(file)
     assert complaint in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_a_missing_split_a_wrong_header_and_other_bytes_are_named(tmp_path: Path):
-    with pytest.raises(DataError, match=r"basic_train\.tsv is missing: the train split; 'primal data listops"):
-        listops.load(tmp_path)
-    file = tmp_path / "basic_train.tsv"
-    file.write_text("a\tb\n")
-    with pytest.raises(DataError, match="columns Source and Target"):
-        listops.load(tmp_path)
-    file.write_text("Source\tTarget\n")
-    with pytest.raises(DataError, match="no cases"):
-        listops.load(tmp_path)
-    file.write_bytes(b"Source\tTarget\n\xff\xfe\t1\n")
-    with pytest.raises(DataError, match="not UTF-8 text"):
-        listops.load(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -198,13 +172,10 @@ def test_a_shape_that_has_no_expressions_is_refused(shape, complaint):
         listops.Shape(**shape)
 
 
-def test_expressions_longer_than_the_task_are_not_written(tmp_path: Path):
+def test_settings_that_cannot_work_write_nothing(tmp_path: Path):
     shape = listops.Shape(min_length=2000, max_length=3000)
     with pytest.raises(DataError, match=r"max_length must be at most 2000, the task's length \(got 3000\)"):
         listops.write(tmp_path / "set", train=2, valid=1, test=1, shape=shape)
+    with pytest.raises(DataError, match="at least one sample"):
+        listops.write(tmp_path / "set", train=0)
     assert not (tmp_path / "set").exists()
-
-
-def test_an_empty_split_is_refused(tmp_path: Path):
-    with pytest.raises(DataError, match="at least one case"):
-        listops.write(tmp_path, train=0)

@@ -51,13 +51,3 @@ def test_a_bad_line_is_one_clear_line(folder: Path, line: str, complaint: str):
     with pytest.raises(DataError, match=complaint) as caught:
         retrieval.load(folder)
     assert "\n" not in str(caught.value)
-
-
-def test_a_missing_split_and_other_bytes_are_named(folder: Path):
-    file = folder / retrieval.FILES["test"]
-    file.write_bytes(b"1.0\ta\tb\t\xff\ty\n")
-    with pytest.raises(DataError, match="not UTF-8 text"):
-        retrieval.load(folder)
-    file.unlink()
-    with pytest.raises(DataError, match=r"new_aan_pairs\.test\.tsv is missing: the test split"):
-        retrieval.load(folder)

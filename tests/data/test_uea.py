@@ -1,17 +1,19 @@
-"""The archive's reader: good files, the cached form, and every way a file can be wrong, each as one clear line."""
+"""Series: the archive's reader, one's own files, and what is filled, scaled, padded and held out."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from primal_attention.data import uea
+from primal_attention.data.uea import PrincipalChannels, Standardizer
 from primal_attention.utils.errors import DataError
 
-pytest.importorskip("aeon")
-
+nan = np.nan
 HEADER = """@problemName Toy
 @timeStamps false
 @missing true
@@ -20,123 +22,315 @@ HEADER = """@problemName Toy
 @classLabel true {classes}
 @data
 """
+SAMPLES = ["1,2,3:4,5,6:a", "1,2:4,5:b", "1,?,3,4:4,5,6,NaN:b"]
 
 
-def write(folder: Path, half: str, lines: list[str], classes: str = "a b") -> Path:
-    home = folder / "Toy"
-    home.mkdir(exist_ok=True)
-    file = home / f"Toy_{half}.ts"
+def write_ts(file: Path, lines: list[str], classes: str = "a b") -> Path:
+    pytest.importorskip("aeon")
+    file.parent.mkdir(exist_ok=True)
     file.write_text(HEADER.format(classes=classes) + "\n".join(lines) + ("\n" if lines else ""))
     return file
 
 
-GOOD = ["1,2,3:4,5,6:a", "1,2:4,5:b", "1,?,3,4:4,5,6,NaN:b"]
-
-
 @pytest.fixture
 def toy(tmp_path: Path) -> Path:
-    write(tmp_path, "TRAIN", GOOD)
-    write(tmp_path, "TEST", GOOD[:2])
+    write_ts(tmp_path / "Toy" / "Toy_TRAIN.ts", SAMPLES)
+    write_ts(tmp_path / "Toy" / "Toy_TEST.ts", SAMPLES[:2])
     return tmp_path
 
 
-def test_japanese_vowels_comes_without_a_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+# The archive
+
+
+def test_japanese_vowels_needs_no_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("aeon")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PRIMAL_UEA", raising=False)
     data = uea.load("JapaneseVowels")
     assert (len(data.train), len(data.test), data.channels, data.max_length) == (270, 370, 12, 26)
     assert data.classes == tuple("123456789")
     assert np.bincount(data.train.labels).tolist() == [30] * 9
+    monkeypatch.setenv("PRIMAL_UEA", str(tmp_path / "nope"))  # a folder that was named is not replaced by aeon's copy
+    assert not uea.available("JapaneseVowels")
+    with pytest.raises(DataError, match=r"nope, which does not exist"):
+        uea.load("JapaneseVowels")
 
 
-def test_unequal_lengths_and_missing_values(toy: Path):
+def test_unequal_lengths_missing_values_and_the_saved_form(toy: Path, tmp_path: Path):
     data = uea.load("Toy", toy)
     assert [s.shape for s in data.train.series] == [(3, 2), (2, 2), (4, 2)]
-    assert data.train.series[2][:, 0].tolist() == [1, 2, 3, 4]
-    assert data.train.series[2][:, 1].tolist() == [4, 5, 6, 6]
+    assert data.train.series[2].T.tolist() == [[1, 2, 3, 4], [4, 5, 6, 6]]
     assert data.train.labels.tolist() == [0, 1, 1]
+    assert len(uea.load("Toy", toy / "Toy").train) == 3, "files directly in the folder are found"
+    uea.save_npz(data, tmp_path / "saved")
+    again = uea.load("Toy", tmp_path / "saved")
+    assert again.classes == data.classes
+    assert again.test.labels.tolist() == data.test.labels.tolist()
+    for a, b in zip(data.train.series, again.train.series, strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
-def test_numeric_labels_are_coded_by_value(tmp_path: Path):
-    for half in ("TRAIN", "TEST"):
-        write(tmp_path, half, ["1,2:3,4:10", "1,2:3,4:9"], classes="9 10")
+def test_numeric_labels_are_ordered_by_value(tmp_path: Path):
+    for part in ("TRAIN", "TEST"):
+        write_ts(tmp_path / f"Toy_{part}.ts", ["1,2:3,4:10", "1,2:3,4:9"], classes="9 10")
     data = uea.load("Toy", tmp_path)
     assert data.classes == ("9", "10")
     assert data.test.labels.tolist() == [1, 0]
 
 
-def test_the_cached_form_holds_the_same_numbers(toy: Path, tmp_path: Path):
-    data = uea.load("Toy", toy)
-    cache = tmp_path / "cache"
-    uea.save_npz(data, cache)
-    again = uea.load("Toy", cache)
-    assert again.classes == data.classes
-    assert again.test.labels.tolist() == data.test.labels.tolist()
-    for a, b in zip(data.train.series, again.train.series, strict=True):
-        np.testing.assert_array_equal(a, b)
-    (cache / "Toy.npz").write_bytes(b"PK not a zip")
-    with pytest.raises(DataError, match="not a saved data set"):
-        uea.load("Toy", cache)
-
-
-def test_files_directly_in_the_folder_are_found(toy: Path):
-    assert len(uea.load("Toy", toy / "Toy").train) == 3
-
-
-def test_a_missing_set_says_where_the_archive_is(tmp_path: Path):
+def test_a_missing_set_or_file_says_what_to_do(toy: Path):
     with pytest.raises(DataError, match=r"timeseriesclassification\.com"):
-        uea.load("Handwriting", tmp_path / "nowhere")
-
-
-def test_a_mistyped_set_suggests_the_nearest(toy: Path):
+        uea.load("Handwriting", toy / "nowhere")
     with pytest.raises(DataError, match="did you mean Toy"):
         uea.load("Tooy", toy)
-
-
-def test_a_missing_half_is_named(toy: Path):
     (toy / "Toy" / "Toy_TEST.ts").unlink()
     with pytest.raises(DataError, match=r"Toy_TEST\.ts is missing"):
         uea.load("Toy", toy)
 
 
-BAD = {
-    "cut inside a channel": ([*GOOD, "1,2,3:4,"], "truncated or ragged"),
-    "cut before the label": ([*GOOD, "1,2,3:4,5,6"], "truncated or ragged"),
-    "cut before the label of the first case": (["1,2,3:4,5,6"], "does not declare"),
-    "ragged channels": ([*GOOD, "1,2,3:4,5:a"], "truncated or ragged"),
-    "a channel too many": ([*GOOD, "1,2:4,5:6,7:a"], "truncated or ragged"),
-    "words for numbers": ([*GOOD, "1,two:4,5:a"], "truncated or ragged"),
+BAD_TS = {
+    "cut inside a channel": ([*SAMPLES, "1,2,3:4,"], "truncated or ragged"),
+    "cut before the label": ([*SAMPLES, "1,2,3:4,5,6"], "truncated or ragged"),
+    "cut before the first label": (["1,2,3:4,5,6"], "does not declare"),
+    "ragged channels": ([*SAMPLES, "1,2,3:4,5:a"], "truncated or ragged"),
+    "a channel too many": ([*SAMPLES, "1,2:4,5:6,7:a"], "truncated or ragged"),
+    "words for numbers": ([*SAMPLES, "1,two:4,5:a"], "truncated or ragged"),
     "one class": (["1,2:3,4:a", "1,2:3,5:a"], "only one class"),
-    "no cases": ([], "no cases"),
+    "no samples": ([], "no samples"),
     "NaN everywhere": (["?,?:?,?:a", "NaN:NaN:b"], "every value is missing"),
 }
 
 
-@pytest.mark.parametrize(("lines", "complaint"), BAD.values(), ids=[k.replace(" ", "-") for k in BAD])
-def test_a_bad_file_is_one_clear_line(tmp_path: Path, lines: list[str], complaint: str):
-    write(tmp_path, "TRAIN", lines)
-    write(tmp_path, "TEST", GOOD)
-    with pytest.raises(DataError, match=complaint) as caught:
-        uea.load("Toy", tmp_path)
+@pytest.mark.parametrize(("lines", "complaint"), BAD_TS.values(), ids=[k.replace(" ", "-") for k in BAD_TS])
+def test_a_bad_ts_file_is_one_clear_line(toy: Path, lines: list[str], complaint: str):
+    write_ts(toy / "Toy" / "Toy_TRAIN.ts", lines)
+    with pytest.raises(DataError, match=rf"Toy_TRAIN\.ts.*{complaint}") as caught:
+        uea.load("Toy", toy)
     assert "\n" not in str(caught.value)
-    assert "Toy_TRAIN.ts" in str(caught.value)
 
 
-def test_a_file_cut_inside_its_header_has_no_cases(toy: Path):
-    (toy / "Toy" / "Toy_TRAIN.ts").write_text("@problemName Toy\n@timeStamps fal")
-    with pytest.raises(DataError, match="no cases"):
+def test_the_test_file_must_match_the_training_file(toy: Path):
+    test = write_ts(toy / "Toy" / "Toy_TEST.ts", ["1,2:3,4:c"], classes="a b c")
+    with pytest.raises(DataError, match=r"label 'c' does not occur in Toy_TRAIN\.ts"):
+        uea.load("Toy", toy)
+    write_ts(test, ["1,2:3,4:5,6:a"])
+    with pytest.raises(DataError, match="3 channels where"):
         uea.load("Toy", toy)
 
 
-def test_a_test_label_that_train_lacks_is_named(tmp_path: Path):
-    write(tmp_path, "TRAIN", GOOD, classes="a b c")
-    write(tmp_path, "TEST", ["1,2:3,4:c"], classes="a b c")
-    with pytest.raises(DataError, match=r"label 'c' does not occur in Toy_TRAIN\.ts"):
-        uea.load("Toy", tmp_path)
+# One's own files
 
 
-def test_halves_with_different_channels_are_refused(tmp_path: Path):
-    write(tmp_path, "TRAIN", GOOD)
-    write(tmp_path, "TEST", ["1,2:3,4:5,6:a"])
-    with pytest.raises(DataError, match="3 channels where"):
-        uea.load("Toy", tmp_path)
+def write_npz(file: Path, **changes: Any) -> Path:
+    """Ten samples, two channels, of length 3 (a) and 4 (b)."""
+    x = np.arange(80.0).reshape(10, 2, 4)
+    x[:5, :, 3] = nan
+    arrays = {"X": x, "y": np.repeat(["a", "b"], 5), **changes}
+    np.savez(file, **{key: value for key, value in arrays.items() if value is not None})
+    return file
+
+
+def write_parquet(file: Path, **changes: Any) -> Path:
+    """The samples of `write_npz` in long form, rows in a random order."""
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet")
+    rows = [(i, t) for i in range(10) for t in range(3 if i < 5 else 4)]
+    order = np.random.default_rng(0).permutation(len(rows))
+    sample, time = (np.array(column)[order] for column in zip(*rows, strict=True))
+    table = {
+        "sample": np.array([f"s{i}" for i in sample]),
+        "time": time,
+        "left": sample * 8.0 + time,
+        "right": sample * 8.0 + 4 + time,
+        "label": np.where(sample < 5, "a", "b"),
+        **changes,
+    }
+    columns = {key: value for key, value in table.items() if value is not None}
+    pyarrow.parquet.write_table(pyarrow.table(columns), file)
+    return file
+
+
+def write_wide(file: Path, **changes: Any) -> Path:
+    steps = {f"t{t}": np.arange(10.0) + t for t in range(4)}
+    return write_parquet(file, sample=None, time=None, left=None, right=None, **steps, label=["a", "b"] * 5, **changes)
+
+
+def write_own_ts(file: Path) -> Path:
+    lines = [f"{','.join(str(8 * i + t) for t in range(3 if i < 5 else 4))}:" for i in range(10)]
+    lines = [f"{s}{','.join(str(8 * i + 4 + t) for t in range(3 if i < 5 else 4))}" for i, s in enumerate(lines)]
+    return write_ts(file, [f"{s}:{'a' if i < 5 else 'b'}" for i, s in enumerate(lines)])
+
+
+@pytest.mark.parametrize(
+    ("name", "write"), [("x.npz", write_npz), ("x.parquet", write_parquet), ("x.ts", write_own_ts)]
+)
+def test_one_file_is_split_class_by_class(name: str, write: Callable[[Path], Path], tmp_path: Path):
+    file = write(tmp_path / name)
+    data = uea.load_file(file, seed=1)
+    assert (data.name, data.classes, data.channels) == ("x", ("a", "b"), 2)
+    assert (len(data.train), len(data.test)) == (6, 4)  # 30 % of five samples, rounded to two, of each class
+    first_values = set()
+    for split in (data.train, data.test):
+        for series, label in zip(split.series, split.labels, strict=True):
+            assert series.shape == ((3, 2), (4, 2))[label]
+            assert (series[:, 1] - series[:, 0] == 4).all()
+            assert (np.diff(series[:, 0]) == 1).all(), "ordered by time"
+            first_values.add(float(series[0, 0]))
+    assert first_values == {8.0 * i for i in range(10)}, "every sample is in one split"
+    again, other = (uea.load_file(file, seed=seed) for seed in (1, 2))
+    assert [s[0, 0] for s in again.test.series] == [s[0, 0] for s in data.test.series]
+    assert [s[0, 0] for s in other.test.series] != [s[0, 0] for s in data.test.series]
+
+
+def test_a_test_file_is_the_test_split(tmp_path: Path):
+    train = write_npz(tmp_path / "x_TRAIN.npz", y=np.repeat([1.0, 2.0], 5))
+    test = write_parquet(tmp_path / "y.parquet", label=np.full(35, 2))  # integers there, whole floats in train
+    data = uea.load_file(train, test)
+    assert (data.name, len(data.train), len(data.test), data.classes) == ("x", 10, 10, ("1", "2"))
+    assert (data.test.labels == 1).all()
+    with pytest.raises(DataError, match=r"z\.npz: label 'c' does not occur in x_TRAIN\.npz"):
+        uea.load_file(train, write_npz(tmp_path / "z.npz", y=np.repeat(["c"], 10)))
+
+
+def test_tables_without_channels_have_one(tmp_path: Path):
+    series = uea.load_file(write_npz(tmp_path / "x.npz", X=np.arange(40.0).reshape(10, 4))).train.series
+    assert series[0].shape == (4, 1)
+    data = uea.load_file(write_wide(tmp_path / "wide.parquet"))
+    assert data.train.series[0].shape == (4, 1)
+    assert (np.diff(data.train.series[0][:, 0]) == 1).all()
+
+
+NPZ, LONG = ("x.npz", write_npz), ("x.parquet", write_parquet)
+BAD_FILES: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "no X": (NPZ, {"X": None}, "lacks the array X"),
+    "no y": (NPZ, {"y": None}, "lacks the array y"),
+    "fewer labels": (NPZ, {"y": np.arange(9)}, "one label for each of the 10 samples"),
+    "one axis": (NPZ, {"X": np.zeros(10)}, "X must be numbers of shape"),
+    "no samples": (NPZ, {"X": np.zeros((0, 2, 4)), "y": np.zeros(0)}, "no samples"),
+    "no time": (NPZ, {"X": np.zeros((10, 2, 0))}, "sample 1 has no values"),
+    "NaN label": (NPZ, {"y": np.array([1.0, nan] * 5)}, "label of sample 2 is missing"),
+    "one class": (NPZ, {"y": np.zeros(10)}, "only one class"),
+    "one sample per class": (NPZ, {"y": np.arange(10)}, "every class has one sample only"),
+    "objects": (NPZ, {"y": np.array([{}] * 10, dtype=object)}, "not a .npz file of plain arrays"),
+    "text": (NPZ, {"X": np.full((10, 2, 4), "x")}, "X must be numbers"),
+    "no label column": (LONG, {"label": None}, "lacks the column 'label'"),
+    "no time column": (LONG, {"time": None}, "lacks the column 'time'"),
+    "no channels": (LONG, {"left": None, "right": None}, "no values"),
+    "text channel": (LONG, {"left": ["x"] * 35}, "column 'left' must hold numbers"),
+    "null label": (LONG, {"label": [None] * 35}, "label of sample 1 is missing"),
+    "null sample": (LONG, {"sample": [None] * 35}, "'sample' and 'time' must have a value"),
+    "null time": (LONG, {"time": [None, *range(34)]}, "'sample' and 'time' must have a value"),
+    "labels differ": (LONG, {"label": [*"ab"] * 17 + ["a"]}, "has more than one label"),
+    "time repeats": (LONG, {"time": [0] * 35}, "has two rows with time 0"),
+    "list samples": (LONG, {"sample": [[1]] * 35}, "not a parquet file"),
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "changes", "complaint"), BAD_FILES.values(), ids=[k.replace(" ", "-") for k in BAD_FILES]
+)
+def test_a_bad_file_of_ones_own_is_one_clear_line(form: Any, changes: dict[str, Any], complaint: str, tmp_path: Path):
+    name, write = form
+    file = write(tmp_path / name, **changes)
+    with pytest.raises(DataError, match=complaint) as caught:
+        uea.load_file(file)
+    assert str(file) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_path_that_cannot_be_read_is_named(tmp_path: Path):
+    for name, complaint in [("x.csv", "ends in .npz, .parquet, .ts"), ("x.npz", "is missing"), ("x.ts", "is missing")]:
+        with pytest.raises(DataError, match=complaint):
+            uea.load_file(tmp_path / name)
+    (tmp_path / "x.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(DataError, match="not a parquet file"):
+        uea.load_file(tmp_path / "x.parquet")
+    with pytest.raises(DataError, match="seed must not be negative"):
+        uea.load_file(write_npz(tmp_path / "y.npz"), seed=-1)
+
+
+# Preprocessing
+
+
+def test_gaps_are_interpolated_and_missing_tails_cut():
+    series = np.array([[nan, 1.0], [2.0, 2.0], [np.inf, nan], [6.0, 4.0], [nan, 5.0]])
+    assert uea.interpolate_missing(series).T.tolist() == [[2.0, 2.0, 4.0, 6.0, 6.0], [1.0, 2.0, 3.0, 4.0, 5.0]]
+    series = np.array([[1.0, nan], [2.0, 3.0], [nan, nan], [nan, nan]])
+    assert len(uea.drop_missing_tail(series)) == 2
+    assert len(uea.drop_missing_tail(np.full((3, 2), nan))) == 3
+
+
+def test_statistics_are_those_of_all_training_steps_with_ddof_1():
+    rng = np.random.default_rng(0)
+    series = [rng.normal(3, 2, (n, 4)) for n in (5, 9, 2)]
+    standard = Standardizer.fit(series)
+    steps = np.concatenate(series)
+    np.testing.assert_allclose(standard.mean, steps.mean(0))
+    np.testing.assert_allclose(standard.std, steps.std(0, ddof=1))
+    flat = [np.array([[1.0, 7.0, nan], [3.0, 7.0, nan]])]
+    assert (Standardizer.fit(flat)(flat[0])[:, 1:] == 0).all(), "constant and absent channels become zero"
+
+
+def test_padding_is_on_the_right_and_the_mask_is_true_there():
+    values, mask = uea.pad([np.ones((2, 3)), np.ones((4, 3))], length=3)
+    assert values.shape == (2, 3, 3)
+    assert mask.tolist() == [[False, False, True], [False, False, False]]
+    assert values[0, 2].tolist() == [0, 0, 0]
+    assert uea.pad([np.ones((4, 3))], length=3, clip=False)[0].shape == (1, 4, 3)
+    assert uea.pad([np.ones((2, 3))], length=3, clip=False)[0].shape == (1, 3, 3)
+
+
+def test_the_holdout_keeps_class_proportions_and_depends_on_the_seed_alone():
+    labels = np.repeat([0, 1, 2, 3], [50, 10, 5, 1])
+    train, holdout = uea.stratified_holdout(labels, 0.2, seed=1)
+    assert np.bincount(labels[holdout], minlength=4).tolist() == [10, 2, 1, 0], "never the only sample of a class"
+    assert sorted([*train, *holdout]) == list(range(66))
+    assert uea.stratified_holdout(labels, 0.2, seed=1)[1].tolist() == holdout.tolist()
+    assert uea.stratified_holdout(labels, 0.2, seed=2)[1].tolist() != holdout.tolist()
+    with pytest.raises(DataError, match="one sample only"):
+        uea.stratified_holdout(np.array([0, 1]), 0.2, seed=0)
+    with pytest.raises(DataError, match="between 0 and 1"):
+        uea.stratified_holdout(np.array([0, 1]), 1.5, seed=0)
+
+
+def principal(x: np.ndarray, series: list[np.ndarray]) -> np.ndarray:
+    """The principal half of the channels."""
+    return PrincipalChannels.fit(series)(x)[:, x.shape[1] :]
+
+
+@pytest.mark.parametrize("channels", [4, 1])
+def test_principal_channels_are_uncorrelated_with_unit_variance(channels: int):
+    rng = np.random.default_rng(0)
+    mixing = rng.standard_normal((channels, channels))
+    series = [5 + rng.standard_normal((n, channels)) @ mixing for n in (50, 30, 80)]
+    plain = PrincipalChannels.fit(series)(series[0])[:, :channels]
+    np.testing.assert_array_equal(plain, Standardizer.fit(series)(series[0]))
+    steps = np.concatenate([principal(s, series) for s in series])
+    np.testing.assert_allclose(steps.mean(axis=0), 0.0, atol=1e-12)
+    covariance = np.cov(steps.T).reshape(channels, channels)
+    np.testing.assert_allclose(covariance - np.diag(np.diag(covariance)), 0.0, atol=1e-10)
+    assert (np.diag(covariance) <= 1.0).all()
+    assert (np.diag(covariance) > 0.9).all()  # less by the floor beside the smallest variance
+
+
+def test_principal_channels_enlarge_small_differences_but_not_rounding():
+    rng = np.random.default_rng(0)
+    hand = rng.standard_normal((500, 1))
+    thumb = hand + 0.2 * rng.standard_normal((500, 1))
+    steps = principal(np.hstack([hand, thumb]), [np.hstack([hand, thumb])])
+    assert max(abs(np.corrcoef((thumb - hand)[:, 0], c)[0, 1]) for c in steps.T) > 0.95
+    assert (steps.std(axis=0) > 0.9).all()
+    x = rng.standard_normal((100, 2))
+    copies = [x, x + 1e-9 * rng.standard_normal((100, 2)), np.full((100, 1), 7.0), np.full((100, 1), nan)]
+    deviations = np.sort(principal(np.hstack(copies), [np.hstack(copies)]).std(axis=0))
+    assert (deviations[:4] < 1e-6).all()
+    assert (deviations[4:] > 0.9).all()
+
+
+def test_principal_directions_have_one_sign_however_they_are_rounded():
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((300, 2)) @ np.array([[1.0, 0.6], [0.0, 0.8]])
+    basis = PrincipalChannels.fit([x]).basis
+    for _ in range(20):
+        rounded = x * (1 + 1e-12 * rng.standard_normal(x.shape))
+        np.testing.assert_allclose(PrincipalChannels.fit([rounded]).basis, basis, rtol=1e-6)

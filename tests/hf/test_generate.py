@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ hf = pytest.importorskip("transformers", minversion="5")
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 from hf.small_models import MODES, batch, make  # noqa: E402
-from primal_attention.data.lm import SubwordVocabulary, Vocabulary, WordVocabulary  # noqa: E402
+from primal_attention.data.lm import Vocabulary  # noqa: E402
 from primal_attention.hf import PrimalCache, from_run, make_tokenizer  # noqa: E402
 from primal_attention.models.lm import LanguageConfig, LanguageModel, generate  # noqa: E402
 from primal_attention.train import lm as language  # noqa: E402
@@ -95,9 +96,9 @@ TEXTS = ["The cat sat on the mat.", "The dog sat on the cat, and the mat was gon
 @pytest.fixture(params=["subwords", "words"])
 def vocabulary(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Vocabulary:
     """The vocabulary of a run; `load_language` returns it with a model."""
-    made: Vocabulary = SubwordVocabulary.train(TEXTS, 280)
+    made: Vocabulary = Vocabulary.train_byte_pairs(TEXTS, 280)
     if request.param == "words":
-        made = WordVocabulary.build("\n".join([*TEXTS, "<unk>", ""]))
+        made = Vocabulary.from_words("\n".join([*TEXTS, "<unk>", ""]))
     torch.manual_seed(0)
     model = LanguageModel(LanguageConfig(len(made), ("primal",), 16, 2, 2, 16, rank=4, primal_mode="decay")).eval()
     monkeypatch.setattr(language, "load_language", lambda folder: (model, made))
@@ -128,5 +129,5 @@ def test_a_pipeline_continues_texts(vocabulary: Vocabulary) -> None:
 
 
 def test_an_unknown_word_is_the_unknown_token() -> None:
-    tokenizer = make_tokenizer(WordVocabulary(["<eos>", "<unk>", "cat"]))
+    tokenizer = make_tokenizer(Vocabulary(json.dumps({"words": ["<eos>", "<unk>", "cat"]})))
     assert tokenizer("the cat\n")["input_ids"] == [0, 1, 2, 0]

@@ -70,6 +70,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def small(folder: Path, **changes: Any) -> ImageRecipe:
+    if changes.get("data__cache") == "none":
+        pytest.importorskip("torchvision", reason="random crops of image files are torchvision's")
     given = {k.replace("__", "."): v for k, v in changes.items()}
     return override(registry.get("image/imagenette"), {**SMALL, "data.folder": folder, **given})
 
@@ -187,6 +189,7 @@ def test_a_run_cut_off_within_an_epoch_resumes_to_the_same_weights(folder: Path,
 
 
 def test_an_image_that_stands_twice_in_a_batch_has_draws_of_its_own_each_time(folder: Path) -> None:
+    pytest.importorskip("torchvision", reason="random crops of image files are torchvision's")
     data = images.load(folder)
     crop = image_crops.training(16, smallest=0.2, ops=0, magnitude=0.0)
     (found, labels), *_ = FileBatches(data.train, crop, 6, shuffle_seed=0, steps=1, repeats=3)

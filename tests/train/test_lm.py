@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from primal_attention.cli import main as cli
 from primal_attention.cli import table
 from primal_attention.cli.table import LINEUP
-from primal_attention.data.lm import SubwordVocabulary, TextSplit
+from primal_attention.data.lm import TextSplit, Vocabulary
 from primal_attention.train import lm as language
 from primal_attention.train import registry, runner
 from primal_attention.train.config import override
@@ -152,7 +152,7 @@ def test_a_run_measures_what_its_model_predicts_and_repeats(
 def test_a_foreign_vocabulary_is_refused(folder: Path, tmp_path: Path) -> None:
     runner.train(small(folder), tmp_path / "run", name="lm/wikipedia")
     file = tmp_path / "run" / "vocabulary.json"
-    SubwordVocabulary.train(["Quite other words, and more of these words than of others."], 280).save(file)
+    Vocabulary.train_byte_pairs(["Quite other words, and more of these words than of others."], 280).save(file)
     with pytest.raises(RunError, match=r"vocabulary.json is not the vocabulary that the run was trained with"):
         load_language(tmp_path / "run")
     file.write_text('{"words": ["<eos>", "a"]}')

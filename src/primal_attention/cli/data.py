@@ -8,7 +8,6 @@ from pathlib import Path
 
 from primal_attention.cli.flags import Parser
 from primal_attention.data.lra import listops, pathfinder
-from primal_attention.data.storage import write_file
 from primal_attention.utils.errors import RunError
 from primal_attention.utils.progress import Progress
 
@@ -53,10 +52,6 @@ def main(args: Sequence[str]) -> int:
         )
         return 0
     print(f"{count:,} images in {options.out}")
-    if options.sheet is not None:
-        picture = pathfinder.png(pathfinder.sheet(pathfinder.load(options.out).train))
-        write_file(options.sheet, lambda out: out.write(picture))
-        print(f"forty of them in {options.sheet}")
     return 0
 
 
@@ -73,8 +68,4 @@ def parse_options(name: str, args: Sequence[str]) -> argparse.Namespace:
         parser.add_argument("--contour-length", type=int, default=length, help=f"dashes per contour (default {length})")
         parser.add_argument("--distractors", type=int, default=short, help=f"short contours (default {short})")
         parser.add_argument("--workers", type=int, default=1, help="processes; the images do not depend on it")
-        parser.add_argument("--sheet", type=Path, help="PNG with forty training images, the upper half connected")
-    options = parser.parse_args(list(args))
-    if name == "pathfinder" and options.sheet is not None and options.sheet.suffix != ".png":
-        raise RunError(f"--sheet must name a .png file (got {options.sheet})")
-    return options
+    return parser.parse_args(list(args))

@@ -58,14 +58,13 @@ def main(args: Sequence[str]) -> int:
     texts = read_prompts(options)
     if options.tokens < 1:
         raise RunError(f"--tokens must be at least 1 (got {options.tokens})")
-    from primal_attention.data.lm import SubwordVocabulary
     from primal_attention.models.lm import Sampling, generate
     from primal_attention.train.lm import load_language
 
     device = read_device(options.device)
     model, vocabulary = load_language(options.run)
     prompts = encode(vocabulary, texts)
-    stop = vocabulary.end if isinstance(vocabulary, SubwordVocabulary) and not options.past_end else None
+    stop = None if vocabulary.is_word_level or options.past_end else vocabulary.end
     try:
         temperature = 0.0 if options.greedy else options.temperature
         sampling = Sampling(temperature, options.top_k, options.top_p, options.seed)

@@ -1,43 +1,50 @@
-"""Labelled collections of multivariate series, and the preprocessing every time-series model here shares.
-
-A series is an array (time, channels). Missing values are interpolated along time, each channel is standardised with the
-training set's mean and deviation, and batches are padded on the right, with a mask that is True on padding.
-
-The UEA archive of multivariate time-series classification (Bagnall et al., 2018), read from its `.ts` files.
+"""Multivariate time series with class labels: the UEA archive, one's own files, and the preprocessing of both.
 
     data = load("Handwriting", "data/uea")     # data/uea/Handwriting/Handwriting_TRAIN.ts and _TEST.ts
-    save_npz(data, "data/uea")                 # data/uea/Handwriting.npz: the same without aeon, and faster
+    save_npz(data, "data/uea")                 # data/uea/Handwriting.npz: loads faster, and without aeon
+    data = load_file("mine.parquet")           # one's own data: .npz, .parquet or .ts
 
-Parsing is aeon's; what is checked here is what a training run relies on. JapaneseVowels and BasicMotions lie inside the
-aeon package and need no download.
-
-Principal directions of the channels, each of about unit variance, beside the channels themselves.
-
-Channels of one body or one machine often move together, and what tells two classes apart may be a small difference
-between them: a thumb beside its hand. Standardised channel by channel such a difference is tiny, and noise on the
-channels covers it; along the principal directions it is as large as everything else.
+A series is an array (time, channels). Missing values are interpolated along time, `Standardizer` scales each channel by
+the mean and deviation of the training samples, and `pad` builds batches with a mask that is True at padding.
+JapaneseVowels and BasicMotions ship with the aeon package and need no download. The archive is described in Bagnall et
+al., "The UEA multivariate time series classification archive", 2018.
 """
 
 from __future__ import annotations
 
 import difflib
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from primal_attention.data.storage import one_line, read_npz, write_file
+from primal_attention.data.storage import one_line, read_npz, reading, write_file
 from primal_attention.utils.errors import DataError, import_package
+
+ARCHIVE = "https://www.timeseriesclassification.com"
+INSIDE_AEON = ("JapaneseVowels", "BasicMotions")
+SETS = (
+    "ArticularyWordRecognition", "AtrialFibrillation", "BasicMotions", "CharacterTrajectories", "Cricket",
+    "DuckDuckGeese", "EigenWorms", "Epilepsy", "ERing", "EthanolConcentration", "FaceDetection", "FingerMovements",
+    "HandMovementDirection", "Handwriting", "Heartbeat", "InsectWingbeat", "JapaneseVowels", "Libras", "LSST",
+    "MotorImagery", "NATOPS", "PEMS-SF", "PenDigits", "PhonemeSpectra", "RacketSports", "SelfRegulationSCP1",
+    "SelfRegulationSCP2", "SpokenArabicDigits", "StandWalkJump", "UWaveGestureLibrary",
+)  # fmt: skip
+TEST_FRACTION = 0.3
+"""Part of a single file that `load_file` uses as the test split."""
+VARIANCE_FLOOR = 1e-3  # added to the variance of a principal direction, in units of a channel's variance
 
 
 @dataclass(frozen=True)
 class Split:
-    """Cases of one half of a data set: series of shape (time, channels) and integer labels."""
+    """Samples of one split: series of shape (time, channels) and integer labels."""
 
     series: list[np.ndarray]
-    labels: np.ndarray  # (cases,) int64
+    labels: np.ndarray  # (samples,) int64
 
     def __len__(self) -> int:
         return len(self.series)
@@ -48,7 +55,7 @@ class Split:
 
 @dataclass(frozen=True)
 class SeriesData:
-    """A classification problem: a training half, a test half and the class names that the labels count."""
+    """A classification problem: a training split, a test split and the names of the classes."""
 
     name: str
     train: Split
@@ -61,18 +68,21 @@ class SeriesData:
 
     @property
     def max_length(self) -> int:
-        """Longest series of the training half."""
+        """Longest series of the training split."""
         return max(len(s) for s in self.train.series)
 
 
+# Preprocessing
+
+
 def drop_missing_tail(series: np.ndarray) -> np.ndarray:
-    """Cut the time steps at the end in which no channel has a value: archives pad unequal lengths that way."""
+    """Cut the final time steps in which no channel has a value: archives pad unequal lengths that way."""
     known = np.flatnonzero(np.isfinite(series).any(axis=1))
     return series[: known[-1] + 1] if len(known) else series
 
 
 def interpolate_missing(series: np.ndarray) -> np.ndarray:
-    """Fill gaps linearly along time; gaps at the ends take the nearest value; a channel without any value stays NaN."""
+    """Fill gaps linearly along time, at the ends with the nearest value; a channel without any value stays NaN."""
     finite = np.isfinite(series)
     if finite.all():
         return series
@@ -87,7 +97,7 @@ def interpolate_missing(series: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Standardizer:
-    """Per-channel z-score. Statistics are over all time steps of the training cases (ddof 1)."""
+    """Per-channel z-score. Statistics are over all time steps of the training samples (ddof 1)."""
 
     mean: np.ndarray  # (channels,)
     std: np.ndarray  # (channels,)
@@ -100,7 +110,7 @@ class Standardizer:
         mean = np.where(known, steps, 0.0).sum(axis=0) / np.maximum(count, 1)
         square = np.where(known, steps - mean, 0.0) ** 2
         std = np.sqrt(square.sum(axis=0) / np.maximum(count - 1, 1))
-        # A constant channel carries nothing: leave its scale alone instead of dividing by zero.
+        # A constant channel keeps its scale, to avoid a division by zero.
         flat = std <= 1e-12 * np.maximum(np.abs(mean), 1.0)
         return cls(mean, np.where(flat, 1.0, std))
 
@@ -109,10 +119,43 @@ class Standardizer:
         return np.nan_to_num((series - self.mean) / self.std, nan=0.0)
 
 
-def pad(series: Sequence[np.ndarray], *, length: int | None = None, clip: bool = True) -> tuple[np.ndarray, np.ndarray]:
-    """Stack to (cases, time, channels) float32 with zeros on the right, and the mask (cases, time), True = padding.
+@dataclass(frozen=True)
+class PrincipalChannels(Standardizer):
+    """Per-channel z-score, followed by the same steps along the principal directions of the training samples' steps.
 
-    `length` is the least length of the result; longer series are cut to it, or kept whole when `clip` is off.
+    (time, channels) → (time, 2 · channels). Channels of one body or machine often move together, and the classes may
+    differ by a small difference between channels. Along the principal directions it has about unit variance.
+    """
+
+    basis: np.ndarray  # (channels, channels): one direction per column, divided by its deviation
+
+    @classmethod
+    def fit(cls, series: Sequence[np.ndarray]) -> PrincipalChannels:
+        plain = Standardizer.fit(series)
+        steps = np.concatenate([plain(s) for s in series])  # (total time, channels)
+        variance, directions = np.linalg.eigh(steps.T @ steps / max(len(steps) - 1, 1))
+        basis = with_settled_signs(directions) / np.sqrt(variance.clip(min=0.0) + VARIANCE_FLOOR)
+        return cls(plain.mean, plain.std, basis)
+
+    def __call__(self, series: np.ndarray) -> np.ndarray:
+        plain = super().__call__(series)
+        return np.concatenate([plain, plain @ self.basis], axis=1)
+
+
+def with_settled_signs(directions: np.ndarray) -> np.ndarray:
+    """Flip unit vectors (columns) so that their signs do not depend on the machine or on rounding.
+
+    The first large entry becomes positive. The largest entry would not do: another may have the same size.
+    """
+    size = np.abs(directions)
+    first = (size > 0.5 * size.max(axis=0)).argmax(axis=0, keepdims=True)
+    return directions * np.where(np.take_along_axis(directions, first, axis=0) < 0, -1.0, 1.0)
+
+
+def pad(series: Sequence[np.ndarray], *, length: int | None = None, clip: bool = True) -> tuple[np.ndarray, np.ndarray]:
+    """Stack to (samples, time, channels) float32 with zeros on the right, and the mask (samples, time), True = padding.
+
+    `length` is the least length of the result; longer series are cut to it unless `clip` is off.
     """
     longest = max((len(s) for s in series), default=0)
     if length is None or (not clip and longest > length):
@@ -128,32 +171,23 @@ def pad(series: Sequence[np.ndarray], *, length: int | None = None, clip: bool =
 
 
 def stratified_holdout(labels: np.ndarray, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Indices of (kept, held out): about `fraction` of every class held out, never the only case of a class."""
+    """Indices of (training, holdout) samples: about `fraction` of every class, never the only sample of a class."""
     if not 0.0 < fraction < 1.0:
-        raise DataError(f"the held-out fraction must lie between 0 and 1 (got {fraction})")
+        raise DataError(f"the holdout fraction must lie between 0 and 1 (got {fraction})")
     if len(labels) == 0:
-        raise DataError("there are no samples to hold any out")
+        raise DataError("there are no samples to hold out")
     rng = np.random.default_rng(seed)
-    held = []
+    parts = []
     for label in np.unique(labels):
-        cases = rng.permutation(np.flatnonzero(labels == label))
-        count = min(max(1, round(fraction * len(cases))), len(cases) - 1)
-        held.append(cases[:count])
-    out = np.sort(np.concatenate(held))
-    if len(out) == 0:
-        raise DataError("every class has one case only: nothing can be held out for validation")
-    return np.setdiff1d(np.arange(len(labels)), out), out
+        members = rng.permutation(np.flatnonzero(labels == label))
+        parts.append(members[: min(max(1, round(fraction * len(members))), len(members) - 1)])
+    holdout = np.sort(np.concatenate(parts))
+    if len(holdout) == 0:
+        raise DataError("every class has one sample only: no sample can be held out")
+    return np.setdiff1d(np.arange(len(labels)), holdout), holdout
 
 
-ARCHIVE = "https://www.timeseriesclassification.com"
-INSIDE_AEON = ("JapaneseVowels", "BasicMotions")
-SETS = (
-    "ArticularyWordRecognition", "AtrialFibrillation", "BasicMotions", "CharacterTrajectories", "Cricket",
-    "DuckDuckGeese", "EigenWorms", "Epilepsy", "ERing", "EthanolConcentration", "FaceDetection", "FingerMovements",
-    "HandMovementDirection", "Handwriting", "Heartbeat", "InsectWingbeat", "JapaneseVowels", "Libras", "LSST",
-    "MotorImagery", "NATOPS", "PEMS-SF", "PenDigits", "PhonemeSpectra", "RacketSports", "SelfRegulationSCP1",
-    "SelfRegulationSCP2", "SpokenArabicDigits", "StandWalkJump", "UWaveGestureLibrary",
-)  # fmt: skip
+# The archive
 
 
 def default_folder() -> Path:
@@ -162,30 +196,30 @@ def default_folder() -> Path:
 
 
 def load(name: str, folder: str | Path | None = None) -> SeriesData:
-    """Read one set: `<folder>/<name>.npz` if present, else the `.ts` pair; gaps are filled, nothing is standardised."""
-    place = default_folder() if folder is None else Path(folder)
-    saved = place / f"{name}.npz"
+    """Read a set of the archive: `<folder>/<name>.npz` if present, else the `.ts` pair."""
+    root = default_folder() if folder is None else Path(folder)
+    saved = root / f"{name}.npz"
     if saved.is_file():
         return load_npz(saved)
-    home = _home_of(name, place, bundled=folder is None)
-    train, test = (home / f"{name}_{half}.ts" for half in ("TRAIN", "TEST"))
-    for file in (train, test):
+    home = _find_home(name, root, bundled=folder is None)
+    files = [home / f"{name}_{part}.ts" for part in ("TRAIN", "TEST")]
+    for file in files:
         if not file.is_file():
-            raise DataError(f"{file} is missing: the archive at {ARCHIVE} has it next to its other half")
-    return read_pair(name, train, test)
+            raise DataError(f"{file} is missing: the archive at {ARCHIVE} has both files of a set")
+    return _load_pair(name, *files)
 
 
 def available(name: str, folder: str | Path | None = None) -> bool:
     """Whether `load` would find the set."""
-    place = default_folder() if folder is None else Path(folder)
+    root = default_folder() if folder is None else Path(folder)
     try:
-        return (place / f"{name}.npz").is_file() or _home_of(name, place, bundled=folder is None).is_dir()
+        return (root / f"{name}.npz").is_file() or _find_home(name, root, bundled=folder is None).is_dir()
     except DataError:
         return False
 
 
-def _home_of(name: str, folder: Path, *, bundled: bool) -> Path:
-    """The folder that holds the `.ts` pair of a set. `bundled`: aeon's own copy may stand in for a missing one."""
+def _find_home(name: str, folder: Path, *, bundled: bool) -> Path:
+    """The folder that has the `.ts` pair of a set. `bundled` allows aeon's own copy instead of a missing one."""
     for home in (folder / name, folder):
         if (home / f"{name}_TRAIN.ts").is_file() or (home / f"{name}_TEST.ts").is_file():
             return home
@@ -201,65 +235,181 @@ def _home_of(name: str, folder: Path, *, bundled: bool) -> Path:
     )
 
 
-def read_pair(name: str, train_file: Path, test_file: Path) -> SeriesData:
-    """Read the two halves and code the labels of both by the training half's classes."""
-    train_series, train_labels = _read_ts(train_file)
-    test_series, test_labels = _read_ts(test_file)
-    classes = tuple(sorted(set(train_labels), key=_natural))
-    if len(classes) < 2:
-        raise DataError(f"{train_file}: only one class ({classes[0]}); classification needs at least two")
-    unknown = sorted(set(test_labels) - set(classes), key=_natural)
-    if unknown:
-        raise DataError(f"{test_file}: label {unknown[0]!r} does not occur in {train_file.name} (has {_few(classes)})")
-    widths = train_series[0].shape[1], test_series[0].shape[1]
+# One's own files
+
+
+def load_file(path: str | Path, test_path: str | Path | None = None, *, seed: int = 0) -> SeriesData:
+    """Read labelled series from a file of one's own.
+
+    Args:
+        path: One of
+            `.npz`: arrays X, (samples, channels, time) or (samples, time), NaN behind shorter series, and y (samples,).
+            `.parquet`, long form: columns `sample`, `time` and `label`, and one column per channel.
+            `.parquet`, wide form: one row per sample, a column `label`, and the time steps of one channel.
+            `.ts`: the text format of aeon and sktime, unequal lengths included.
+        test_path: A file of the same kind for the test split; without it, 30 % of every class become the test split.
+        seed: Of that split.
+
+    Returns:
+        Both splits with gaps filled; nothing is standardised.
+    """
+    path = Path(path)
+    name = path.stem.removesuffix("_TRAIN")
+    if test_path is not None:
+        return _load_pair(name, path, Path(test_path))
+    if seed < 0:
+        raise DataError(f"seed must not be negative (got {seed})")
+    split, classes = _load_split(path)
+    try:
+        train, test = stratified_holdout(split.labels, TEST_FRACTION, seed)
+    except DataError as error:
+        raise DataError(f"{path}: {error}; pass a test file instead") from None
+    return SeriesData(name, split.take(train), split.take(test), classes)
+
+
+def _load_pair(name: str, train_file: Path, test_file: Path) -> SeriesData:
+    train, classes = _load_split(train_file)
+    test, _ = _load_split(test_file, train_file.name, classes)
+    widths = train.series[0].shape[1], test.series[0].shape[1]
     if widths[0] != widths[1]:
         raise DataError(f"{test_file}: {widths[1]} channels where {train_file.name} has {widths[0]}")
-    code = {label: i for i, label in enumerate(classes)}
-    halves = [
-        Split(series, np.array([code[x] for x in labels], dtype=np.int64))
-        for series, labels in ((train_series, train_labels), (test_series, test_labels))
-    ]
-    return SeriesData(name, halves[0], halves[1], classes)
+    return SeriesData(name, train, test, classes)
 
 
-def _read_ts(file: Path) -> tuple[list[np.ndarray], list[str]]:
-    """Series (time, channels) and label strings of one `.ts` file, checked."""
+def _load_split(
+    file: Path, train_name: str = "", classes: tuple[str, ...] | None = None
+) -> tuple[Split, tuple[str, ...]]:
+    """Read a file; its labels count its own classes, or those of the training file `train_name`."""
+    if file.suffix not in _READERS:
+        raise DataError(f"{file}: expected a file that ends in {', '.join(_READERS)}")
+    if not file.is_file():
+        raise DataError(f"{file} is {'not a file' if file.exists() else 'missing'}")
+    series, values = _READERS[file.suffix](file)
+    if len(series) == 0:
+        raise DataError(f"{file}: no samples")
+    series, labels = _fill_gaps(series, str(file)), _label_names(values, file)
+    if classes is None:
+        classes = tuple(sorted(set(labels), key=_natural_order))
+        if len(classes) < 2:
+            raise DataError(f"{file}: only one class ({classes[0]}); classification needs at least two")
+    codes = {label: i for i, label in enumerate(classes)}
+    unknown = sorted(set(labels) - set(codes), key=_natural_order)
+    if unknown:
+        raise DataError(f"{file}: label {unknown[0]!r} does not occur in {train_name} (has {_shorten(classes)})")
+    return Split(series, np.array([codes[label] for label in labels], dtype=np.int64)), classes
+
+
+def _read_ts(file: Path) -> tuple[list[np.ndarray], list[Any]]:
     import_package("aeon", "reading .ts files")
     from aeon.datasets import load_from_ts_file
 
     try:
-        cases, labels, meta = load_from_ts_file(str(file), return_meta_data=True)
+        series, labels, meta = load_from_ts_file(str(file), return_meta_data=True)
     except Exception as error:  # aeon raises almost any type for damaged files
         # aeon puts the repr of the open file into its message.
         reason = one_line(error).split("'utf-8'>. ")[-1].removesuffix(".")
         raise DataError(f"{file}: cannot be read, truncated or ragged ({reason})") from error
-    if len(cases) == 0:
-        raise DataError(f"{file}: no cases (is the file cut off before or right after @data?)")
-    if not meta["classlabel"] or len(labels) != len(cases):
+    if len(series) == 0:
+        raise DataError(f"{file}: no samples (is the file cut off before or right after @data?)")
+    if not meta["classlabel"] or len(labels) != len(series):
         raise DataError(f"{file}: no class labels; the header must say '@classLabel true' and name the classes")
-    names = [str(label).strip() for label in labels]
     declared = set(meta["class_values"])
+    names = [str(label).strip() for label in labels]
     for i, label in enumerate(names):
         if label not in declared:
             raise DataError(
-                f"{file}: case {i + 1} ends in label {label[:40]!r}, which the header does not declare "
-                f"(has {_few(sorted(declared, key=_natural))}); is the file truncated?"
+                f"{file}: sample {i + 1} ends in label {label[:40]!r}, which the header does not declare "
+                f"(has {_shorten(sorted(declared, key=_natural_order))}); is the file truncated?"
             )
-    return _fill_gaps([np.asarray(case, dtype=np.float64).T for case in cases], str(file)), names
+    return [np.asarray(sample, dtype=np.float64).T for sample in series], names
+
+
+def _read_arrays(file: Path) -> tuple[list[np.ndarray], list[Any]]:
+    arrays = read_npz(file, "a .npz file of plain arrays X and y", ("X", "y"))
+    missing = [key for key in ("X", "y") if key not in arrays]
+    if missing:
+        raise DataError(f"{file}: lacks the array {missing[0]}; expected X (samples, channels, time) and y (samples,)")
+    x, y = arrays["X"], arrays["y"]
+    if x.dtype.kind not in "fiu" or x.ndim not in (2, 3):
+        raise DataError(
+            f"{file}: X must be numbers of shape (samples, channels, time) or (samples, time) "
+            f"(got {x.dtype} of shape {x.shape})"
+        )
+    if y.shape != x.shape[:1]:
+        raise DataError(f"{file}: y must have one label for each of the {len(x)} samples of X (got shape {y.shape})")
+    if x.ndim == 2:
+        x = x[:, None]
+    return [sample.T.astype(np.float64) for sample in x], y.tolist()
+
+
+def _read_parquet(file: Path) -> tuple[list[np.ndarray], list[Any]]:
+    parquet = import_package("pyarrow.parquet", f"reading {file}")
+    with reading(file, "a parquet file"):
+        table = parquet.read_table(file)
+        names = [name for name in table.column_names if name not in ("sample", "time", "label")]
+        is_long = not {"sample", "time"}.isdisjoint(table.column_names)
+        for key in ("label", "sample", "time") if is_long else ("label",):
+            if key not in table.column_names:
+                raise DataError(f"{file}: lacks the column {key!r} (has {_shorten(table.column_names)})")
+        columns = [table[name].to_numpy() for name in names]
+        for name, column in zip(names, columns, strict=True):
+            if column.dtype.kind not in "fiu":
+                raise DataError(f"{file}: column {name!r} must hold numbers (got {table[name].type})")
+        if not columns or len(table) == 0:
+            raise DataError(f"{file}: no values: expected columns of numbers beside {_shorten(table.column_names)}")
+        values, labels = np.stack(columns, axis=1).astype(np.float64), table["label"].to_pylist()
+        if not is_long:
+            return [row[:, None] for row in values], labels
+        return _split_rows(values, labels, table["sample"].to_pylist(), table["time"].to_numpy(), file)
+
+
+def _split_rows(
+    values: np.ndarray, labels: list[Any], samples: list[Any], time: np.ndarray, file: Path
+) -> tuple[list[np.ndarray], list[Any]]:
+    """Cut the rows of a long table into samples, each ordered by time."""
+    if None in samples or np.any(time != time):  # NaN and NaT differ from themselves
+        raise DataError(f"{file}: the columns 'sample' and 'time' must have a value in every row")
+    codes = {sample: i for i, sample in enumerate(dict.fromkeys(samples))}
+    sample = np.array([codes[s] for s in samples])
+    order = np.lexsort((time, sample))
+    sample, time = sample[order], time[order]
+    repeated = np.flatnonzero((np.diff(sample) == 0) & (time[1:] == time[:-1]))
+    if len(repeated):
+        where = list(codes)[sample[repeated[0]]]
+        raise DataError(f"{file}: sample {where!r} has two rows with time {time[repeated[0]]}")
+    cuts = np.flatnonzero(np.diff(sample)) + 1
+    groups = np.split(order, cuts)
+    for rows in groups:
+        if len({str(labels[row]) for row in rows}) > 1:
+            raise DataError(f"{file}: sample {samples[rows[0]]!r} has more than one label")
+    return [values[rows] for rows in groups], [labels[rows[0]] for rows in groups]
+
+
+_READERS = {".npz": _read_arrays, ".parquet": _read_parquet, ".ts": _read_ts}
+
+
+def _label_names(values: Sequence[Any], file: Path) -> list[str]:
+    """Labels as text. Whole numbers are written alike whatever their type, so that two files agree."""
+    names = []
+    for i, value in enumerate(values):
+        if value is None or (isinstance(value, float) and not math.isfinite(value)):
+            raise DataError(f"{file}: the label of sample {i + 1} is missing ({value})")
+        whole = isinstance(value, float) and value.is_integer()
+        names.append(str(int(value) if whole else value).strip())
+    return names
 
 
 def _fill_gaps(series: Sequence[np.ndarray], where: str) -> list[np.ndarray]:
-    """Cut missing ends, interpolate missing values; refuse series without steps or channels, and values that are all
-    missing."""
-    if any(0 in s.shape for s in series):
-        number = next(i for i, s in enumerate(series) if 0 in s.shape)
-        raise DataError(f"{where}: sample {number + 1} has no values (its shape is {series[number].shape})")
+    """Cut missing tails and interpolate; refuse series without steps or channels, and values that are all missing."""
+    empty = next((i for i, s in enumerate(series) if 0 in s.shape), None)
+    if empty is not None:
+        raise DataError(f"{where}: sample {empty + 1} has no values (its shape is {series[empty].shape})")
     if not any(np.isfinite(s).any() for s in series):
         raise DataError(f"{where}: every value is missing (NaN)")
     return [interpolate_missing(drop_missing_tail(np.ascontiguousarray(s))) for s in series]
 
 
-def _natural(label: str) -> tuple[int, float, str]:
+def _natural_order(label: str) -> tuple[int, float, str]:
     """Sort key: numbers by value before other labels by name."""
     try:
         return (0, float(label), label)
@@ -267,17 +417,20 @@ def _natural(label: str) -> tuple[int, float, str]:
         return (1, 0.0, label)
 
 
-def _few(items: Sequence[str], limit: int = 6) -> str:
+def _shorten(items: Sequence[str], limit: int = 6) -> str:
     return ", ".join(items[:limit]) + (", …" if len(items) > limit else "")
+
+
+# Saved sets
 
 
 def save_npz(data: SeriesData, folder: str | Path) -> Path:
     """Write `<folder>/<name>.npz`, which `load` prefers over the `.ts` pair and which needs no aeon."""
     arrays: dict[str, np.ndarray] = {"classes": np.array(data.classes)}
-    for half, split in (("train", data.train), ("test", data.test)):
-        arrays[f"{half}_values"] = np.concatenate(split.series)
-        arrays[f"{half}_lengths"] = np.array([len(s) for s in split.series])
-        arrays[f"{half}_labels"] = split.labels
+    for part, split in (("train", data.train), ("test", data.test)):
+        arrays[f"{part}_values"] = np.concatenate(split.series)
+        arrays[f"{part}_lengths"] = np.array([len(s) for s in split.series])
+        arrays[f"{part}_labels"] = split.labels
     target = Path(folder) / f"{data.name}.npz"
     write_file(target, lambda out: np.savez_compressed(out, **arrays))  # type: ignore[arg-type]
     return target
@@ -286,88 +439,35 @@ def save_npz(data: SeriesData, folder: str | Path) -> Path:
 def load_npz(file: str | Path) -> SeriesData:
     """Read what `save_npz` wrote; every array is checked."""
     file = Path(file)
-    keys = ["classes", *(f"{half}_{part}" for half in ("train", "test") for part in ("values", "lengths", "labels"))]
+    keys = ["classes", *(f"{part}_{key}" for part in ("train", "test") for key in ("values", "lengths", "labels"))]
     arrays = read_npz(file, "a saved data set of this library", keys)
     missing = [key for key in keys if key not in arrays]
     if missing:
         raise DataError(f"{file}: not a saved data set of this library (lacks {', '.join(missing)})")
     classes = tuple(str(name) for name in np.atleast_1d(arrays["classes"]).ravel())
     if arrays["classes"].ndim != 1 or not 2 <= len(classes) == len(set(classes)):
-        raise DataError(f"{file}: classes must list at least two different names (got {_few(classes) or 'none'})")
-    train, test = (_checked_half(arrays, half, len(classes), file) for half in ("train", "test"))
-    if train.series[0].shape[1] != test.series[0].shape[1]:
-        raise DataError(
-            f"{file}: test_values has {test.series[0].shape[1]} channels where train_values has "
-            f"{train.series[0].shape[1]}"
-        )
+        raise DataError(f"{file}: classes must list at least two different names (got {_shorten(classes) or 'none'})")
+    train, test = (_saved_split(arrays, part, len(classes), file) for part in ("train", "test"))
+    widths = train.series[0].shape[1], test.series[0].shape[1]
+    if widths[0] != widths[1]:
+        raise DataError(f"{file}: test_values has {widths[1]} channels where train_values has {widths[0]}")
     if len(np.unique(train.labels)) < 2:
-        raise DataError(
-            f"{file}: train_labels has only one class ({classes[train.labels[0]]}); at least two are needed"
-        )
+        raise DataError(f"{file}: only one class in train_labels; classification needs at least two")
     return SeriesData(file.stem, train, test, classes)
 
 
-def _checked_half(arrays: Mapping[str, np.ndarray], half: str, classes: int, file: Path) -> Split:
-    """The samples of one half: values (total time, channels), cut at the lengths, and labels 0 … classes - 1."""
-    values, lengths, labels = (arrays[f"{half}_{part}"] for part in ("values", "lengths", "labels"))
-    if values.dtype.kind not in "fiu" or values.ndim != 2:
-        raise DataError(
-            f"{file}: {half}_values must be numbers of shape (total time, channels) (got {values.dtype} of shape "
-            f"{values.shape})"
-        )
-    for part, array in (("lengths", lengths), ("labels", labels)):
-        if array.dtype.kind not in "iu" or array.ndim != 1:
-            raise DataError(
-                f"{file}: {half}_{part} must be integers, one per sample (got {array.dtype} of shape {array.shape})"
-            )
-    if len(lengths) == 0:
-        raise DataError(f"{file}: {half}_lengths lists no samples")
-    if len(labels) != len(lengths):
-        raise DataError(f"{file}: {half}_labels has {len(labels)} samples where {half}_lengths has {len(lengths)}")
+def _saved_split(arrays: Mapping[str, np.ndarray], part: str, classes: int, file: Path) -> Split:
+    """The samples of one split, cut out of values (total time, channels) at the lengths."""
+    values, lengths, labels = (arrays[f"{part}_{key}"] for key in ("values", "lengths", "labels"))
+    if lengths.dtype.kind not in "iu" or lengths.ndim != 1 or len(lengths) == 0 or lengths.min() < 1:
+        raise DataError(f"{file}: {part}_lengths must be positive integers, one per sample")
     total = sum(map(int, lengths))  # Python's integers do not overflow
-    if lengths.min() < 1 or total != len(values):
+    if values.dtype.kind not in "fiu" or values.ndim != 2 or len(values) != total:
         raise DataError(
-            f"{file}: {half}_lengths must be positive and add up to the {len(values)} rows of {half}_values (they add "
-            f"up to {total}, the smallest is {lengths.min()})"
+            f"{file}: {part}_values must be numbers of shape ({total}, channels), the sum of {part}_lengths "
+            f"(got {values.dtype} of shape {values.shape})"
         )
-    if labels.min() < 0 or labels.max() >= classes:
-        raise DataError(
-            f"{file}: {half}_labels must lie between 0 and {classes - 1} (got {labels.min()} to {labels.max()})"
-        )
+    if labels.dtype.kind not in "iu" or labels.shape != lengths.shape or not np.isin(labels, range(classes)).all():
+        raise DataError(f"{file}: {part}_labels must be integers from 0 to {classes - 1}, one per sample")
     series = np.split(values, np.cumsum(lengths)[:-1])
-    return Split(_fill_gaps(series, f"{file}: {half}_values"), labels.astype(np.int64))
-
-
-FLOOR = 1e-3  # added to a direction's variance, in units of a channel's: directions that carry nothing stay small
-
-
-@dataclass(frozen=True)
-class PrincipalChannels(Standardizer):
-    """Per-channel z-score, and beside it the same steps along the principal directions of the training cases' steps.
-
-    (time, channels) → (time, 2 · channels)
-    """
-
-    basis: np.ndarray  # (channels, channels): one direction per column, divided by its deviation
-
-    @classmethod
-    def fit(cls, series: Sequence[np.ndarray]) -> PrincipalChannels:
-        plain = Standardizer.fit(series)
-        steps = np.concatenate([plain(s) for s in series])  # (total time, channels)
-        variance, directions = np.linalg.eigh(steps.T @ steps / max(len(steps) - 1, 1))
-        basis = with_settled_signs(directions) / np.sqrt(variance.clip(min=0.0) + FLOOR)
-        return cls(plain.mean, plain.std, basis)
-
-    def __call__(self, series: np.ndarray) -> np.ndarray:
-        plain = super().__call__(series)
-        return np.concatenate([plain, plain @ self.basis], axis=1)
-
-
-def with_settled_signs(directions: np.ndarray) -> np.ndarray:
-    """Unit vectors in columns, each or its opposite: which of them must not depend on the machine or on rounding.
-
-    So the first large entry is positive; the largest one may have a twin.
-    """
-    size = np.abs(directions)
-    first = (size > 0.5 * size.max(axis=0)).argmax(axis=0, keepdims=True)
-    return directions * np.where(np.take_along_axis(directions, first, axis=0) < 0, -1.0, 1.0)
+    return Split(_fill_gaps(series, f"{file}: {part}_values"), labels.astype(np.int64))

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from primal_attention.data.lm import END_OF_DOCUMENT, END_OF_LINE, UNKNOWN, Vocabulary, WordVocabulary
+from primal_attention.data.lm import END_OF_DOCUMENT, END_OF_LINE, UNKNOWN, Vocabulary
 from primal_attention.hf.configuration import PrimalConfig
 from primal_attention.hf.model import PrimalForCausalLM
 from primal_attention.models.lm import LanguageModel
@@ -40,14 +40,17 @@ def from_model(model: LanguageModel, **settings: Any) -> PrimalForCausalLM:
 
 def make_tokenizer(vocabulary: Vocabulary) -> PreTrainedTokenizerFast:
     """Return a tokenizer that pads on the left and puts the end token before a text, as in training."""
-    from tokenizers import Tokenizer, processors
+    from tokenizers import Regex, Tokenizer, decoders, processors
 
-    has_words = isinstance(vocabulary, WordVocabulary)
+    has_words = vocabulary.is_word_level
     end = END_OF_LINE if has_words else END_OF_DOCUMENT
-    fast = _word_tokenizer(vocabulary) if has_words else Tokenizer.from_str(vocabulary.text())
+    fast = Tokenizer.from_str(vocabulary.tokenizer.to_str())
+    if has_words:
+        # Every word includes the space before it, because a pipeline appends new words to a prompt without one.
+        fast.decoder = decoders.Sequence([decoders.Replace(Regex("^"), " "), decoders.Fuse()])
     fast.post_processor = processors.TemplateProcessing(single=f"{end} $A", special_tokens=[(end, vocabulary.end)])
     tokens = {} if has_words else {"eos_token": end}  # the end of a line does not end a text
-    if isinstance(vocabulary, WordVocabulary) and UNKNOWN in vocabulary.words:
+    if has_words and fast.token_to_id(UNKNOWN) is not None:
         tokens["unk_token"] = UNKNOWN
     return PreTrainedTokenizerFast(
         tokenizer_object=fast,
@@ -57,15 +60,3 @@ def make_tokenizer(vocabulary: Vocabulary) -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False,
         **tokens,
     )
-
-
-def _word_tokenizer(vocabulary: Any) -> Any:
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-
-    indices = {word: i for i, word in enumerate(vocabulary.words)}
-    fast = Tokenizer(models.WordLevel(indices, unk_token=UNKNOWN))
-    fast.normalizer = normalizers.Replace("\n", f" {END_OF_LINE} ")
-    fast.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    # Every word includes the space before it, because a pipeline appends new words to a prompt without one.
-    fast.decoder = decoders.Sequence([decoders.Replace(Regex("^"), " "), decoders.Fuse()])
-    return fast

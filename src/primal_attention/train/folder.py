@@ -113,7 +113,9 @@ def read(folder: Path) -> tuple[dict[str, Any], Recipe]:
     kind = recipe_type(str(text.get("benchmark")))
     if kind is None:
         found, version = shorten(text.get("benchmark")), primal_attention.__version__
-        raise RunError(f"{file}: benchmark {found} is unknown to this version ({version}); a recipe of your own needs --recipes FILE.py")
+        raise RunError(
+            f"{file}: benchmark {found} is unknown to this version ({version}); a recipe of your own needs --recipes FILE.py"
+        )
     return text, from_plain(kind, text["config"], f"{file}: ")
 
 
