@@ -167,7 +167,7 @@ def _transformers(classes: int, size: int, patch: int, width: int, heads: int, l
 
     config = ViTConfig(
         image_size=size, patch_size=patch, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads,
-        intermediate_size=ratio * width, layer_norm_eps=1e-6, num_labels=classes,
+        intermediate_size=ratio * width, layer_norm_eps=1e-6, num_labels=classes,  # type: ignore[call-arg]
     )  # fmt: skip
     return ViTForImageClassification(config)
 
