@@ -1,6 +1,6 @@
 """Compiled classifiers: the same numbers, one graph for blocks of one kind, and few for many lengths.
 
-That every attention compiles as one graph is tested in `tests/nn/test_attention_contract.py`.
+That every attention compiles as one graph is tested in `tests/nn/baselines/test_contract.py`.
 """
 
 from __future__ import annotations
