@@ -1,4 +1,4 @@
-"""The one comparison that tests use: RMS(error) / RMS(reference) below a named ratio. NaN never passes."""
+"""The comparison of the tests: RMS(error) / RMS(reference) below a named ratio. NaN never passes."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def rms_ratio(actual: torch.Tensor, expected: torch.Tensor) -> float:
 def assert_close(actual: torch.Tensor, expected: torch.Tensor, ratio: float, what: str = "result") -> None:
     """Fail unless `actual` is finite and within `ratio` of `expected`."""
     assert torch.isfinite(actual).all(), f"{what} has values that are not finite"
-    found = rms_ratio(actual, expected)
-    assert found <= ratio, f"{what}: RMS error ratio {found:.2e} is above {ratio:.0e}"
+    error = rms_ratio(actual, expected)
+    assert error <= ratio, f"{what}: RMS error ratio {error:.2e} is above {ratio:.0e}"

@@ -71,33 +71,33 @@ def results(layer: Layer, x: Tensor, *args: Any, scored: bool = True, **keywords
     x = x.to(layer.w_e.dtype).detach().requires_grad_()
     if scored:
         y, scores = layer(x, *args, return_scores=True, **keywords)
-        found = {"y": y, "e": scores.e, "r": scores.r, "J": layer.objective}
+        outputs = {"y": y, "e": scores.e, "r": scores.r, "J": layer.objective}
     else:
-        found = {"y": layer(x, *args, **keywords), "J": layer.objective}
+        outputs = {"y": layer(x, *args, **keywords), "J": layer.objective}
     draw = torch.Generator().manual_seed(1)
     loss = x.new_zeros((), dtype=torch.float64)
-    for name, result in found.items():
+    for name, result in outputs.items():
         # Weights that every dtype holds exactly. J is a mean over the tokens: the factor makes it count.
         weight = torch.randn(result.shape, generator=draw).bfloat16().to(result.device, torch.float64)
         loss = loss + (result.double() * weight).sum() * (x.shape[-2] if name == "J" else 1)
     names, inputs = zip(("x", x), *layer.named_parameters(), strict=True)
     grads = torch.autograd.grad(loss, inputs, allow_unused=True)
-    found |= {
+    outputs |= {
         f"gradient of {name}": torch.zeros_like(value) if grad is None else grad
         for name, value, grad in zip(names, inputs, grads, strict=True)
     }
-    return {name: value.detach() for name, value in found.items()}
+    return {name: value.detach() for name, value in outputs.items()}
 
 
-def assert_same(found: Results, expected: Results, ratio: float = SAME) -> None:
-    assert found.keys() == expected.keys()
+def assert_same(actual: Results, expected: Results, ratio: float = SAME) -> None:
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        assert_close(found[name], value, max(ratio, CANCELLED.get(name, 0.0)), name)
+        assert_close(actual[name], value, max(ratio, CANCELLED.get(name, 0.0)), name)
 
 
 def assert_as_truth(layer: Layer, x: Tensor, *args: Any, ratio: float = SAME, **keywords: Any) -> Results:
     """Compare all results of the layer with the reference in float64, and return them."""
     truth = twin(layer)
-    found = results(layer, x, *args, **keywords)
-    assert_same(found, results(truth, x, *args, **keywords), ratio)
-    return found
+    outputs = results(layer, x, *args, **keywords)
+    assert_same(outputs, results(truth, x, *args, **keywords), ratio)
+    return outputs

@@ -1,14 +1,16 @@
-"""The modes of PrimalAttention as small float64 layers: the cases of most tests of the layer."""
+"""The modes of PrimalAttention as small float64 layers, for most tests of the layer."""
 
 from __future__ import annotations
 
 import warnings
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from primal_attention import PrimalAttention
+from primal_attention.ops.primal import device_problem
 
 EMBED, HEADS = 12, 3
 MAX_LENGTH = 24
@@ -25,7 +27,7 @@ CAUSAL = [name for name, keywords in MODES.items() if keywords.get("causal")]
 
 # (mode, decay). The causal modes also exist without decay.
 MODES_AND_DECAYS = [(name, None) for name in MODES] + [(name, "learned") for name in CAUSAL]
-CAUSAL_AND_DECAYS = [case for case in MODES_AND_DECAYS if case[0] in CAUSAL]
+CAUSAL_AND_DECAYS = [(mode, decay) for mode, decay in MODES_AND_DECAYS if mode in CAUSAL]
 
 
 def make(mode: str, decay: Any = None, **keywords: Any) -> PrimalAttention:
@@ -49,5 +51,13 @@ def inputs(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 def gradients(layer: nn.Module, loss: Tensor, *, keep_graph: bool = False) -> dict[str, Tensor]:
     """The gradient of every trained parameter; zero where the loss does not depend on it."""
     names, parameters = zip(*((n, p) for n, p in layer.named_parameters() if p.requires_grad), strict=True)
-    found = torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=keep_graph)
-    return {name: torch.zeros_like(p) if g is None else g for name, p, g in zip(names, parameters, found, strict=True)}
+    grads = torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=keep_graph)
+    return {name: torch.zeros_like(p) if g is None else g for name, p, g in zip(names, parameters, grads, strict=True)}
+
+
+def backend_options(backend: str) -> dict[str, Any]:
+    """The keywords of a layer on a backend: float64 on "reference", float32 on the fast ones."""
+    device = torch.device("cuda" if backend == "fused" and torch.cuda.is_available() else "cpu")
+    if backend == "fused" and (problem := device_problem(device)) is not None:
+        pytest.skip(problem)
+    return {"backend": backend, "dtype": torch.float64 if backend == "reference" else torch.float32, "device": device}

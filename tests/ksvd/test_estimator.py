@@ -1,17 +1,21 @@
-"""KernelSVD as a scikit-learn estimator: the official battery, and what the battery does not ask."""
+"""KernelSVD as a scikit-learn estimator: its battery of checks, and what it does not check."""
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import pickle
+import pkgutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 from sklearn.base import clone
-from sklearn.linear_model import LogisticRegression
-from sklearn.pipeline import make_pipeline
+from sklearn.exceptions import NotFittedError
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
-from primal_attention.ksvd import KernelSVD
+import primal_attention.ksvd
+from primal_attention.ksvd import KernelSVD, cumulative_explained_variance, effective_rank, low_rank_singular_values
 
 
 @parametrize_with_checks(
@@ -25,7 +29,7 @@ from primal_attention.ksvd import KernelSVD
         KernelSVD(2, kernel="sne", solver="nystrom", random_state=0),
     ]
 )
-def test_scikit_learn_accepts_it(estimator, check) -> None:
+def test_scikit_learn_checks(estimator, check) -> None:
     check(estimator)
 
 
@@ -37,11 +41,11 @@ def points() -> tuple[np.ndarray, np.ndarray]:
 
 def test_one_source_is_the_same_source_twice(points) -> None:
     X, _ = points
-    alone, twice = KernelSVD(3).fit(X), KernelSVD(3).fit(X, Z=X.copy())
-    np.testing.assert_allclose(alone.singular_values_, twice.singular_values_)
-    np.testing.assert_allclose(alone.transform(X), twice.transform(X), atol=1e-10)
+    once, twice = KernelSVD(3).fit(X), KernelSVD(3).fit(X, Z=X.copy())
+    np.testing.assert_allclose(once.singular_values_, twice.singular_values_)
+    np.testing.assert_allclose(once.transform(X), twice.transform(X), atol=1e-10)
     # A symmetric, positive kernel has the same vectors on both sides.
-    np.testing.assert_allclose(alone.left_vectors_, alone.right_vectors_, atol=1e-10)
+    np.testing.assert_allclose(once.left_vectors_, once.right_vectors_, atol=1e-10)
 
 
 @pytest.mark.parametrize("kernel", ["cosine", "rbf", "sne"])
@@ -75,40 +79,109 @@ def test_single_precision_stays_single(points, kernel) -> None:
 
 
 @pytest.mark.parametrize("kernel", ["cosine", "sne"])
-def test_overwriting_the_data_does_not_change_the_fit(points, kernel) -> None:
+def test_pickles_and_overwritten_data_keep_the_scores(points, kernel) -> None:
     X, Z = (A.copy() for A in points)
     ksvd = KernelSVD(2, kernel=kernel).fit(X, Z=Z)
     before = ksvd.transform(points[0]), ksvd.transform_keys(points[1])
     X[:], Z[:] = 0, 0
-    np.testing.assert_array_equal(ksvd.transform(points[0]), before[0])
-    np.testing.assert_array_equal(ksvd.transform_keys(points[1]), before[1])
-
-
-def test_pickle_keeps_the_scores(points) -> None:
-    X, Z = points
-    for kernel in ("cosine", "sne"):
-        ksvd = KernelSVD(2, kernel=kernel).fit(X, Z=Z)
-        np.testing.assert_array_equal(pickle.loads(pickle.dumps(ksvd)).transform_keys(Z), ksvd.transform_keys(Z))
-
-
-def test_names_of_the_output_columns(points) -> None:
-    assert list(KernelSVD(2).fit(points[0]).get_feature_names_out()) == ["kernelsvd0", "kernelsvd1"]
-
-
-def test_works_in_a_pipeline() -> None:
-    rng = np.random.default_rng(0)
-    labels = np.arange(200) % 2
-    X = rng.normal(size=(200, 10))
-    X[:, 0] += 4 * labels
-    model = make_pipeline(KernelSVD(3, kernel="sne"), LogisticRegression()).fit(X[:150], labels[:150])
-    assert model.score(X[150:], labels[150:]) > 0.9
+    for model in (ksvd, pickle.loads(pickle.dumps(ksvd))):
+        np.testing.assert_array_equal(model.transform(points[0]), before[0])
+        np.testing.assert_array_equal(model.transform_keys(points[1]), before[1])
 
 
 def test_primal_weights_exist_for_explicit_features_alone(points) -> None:
     X, _ = points
-    assert KernelSVD(2).fit(X).primal_weights_.w_e.shape == (5, 2)
+    explicit, implicit = KernelSVD(2).fit(X), KernelSVD(2, kernel="rbf").fit(X)
+    assert explicit.primal_weights_.w_e.shape == (5, 2)
+    assert list(explicit.get_feature_names_out()) == ["kernelsvd0", "kernelsvd1"]
     assert not hasattr(KernelSVD(2), "primal_weights_")
-    implicit = KernelSVD(2, kernel="rbf").fit(X)
     with pytest.raises(AttributeError, match=r"primal weights need explicit features \(kernel='rbf'\)"):
         _ = implicit.primal_weights_
     assert not hasattr(implicit, "projection_weights_")
+
+
+# Bad input: one line that names the argument, the value and what is accepted
+
+X = np.random.default_rng(0).normal(size=(12, 3))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"n_components": 0}, ValueError, r"n_components must be an integer of at least 1 \(n_components=0\)"),
+        ({"n_components": 2.5}, TypeError, r"n_components must be an integer of at least 1 \(n_components=2.5\)"),
+        ({"n_components": True}, TypeError, "n_components"),
+        ({"n_components": 13}, ValueError, r"n_components must be at most 12.*\(n_components=13, n_samples=12"),
+        ({"kernel": "gauss"}, ValueError, r"kernel must be one of cosine, linear, rbf.*\(kernel='gauss'\)"),
+        ({"kernel": 3}, TypeError, r"kernel must be a name .*\(kernel=3\)"),
+        ({"kernel": (np.tanh,)}, TypeError, "pair of feature maps"),
+        ({"solver": "qr"}, ValueError, r"solver must be one of auto, dense.*\(solver='qr'\)"),
+        ({"solver": None}, ValueError, r"solver must be one of .*\(solver=None\)"),
+        ({"kernel": "rbf", "solver": "primal"}, ValueError, r"solver='primal' needs explicit .* \(kernel='rbf'\)"),
+        ({"kernel": "rbf", "gamma": 0}, ValueError, r"gamma must be a positive number or None \(gamma=0\)"),
+        ({"kernel": "rbf", "gamma": np.nan}, ValueError, "gamma must be a positive number"),
+        ({"kernel": "rbf", "gamma": "scale"}, TypeError, r"gamma must be .*\(gamma='scale'\)"),
+        ({"n_landmarks": 0}, ValueError, r"n_landmarks must be an integer of at least 1 \(n_landmarks=0\)"),
+        ({"n_landmarks": 1}, ValueError, r"at least n_components \(n_landmarks=1, n_components=2\)"),
+        ({"n_oversamples": -1}, ValueError, "n_oversamples must be an integer of at least 0"),
+        ({"n_iter": 1.0}, TypeError, "n_iter must be an integer of at least 0"),
+        ({"kernel": "sne", "transformation": X}, ValueError, r"transformation needs explicit .* \(kernel='sne'\)"),
+        ({"transformation": np.eye(4)}, ValueError, r"transformation must have 3 columns.*\(4, 4\)"),
+        ({"kernel": lambda A, B: 1.0}, ValueError, r"kernel returned shape \(\) for 12 and 12 rows"),
+        ({"kernel": lambda A, B: np.full((len(A), len(B)), np.nan)}, ValueError, "kernel returned values that are not"),
+        ({"kernel": (lambda A: A.sum(), lambda B: B)}, ValueError, r"kernel's query feature map returned shape \(\)"),
+        ({"kernel": (lambda A: A, lambda B: B[:, :2])}, ValueError, r"same width \(query 3, key 2\)"),
+    ],
+)
+def test_bad_arguments(arguments, error, message) -> None:
+    with pytest.raises(error, match=message) as caught:
+        KernelSVD(**{"n_components": 2, **arguments}).fit(X)
+    assert "\n" not in str(caught.value)
+
+
+def test_bad_keys_and_new_points() -> None:
+    with pytest.raises(ValueError, match=r"Z must have as many columns as X .*\(X \(12, 3\), Z \(12, 2\)\)"):
+        KernelSVD(2).fit(X, Z=X[:, :2])
+    with pytest.raises(ValueError, match="Z must be absent when kernel='precomputed'"):
+        KernelSVD(2, kernel="precomputed").fit(X @ X.T, Z=X)
+    with pytest.raises(ValueError, match="Z contains NaN"):
+        KernelSVD(2).fit(X, Z=np.full((4, 3), np.nan))
+    ksvd = KernelSVD(2).fit(X)
+    with pytest.raises(ValueError, match="X has 2 features, but KernelSVD is expecting 3"):
+        ksvd.transform(X[:, :2])
+    with pytest.raises(ValueError, match="Z has 2 features, but KernelSVD was fitted on keys with 3"):
+        ksvd.transform_keys(X[:, :2])
+
+
+def test_scores_before_fit() -> None:
+    with pytest.raises(NotFittedError):
+        KernelSVD(2).transform(X)
+    with pytest.raises(NotFittedError):
+        KernelSVD(2).transform_keys(X)
+
+
+def test_bad_spectra() -> None:
+    for measure in (effective_rank, cumulative_explained_variance):
+        with pytest.raises(ValueError, match=r"singular_values must have at least one entry .*\(shape=\(0,\)\)"):
+            measure(np.zeros(0))
+        with pytest.raises(ValueError, match=r"singular_values must not be negative \(smallest=-1.0\)"):
+            measure(np.array([1.0, -1.0]))
+    with pytest.raises(ValueError, match=r"same number of columns \(A \(12, 3\), B \(12, 2\)\)"):
+        low_rank_singular_values(X, X[:, :2])
+
+
+# Examples of the docstrings and of the theory page
+
+MODULES = [f"primal_attention.ksvd.{module.name}" for module in pkgutil.iter_modules(primal_attention.ksvd.__path__)]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstring_examples(name) -> None:
+    assert doctest.testmod(importlib.import_module(name)).failed == 0
+
+
+def test_theory_page() -> None:
+    page = Path(__file__).parents[2] / "docs" / "theory.md"
+    result = doctest.testfile(str(page), module_relative=False)
+    assert result.attempted > 0
+    assert result.failed == 0

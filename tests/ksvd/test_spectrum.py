@@ -40,10 +40,10 @@ def test_plain_lists_are_accepted() -> None:
 def test_low_rank_singular_values_are_those_of_the_product(as_type, n, m, p, batch) -> None:
     rng = np.random.default_rng(n + 100 * m + 10_000 * p)
     A, B = rng.normal(size=(*batch, n, p)), rng.normal(size=(*batch, m, p))
-    found = low_rank_singular_values(as_type(A), as_type(B))
+    values = low_rank_singular_values(as_type(A), as_type(B))
     formed = np.linalg.svd(A @ np.swapaxes(B, -1, -2), compute_uv=False)
-    assert tuple(found.shape) == (*batch, min(n, m, p))
-    np.testing.assert_allclose(np.asarray(found), formed[..., : min(n, m, p)], atol=1e-10 * formed.max())
+    assert tuple(values.shape) == (*batch, min(n, m, p))
+    np.testing.assert_allclose(np.asarray(values), formed[..., : min(n, m, p)], atol=1e-10 * formed.max())
 
 
 @AS

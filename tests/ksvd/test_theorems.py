@@ -80,19 +80,7 @@ def test_solution_solves_the_shifted_eigenvalue_problem(data, f, solver) -> None
     assert (sigma > 0).all()
 
 
-@TRANSFORMATIONS
-def test_stacked_vectors_are_eigenvectors_of_the_block_matrix(data, f) -> None:
-    """The matrix form at the end of the proof: [[0, K], [Kᵀ, 0]] [H_e; H_r] = [H_e; H_r] Σ."""
-    X, Z = data
-    ksvd = fitted(data, f, "primal")
-    K = formed_kernel(X, Z, ksvd.transformation_)
-    block = np.block([[np.zeros((N, N)), K], [K.T, np.zeros((M, M))]])
-    stacked = np.vstack([ksvd.left_vectors_, ksvd.right_vectors_])
-    near(block @ stacked, stacked * ksvd.singular_values_)
-    near(np.linalg.eigvalsh(block)[::-1][:RANK].copy(), ksvd.singular_values_, "largest eigenvalues")
-
-
-def lagrangian_gradients(data, ksvd: KernelSVD, **changed: np.ndarray) -> dict[str, torch.Tensor]:
+def lagrangian_gradients(data, ksvd: KernelSVD) -> dict[str, torch.Tensor]:
     """∂L of the proof with respect to every primal and dual variable, by automatic differentiation."""
     X, Z = data
     F = np.eye(5) if ksvd.transformation_ is None else ksvd.transformation_
@@ -103,7 +91,7 @@ def lagrangian_gradients(data, ksvd: KernelSVD, **changed: np.ndarray) -> dict[s
         "r": ksvd.transform_keys(Z),
         "h_e": ksvd.left_vectors_,
         "h_r": ksvd.right_vectors_,
-    } | changed
+    }
     v = {name: torch.tensor(value, requires_grad=True) for name, value in values.items()}
     lam = torch.tensor(1 / ksvd.singular_values_)
     queries, keys = torch.tensor(phi_q(X) @ F.T), torch.tensor(phi_k(Z) @ F.T)
@@ -122,14 +110,6 @@ def test_every_kkt_condition_holds_at_the_solution(data, f, solver) -> None:
     assert set(gradients) == {"W_e", "W_r", "e", "r", "h_e", "h_r"}
     for name, gradient in gradients.items():
         assert gradient.abs().max() < EXACT, f"∂L/∂{name} is not zero"
-
-
-def test_kkt_conditions_fail_away_from_the_solution(data) -> None:
-    ksvd = fitted(data, None, "primal")
-    moved = ksvd.left_vectors_ + 0.1
-    gradients = lagrangian_gradients(data, ksvd, h_e=moved)
-    assert gradients["e"].abs().max() > 1e-3
-    assert gradients["W_e"].abs().max() > 1e-3
 
 
 # Remark 3.3
@@ -157,21 +137,13 @@ def test_primal_scores_equal_dual_scores(data, f, solver, where) -> None:
     near(w_r_given_x, F.T @ w_r, "W_{r|X} = f(X)ᵀ W_r")
 
 
-@TRANSFORMATIONS
-def test_primal_weights_are_sums_over_the_other_side(data, f) -> None:
-    X, Z = data
-    ksvd = fitted(data, f, "primal")
-    F = np.eye(5) if ksvd.transformation_ is None else ksvd.transformation_
-    near(ksvd.primal_weights_.w_e, F @ phi_k(Z).T @ ksvd.right_vectors_, "W_e = Σ f(X) φ_k h_rᵀ")
-    near(ksvd.primal_weights_.w_r, F @ phi_q(X).T @ ksvd.left_vectors_, "W_r = Σ f(X) φ_q h_eᵀ")
-
-
 @pytest.mark.parametrize("kernel", ["cosine", "linear", "rbf", "sne"])
-def test_scores_of_fitted_points_are_vectors_times_singular_values(data, kernel) -> None:
+def test_scores_of_fitted_points_are_vectors_times_singular_values_with_objective_zero(data, kernel) -> None:
     X, Z = data
     ksvd = KernelSVD(RANK, kernel=kernel).fit(X, Z=Z)
     near(ksvd.transform(X), ksvd.left_vectors_ * ksvd.singular_values_, "e")
     near(ksvd.transform_keys(Z), ksvd.right_vectors_ * ksvd.singular_values_, "r")
+    assert abs(ksvd.objective_) < EXACT * ksvd.singular_values_.sum()
 
 
 # Lemma 4.2
@@ -191,13 +163,6 @@ def test_objective_is_zero_at_the_solution(data, f, solver) -> None:
         - np.trace(w_e.T @ w_r)
     )
     assert abs(written_out) < EXACT * scale
-
-
-@pytest.mark.parametrize("kernel", ["rbf", "sne"])
-def test_objective_is_zero_for_kernels_without_features(data, kernel) -> None:
-    X, Z = data
-    ksvd = KernelSVD(RANK, kernel=kernel).fit(X, Z=Z)
-    assert abs(ksvd.objective_) < EXACT * ksvd.singular_values_.sum()
 
 
 def objective_at(K: np.ndarray, H_e: np.ndarray, H_r: np.ndarray, lam: np.ndarray) -> float:
@@ -222,15 +187,6 @@ def test_objective_is_not_zero_elsewhere(data) -> None:
     assert abs(objective_at(K, H_e, H_r, 1 / sigma)) < EXACT
     for name, point in elsewhere.items():
         assert abs(objective_at(K, *point)) > 1e-2, name
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_objective_is_not_zero_at_random_orthonormal_vectors(data, seed) -> None:
-    X, Z = data
-    K = formed_kernel(X, Z, None)
-    rng = np.random.default_rng(seed)
-    H_e, H_r = (np.linalg.qr(rng.normal(size=(rows, RANK)))[0] for rows in (N, M))
-    assert abs(objective_at(K, H_e, H_r, rng.uniform(0.1, 1, size=RANK))) > 1e-2
 
 
 def test_objective_of_an_unfinished_solution_is_its_residual(data) -> None:

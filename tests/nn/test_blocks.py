@@ -1,14 +1,13 @@
-"""Blocks: any attention by name in any layer, and padding that never matters."""
+"""Blocks: any attention by name in any layer, and padding without effect."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
 from closeness import assert_close
 from primal_attention.nn.baselines import attention_names as known_attentions
-from primal_attention.nn.blocks import Encoder, EncoderBlock, attention_names, masked_max, masked_mean
+from primal_attention.nn.blocks import CausalConv, Encoder, EncoderBlock, attention_names, masked_max, masked_mean
 from primal_attention.nn.objective import primal_layers
 from primal_attention.nn.primal import PrimalAttention
 
@@ -31,71 +30,67 @@ def encoder(attention="primal", **changes) -> Encoder:
 )
 def test_attention_is_named_per_layer(attention, expected):
     assert attention_names(attention, 3) == expected
+    primal = [f"blocks.{i}.attention" for i, name in enumerate(expected) if name == "primal"]
+    assert list(primal_layers(encoder(attention))) == primal
 
 
-def test_a_wrong_number_of_names_is_refused():
+def test_bad_arguments_are_refused():
     with pytest.raises(ValueError, match="2 names for layers=3"):
         attention_names(("softmax", "primal"), 3)
     with pytest.raises(ValueError, match="layers must be at least 1"):
         attention_names("primal", 0)
-
-
-def test_primal_plus_has_one_primal_layer_the_last():
-    assert list(primal_layers(encoder("primal+"))) == ["blocks.2.attention"]
-    assert len(primal_layers(encoder("primal"))) == 3
+    with pytest.raises(ValueError, match="kernel_size=4"):
+        EncoderBlock(16, 2, "softmax", local_kernel=4)
 
 
 @pytest.mark.parametrize("name", known_attentions())
-def test_any_attention_runs_in_a_block_and_learns(name):
+def test_any_attention_trains_in_a_block(name):
     block = EncoderBlock(16, 2, name, attention_kwargs=KEYWORDS.get(name))
     x = torch.randn(2, 9, 16, requires_grad=True)
     block(x).square().mean().backward()
     assert torch.isfinite(x.grad).all()
 
 
-def test_an_attention_module_may_be_given_itself():
-    block = EncoderBlock(16, 2, PrimalAttention(16, 2, rank=4, landmarks=6))
-    assert block(torch.randn(2, 5, 16)).shape == (2, 5, 16)
-
-
 @pytest.mark.parametrize("norm_first", [True, False], ids=["pre-LN", "post-LN"])
-@pytest.mark.parametrize("local_kernel", [None, 5], ids=["attention-alone", "with-local-mixing"])
-def test_padded_equals_single_whatever_stands_in_the_padding(norm_first, local_kernel):
+@pytest.mark.parametrize("local_kernel", [None, 5], ids=["attention", "attention and convolution"])
+def test_padded_equals_single(norm_first, local_kernel):
     model = encoder("primal+", norm_first=norm_first, local_kernel=local_kernel)
     lengths = (9, 4, 1)
     x = torch.randn(3, 9, 16, dtype=torch.float64)
     mask = torch.arange(9) >= torch.tensor(lengths).unsqueeze(1)
     padded = model(x.masked_fill(mask.unsqueeze(-1), 1e3), mask)
     for i, n in enumerate(lengths):
-        assert_close(padded[i, :n], model(x[i : i + 1, :n])[0], 1e-10, f"case of length {n}")
+        assert_close(padded[i, :n], model(x[i : i + 1, :n])[0], 1e-10, f"sequence of {n} tokens")
 
 
 def test_post_ln_is_the_original_order():
-    block = EncoderBlock(16, 2, "softmax", norm_first=False).double().eval()
+    attention = PrimalAttention(16, 2, rank=4, landmarks=6)  # a module instead of a name
+    block = EncoderBlock(16, 2, attention, norm_first=False).double().eval()
     x = torch.randn(2, 7, 16, dtype=torch.float64)
-    middle = block.norm1(x + block.attention(x))
+    middle = block.norm1(x + attention(x))
     assert_close(block(x), block.norm2(middle + block.feed_forward(middle)), 1e-12)
 
 
-def test_an_even_kernel_is_refused():
-    with pytest.raises(ValueError, match="kernel_size=4"):
-        EncoderBlock(16, 2, "softmax", local_kernel=4)
-
-
-def test_pooling_sees_valid_tokens_only_and_an_empty_row_gives_zero():
-    x = torch.tensor([[[1.0], [-5.0], [9.0]], [[1.0], [2.0], [3.0]]])
+def test_pooling_ignores_padding_and_an_empty_row_gives_zero():
+    x = torch.tensor([[[1.0], [-5.0], [torch.nan]], [[1.0], [2.0], [3.0]]])
     mask = torch.tensor([[False, False, True], [True, True, True]])
     assert masked_mean(x, mask).tolist() == [[-2.0], [0.0]]
     assert masked_max(x, mask).tolist() == [[1.0], [0.0]]
-    x[0, 2] = torch.nan
-    assert torch.isfinite(masked_mean(x, mask)).all()
-    assert torch.isfinite(masked_max(x, mask)).all()
 
 
-def test_dropout_is_off_in_evaluation_and_on_in_training():
-    block = EncoderBlock(16, 2, "softmax", dropout=0.5)
-    x = torch.randn(2, 7, 16)
+def test_dropout_acts_in_training_only():
+    block, x = EncoderBlock(16, 2, "softmax", dropout=0.5), torch.randn(2, 7, 16)
     assert not torch.equal(block(x), block(x))
     block.eval()
     assert torch.equal(block(x), block(x))
-    assert isinstance(block.dropout, nn.Dropout)
+
+
+def test_the_causal_convolution_and_its_state():
+    conv, x = CausalConv(3, 4).double(), torch.randn(2, 8, 3, dtype=torch.float64)
+    padded = torch.cat([torch.zeros(2, 3, 3), x], dim=1)
+    y = conv(x)
+    assert_close(y, conv.bias + sum(conv.weight[j] * padded[:, 3 - j : 11 - j] for j in range(4)), 1e-12)
+    assert_close(conv(x[:, 5:], conv.last_inputs(x[:, :5])), y[:, 5:], 1e-12)
+    lengths = torch.tensor([1, 5])
+    assert torch.equal(conv.last_inputs(x, lengths=lengths)[0], padded[0, 1:4])
+    assert torch.equal(conv.last_inputs(x, lengths=lengths)[1], x[1, 2:5])

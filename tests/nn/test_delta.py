@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from primal_attention import PrimalAttention, ksvd_loss
-from primal_attention.nn.blocks import ShiftedProducts
 from primal_attention.nn.delta import DeltaPrimalAttention
 from primal_attention.ops.delta_rule import recurrence
 
@@ -65,8 +64,8 @@ def test_padded_equals_single_and_every_parameter_has_a_gradient() -> None:
     y, scores, state = layer(x.masked_fill(mask[..., None], torch.nan), mask, return_scores=True, return_state=True)
     objective = layer.objective
     for i in range(2):
-        alone, own, after = layer(x[i][~mask[i]][None], return_scores=True, return_state=True)
-        torch.testing.assert_close(y[i][~mask[i]], alone[0], **EXACT)
+        single, own, after = layer(x[i][~mask[i]][None], return_scores=True, return_state=True)
+        torch.testing.assert_close(y[i][~mask[i]], single[0], **EXACT)
         torch.testing.assert_close(scores.r[i][:, ~mask[i]], own.r[0], **EXACT)
         torch.testing.assert_close(objective[i], layer.objective[0], **EXACT)
         for actual, expected in zip(state[:3], after[:3], strict=True):
@@ -130,7 +129,11 @@ def test_the_call_of_multihead_attention() -> None:
         layer(x, x + 1, x + 1)
 
 
-def test_a_state_of_another_layer_is_refused() -> None:
+def test_bad_input_is_refused() -> None:
+    with pytest.raises(ValueError, match="backend must be one of 'auto', 'reference', 'fused'"):
+        make_layer(backend="cpu")
+    with pytest.raises(ValueError, match="gate must be one of 'silu', 'sigmoid'"):
+        make_layer(gate="tanh")
     layer, x = make_layer(), torch.randn(2, 3, 12, dtype=torch.float64)
     other = PrimalAttention(12, 3, rank=4, causal=True, data_dependent=False, dtype=torch.float64)
     with pytest.raises(TypeError, match=r"state must be a DeltaState.*got RunningState"):
@@ -143,19 +146,7 @@ def test_a_state_of_another_layer_is_refused() -> None:
         layer(x.float())
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"backend": "cpu"}, "backend must be one of 'auto', 'reference', 'fused'"),
-        ({"gate": "tanh"}, "gate must be one of 'silu', 'sigmoid'"),
-    ],
-)
-def test_bad_settings(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make_layer(**settings)
-
-
-def test_reset_parameters_restores_the_layer_after_to_empty() -> None:
+def test_reset_parameters_after_to_empty_and_an_empty_batch() -> None:
     with torch.device("meta"):
         layer = DeltaPrimalAttention(12, 3, rank=4)
     layer = layer.to_empty(device="cpu")
@@ -163,21 +154,7 @@ def test_reset_parameters_restores_the_layer_after_to_empty() -> None:
     assert layer.decay_proj.weight.abs().max() == 0
     assert torch.equal(layer.qk_proj.weight[:12], layer.qk_proj.weight[12:])
     assert torch.isfinite(layer(torch.randn(1, 5, 12))).all()
-
-
-def test_an_empty_batch() -> None:
-    layer, x = make_layer(), torch.zeros(0, 20, 12, dtype=torch.float64, requires_grad=True)
+    x = torch.zeros(0, 20, 12, requires_grad=True)
     y = layer(x)
     (y.sum() + layer.objective.sum()).backward()
     assert y.shape == x.grad.shape == (0, 20, 12)
-
-
-def test_the_convolution_and_its_gradient() -> None:
-    generator = torch.Generator().manual_seed(0)
-    seen, weight, bias = (
-        torch.randn(shape, dtype=torch.float64, generator=generator, requires_grad=True)
-        for shape in ((2, 8, 3), (4, 3), (3,))
-    )
-    y = ShiftedProducts.apply(seen, weight, bias)
-    torch.testing.assert_close(y, bias + sum(weight[j] * seen[:, 3 - j : 8 - j] for j in range(4)), **EXACT)
-    assert torch.autograd.gradcheck(ShiftedProducts.apply, (seen, weight, bias))

@@ -1,21 +1,23 @@
-"""J and the loss made of it."""
+"""J, the loss made of it, and the record of several calls."""
 
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from closeness import assert_close
-from primal_attention import PrimalAttention, ksvd_loss
-from primal_attention.ops.landmarks import landmark_indices
-from primal_attention.ops.reference import split_heads
-from primal_cases import MODES, MODES_AND_DECAYS, gradients, inputs, make
+from primal_attention import PrimalAttention, ksvd_loss, record_objective
+from primal_cases import CAUSAL, EMBED, MODES, MODES_AND_DECAYS, backend_options, gradients, inputs, make
 
 SAME = 1e-12  # float64, the same sums in another order
+
+every_mode = pytest.mark.parametrize("mode", MODES)
 
 
 def paper_objective(layer: PrimalAttention, e: Tensor, r: Tensor, b: int, *, mean: bool) -> Tensor:
@@ -28,29 +30,17 @@ def paper_objective(layer: PrimalAttention, e: Tensor, r: Tensor, b: int, *, mea
     return torch.stack(per_head).mean()
 
 
-@pytest.mark.parametrize("form", ["mean", "sum"])
 @pytest.mark.parametrize(("mode", "decay"), MODES_AND_DECAYS)
-def test_objective_is_the_papers_by_hand(mode: str, decay: Any, form: str) -> None:
-    layer = make(mode, decay, objective_form=form)
-    _, (e, r) = layer(inputs(3, 8), return_scores=True)
-    expected = torch.stack([paper_objective(layer, e, r, b, mean=form == "mean") for b in range(3)])
-    assert_close(layer.objective, expected, SAME)
+def test_the_objective_is_the_papers_formula(mode: str, decay: Any) -> None:
+    for form in ("mean", "sum"):
+        layer = make(mode, decay, objective_form=form)
+        _, (e, r) = layer(inputs(3, 8), return_scores=True)
+        expected = torch.stack([paper_objective(layer, e, r, b, mean=form == "mean") for b in range(3)])
+        assert_close(layer.objective, expected, SAME)
 
 
-def test_the_trace_may_be_that_of_the_projection_weights() -> None:
-    layer, plain = make("data_dependent", objective_trace="projections"), make("data_dependent")
-    plain.load_state_dict(layer.state_dict())
-    x = inputs(2, 9)
-    layer(x)
-    plain(x)
-    rows = split_heads(x, layer.num_heads)[:, :, landmark_indices(9, layer.landmarks)]
-    trace_x = ((rows.mT @ layer.w_e) * (rows.mT @ layer.w_r)).sum((-2, -1)).mean(1)
-    trace_w = (layer.w_e * layer.w_r).sum((-2, -1)).mean()
-    assert_close(layer.objective, plain.objective + trace_w - trace_x, SAME)
-
-
-def test_at_the_singular_value_decomposition_of_the_kernel_the_sum_form_is_zero() -> None:
-    # Lemma 4.2: W_e = φ_kᵀ V Σ^(-1/2)…, Λ = Σ⁻¹ make J vanish; here with φ itself (not data-dependent), one head.
+def test_the_sum_form_is_zero_at_the_kernel_svd() -> None:
+    # Lemma 4.2 with one head and φ itself (data-independent): W_e = φ_kᵀ V, W_r = φ_qᵀ U, Λ = Σ⁻¹.
     torch.manual_seed(3)
     layer = PrimalAttention(4, 1, rank=4, data_dependent=False, objective_form="sum", dtype=torch.float64)
     x = torch.randn(1, 30, 4, dtype=torch.float64)
@@ -70,6 +60,9 @@ def test_at_the_singular_value_decomposition_of_the_kernel_the_sum_form_is_zero(
     assert layer.objective.abs().item() > 1e-3
 
 
+# The loss
+
+
 class TwoLayers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -79,117 +72,198 @@ class TwoLayers(nn.Module):
         return self.second(self.first(x))
 
 
-def test_reductions_square_the_samples_or_their_mean() -> None:
-    layer = make("data_dependent")
-    layer(inputs(4, 7))
-    j = layer.objective
-    assert_close(ksvd_loss(layer), (j**2).mean(), SAME)
-    assert_close(ksvd_loss(layer, "batch"), j.mean() ** 2, SAME)
-    assert ksvd_loss(layer) > ksvd_loss(layer, "batch")
-
-
-@pytest.mark.parametrize("reduction", ["sample", "batch"])
-def test_layers_are_averaged_or_summed(reduction: Any) -> None:
+def test_reductions_over_samples_and_layers() -> None:
     model = TwoLayers()
-    model(inputs(3, 7))
-    each = [ksvd_loss(model.first, reduction), ksvd_loss(model.second, reduction)]
-    assert_close(ksvd_loss(model, reduction), sum(each) / 2, SAME)
-    assert_close(ksvd_loss(model, reduction, layers="sum"), sum(each), SAME)
+    model(inputs(4, 7))
+    j = [layer.objective for layer in (model.first, model.second)]
+    samples, batch = [(one**2).mean() for one in j], [one.mean() ** 2 for one in j]
+    assert_close(ksvd_loss(model.first), samples[0], SAME)
+    assert_close(ksvd_loss(model.first, "batch"), batch[0], SAME)
+    for reduction, each in (("sample", samples), ("batch", batch)):
+        assert_close(ksvd_loss(model, reduction), sum(each) / 2, SAME)
+        assert_close(ksvd_loss(model, reduction, layers="sum"), sum(each), SAME)
 
 
-def test_every_parameter_of_the_scores_gets_a_gradient_from_the_loss_alone() -> None:
-    layer = make("causal_data_dependent", "learned")
-    layer(inputs(2, 9))
-    grads = gradients(layer, ksvd_loss(layer))
-    for name in ("qk_proj.weight", "qk_proj.bias", "w_e", "w_r", "sqrt_lambda", "decay_logit"):
-        assert grads[name].abs().sum() > 0, name
-    assert (grads["out_proj.weight"] == 0).all()
-
-
-def test_minimising_the_loss_brings_it_to_zero() -> None:
-    layer = make("data_dependent")
-    x = inputs(4, 9)
-    optimiser = torch.optim.Adam(layer.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(60):
-        layer(x)
-        loss = ksvd_loss(layer)
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.05 * losses[0]
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_evaluation_leaves_the_objective_alone(mode: str) -> None:
-    layer = make(mode)
-    assert layer.objective is None
-    layer(inputs(2, 7))
-    j = layer.objective
-    layer.eval()(inputs(2, 7))
-    assert layer.objective is j
-
-
-def test_the_loss_can_be_read_without_gradients() -> None:
+def test_a_forward_without_gradients_is_refused_only_where_gradients_are_needed() -> None:
     layer = make("data_dependent")
     with torch.no_grad():
         layer(inputs(2, 7))
         assert ksvd_loss(layer).item() >= 0
-
-
-def test_a_forward_without_gradients_is_noticed() -> None:
-    layer = make("data_dependent")
-    with torch.no_grad():
-        layer(inputs(2, 7))
     with pytest.raises(RuntimeError, match="carries no gradient"):
         ksvd_loss(layer)
 
 
-def test_a_model_without_primal_layers_is_an_error() -> None:
+def test_bad_calls_of_the_loss_are_refused() -> None:
     with pytest.raises(ValueError, match=r"model has no PrimalAttention layer \(Linear\)"):
         ksvd_loss(nn.Linear(2, 2))
-
-
-def test_before_the_first_forward_the_loss_names_the_layer() -> None:
     with pytest.raises(RuntimeError, match="layer 'first' has no objective yet: call the model in training mode"):
         ksvd_loss(TwoLayers())
-
-
-@pytest.mark.parametrize(
-    ("keywords", "message"),
-    [
-        ({"reduction": "sum"}, "reduction must be 'sample' or 'batch' (got 'sum')"),
-        ({"layers": "max"}, "layers must be 'mean' or 'sum' (got 'max')"),
-    ],
-)
-def test_unknown_reductions_are_refused(keywords: dict[str, Any], message: str) -> None:
     layer = make("plain")
     layer(inputs(1, 3))
-    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
-        ksvd_loss(layer, **keywords)
-    assert str(error.value) == message
+    with pytest.raises(ValueError, match=r"^reduction must be 'sample' or 'batch' \(got 'sum'\)$"):
+        ksvd_loss(layer, "sum")
+    with pytest.raises(ValueError, match=r"^layers must be 'mean' or 'sum' \(got 'max'\)$"):
+        ksvd_loss(layer, layers="max")
 
 
-@pytest.mark.parametrize("scale", [1e9, 1e12, 1e20])
-@pytest.mark.parametrize("mode", ["data_dependent", "plain", "causal"])
+@pytest.mark.parametrize(("mode", "scale"), [("data_dependent", 1e9), ("data_dependent", 1e20), ("causal", 1e20)])
 def test_the_loss_of_large_inputs_is_the_same_in_all_backends(mode: str, scale: float) -> None:
-    """Where J² exceeds float32 the loss is infinite in all of them, never silently zero."""
+    """Where J² exceeds float32 the loss is infinite in all of them, never zero."""
     pytest.importorskip("triton")
     layer = make(mode, dtype=torch.float32)
     x = scale * inputs(2, 20, dtype=torch.float32)
-    found = {}
+    results = {}
     for backend in ("reference", "cpu", "fused"):
-        one = copy.deepcopy(layer)
+        one, rows = copy.deepcopy(layer), x.clone().requires_grad_()
         one.backend = backend
-        rows = x.clone().requires_grad_()
         one(rows)
         loss = ksvd_loss(one)
         grads = torch.autograd.grad(loss, [rows, one.qk_proj.weight, one.w_e, one.sqrt_lambda])
-        found[backend] = [loss, *grads]
-    assert found["reference"][0].isfinite() == (mode != "data_dependent" or scale < 1e10)
+        results[backend] = [loss, *grads]
+    assert results["reference"][0].isfinite() == (mode != "data_dependent" or scale < 1e10)
     for backend in ("cpu", "fused"):
-        for actual, expected in zip(found[backend], found["reference"], strict=True):
+        for actual, expected in zip(results[backend], results["reference"], strict=True):
             assert actual.isfinite().all() == expected.isfinite().all()
             if expected.isfinite().all():
                 assert_close(actual, expected, 1e-4)  # J is a difference of large sums in float32
+
+
+# The record
+
+
+class Shared(nn.Module):
+    """One layer applied twice, as in models that share parameters over depth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = make("data_dependent")
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = x + self.layer(x)
+        return x
+
+
+@every_mode
+@pytest.mark.parametrize("reduction", ["sample", "batch"])
+def test_every_call_of_a_shared_layer_counts(mode: str, reduction: Any) -> None:
+    layer, xs = make(mode), [inputs(3, 9), inputs(2, 7)]
+    each, grads = [], []
+    for x in xs:
+        layer(x)
+        each.append(ksvd_loss(layer, reduction))
+        grads.append(gradients(layer, each[-1], keep_graph=True))
+    with record_objective(layer):
+        for x in xs:
+            layer(x)
+        loss = ksvd_loss(layer, reduction)
+        total = ksvd_loss(layer, reduction, layers="sum")
+        for name, grad in gradients(layer, loss).items():
+            assert_close(grad, (grads[0][name] + grads[1][name]) / 2, 1e-11, name)
+    assert_close(loss, sum(each) / 2, SAME)
+    assert_close(total, sum(each), SAME)
+    assert_close(ksvd_loss(layer, reduction), each[-1], SAME)  # outside the context the last call counts
+
+
+@every_mode
+def test_evaluation_keeps_the_objective_of_training_unless_it_is_recorded(mode: str) -> None:
+    layer, x = make(mode), inputs(2, 9)
+    assert layer.objective is None
+    layer(x)
+    j = layer.objective
+    layer.eval()
+    layer(2 * x)
+    assert layer.objective is j
+    with torch.no_grad(), record_objective(layer):
+        layer(2 * x)
+        layer(x)
+        assert torch.equal(layer.objective, j)
+        assert ksvd_loss(layer) > 0
+    assert layer.objective is j
+
+
+@pytest.mark.parametrize(("mode", "backend"), [("causal", "fused"), *((mode, "reference") for mode in CAUSAL)])
+def test_streamed_tokens_are_recorded(mode: str, backend: str) -> None:
+    options = backend_options(backend)
+    layer = make(mode, **options).eval()
+    x = torch.randn(2, 4, EMBED, dtype=options["dtype"], device=options["device"])
+    state = layer.initial_state(2)
+    with torch.no_grad(), record_objective(layer):
+        for t in range(4):
+            _, state = layer.step(x[:, t], state)
+            assert torch.isfinite(layer.objective).all()
+        assert ksvd_loss(layer) > 0
+
+
+def test_recomputation_by_checkpointing_does_not_count() -> None:
+    model, x = Shared(), inputs(2, 9)
+    with record_objective(model):
+        expected = gradients(model, model(x).square().mean() + ksvd_loss(model))
+    with record_objective(model):
+        y = checkpoint(model, x, use_reentrant=False)
+        before = ksvd_loss(model)
+        grads = gradients(model, y.square().mean() + before)
+        assert_close(ksvd_loss(model), before, SAME)
+    for name, grad in grads.items():
+        assert_close(grad, expected[name], SAME, name)
+
+
+@pytest.mark.parametrize("is_outside", [True, False])
+def test_accumulated_gradients_are_those_of_the_whole_batch(is_outside: bool) -> None:
+    model, x = Shared(), inputs(6, 9)
+    with record_objective(model):
+        expected = gradients(model, model(x).square().mean() + ksvd_loss(model))
+    with record_objective(model) if is_outside else nullcontext():
+        for part in x.split(2):
+            with nullcontext() if is_outside else record_objective(model):
+                ((model(part).square().mean() + ksvd_loss(model)) / 3).backward()
+    for name, parameter in model.named_parameters():
+        assert_close(parameter.grad, expected[name], SAME, name)
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_compiled_models_are_recorded_without_recompilation(is_training: bool) -> None:
+    torch.compiler.reset()
+    model, x = Shared().train(is_training), inputs(2, 9)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with record_objective(model):
+        expected = gradients(model, model(x).square().mean() + ksvd_loss(model))
+    with record_objective(model):
+        y = compiled(x)
+        grads = gradients(model, y.square().mean() + ksvd_loss(model))
+        with torch.compiler.set_stance("fail_on_recompile"):
+            for _ in range(10):
+                y = compiled(x)
+            assert_close(ksvd_loss(model, layers="sum"), 20 * ksvd_loss(model), SAME)
+    for name, grad in grads.items():
+        assert_close(grad, expected[name], SAME, name)
+
+
+def test_layers_that_were_not_called_do_not_count() -> None:
+    model = nn.ModuleList([make("plain"), make("plain")])
+    model[1](inputs(2, 9))
+    with record_objective(model):
+        with pytest.raises(RuntimeError, match="no layer was called inside record_objective"):
+            ksvd_loss(model)
+        model[0](inputs(2, 9))
+        assert_close(ksvd_loss(model), model[0].objective.square().mean(), SAME)
+
+
+def test_an_exception_and_an_inner_context_leave_the_outer_record() -> None:
+    layer = make("plain")
+
+    def fail_inside() -> None:
+        with record_objective(layer):
+            layer(inputs(2, 9))
+            raise KeyError
+
+    with record_objective(layer):
+        layer(inputs(2, 9))
+        loss = ksvd_loss(layer)
+        with pytest.raises(KeyError):
+            fail_inside()
+        assert torch.equal(ksvd_loss(layer), loss)
+    with pytest.raises(KeyError):
+        fail_inside()
+    layer.eval()(inputs(2, 9))
+    assert layer._last_call is None

@@ -1,4 +1,4 @@
-"""Fixtures of the kernel tests: where the kernels run, and what makes errors visible."""
+"""Fixtures of the kernel tests: the device, one thread, and NaN in unwritten memory."""
 
 from __future__ import annotations
 
@@ -9,6 +9,15 @@ import pytest
 import torch
 
 from primal_attention.ops import primal
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Threads cost more than they gain on tensors of this size."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

@@ -12,10 +12,7 @@ from torch.autograd import gradcheck
 
 from closeness import assert_close
 from primal_attention import PrimalAttention, ksvd_loss
-from primal_attention.ops import primal
-from primal_attention.ops.cpu import attention, matmul
-from primal_attention.ops.feature_maps import COSINE
-from primal_attention.ops.types import Mode, Weights
+from primal_attention.ops.cpu import attention
 
 # The same sums in another order. float32: some gradients are sums over all tokens that nearly cancel.
 SAME = {torch.float64: 1e-12, torch.float32: 4e-6}
@@ -73,57 +70,44 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", SAME)
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (2, 63), (3, 65), (1, 500), (70, 2)], ids=str)
 @every_mode
 @pytest.mark.usefixtures("_small_blocks")
-def test_equals_the_equations(mode: str, shape: tuple[int, int], masked: bool, dtype: torch.dtype) -> None:
-    # 20 landmarks: rows repeat in the shorter sequences.
-    mask = scattered_padding(*shape) if masked else None
-    assert_same(make(mode, dtype=dtype), torch.randn(*shape, 24, dtype=dtype), mask)
+def test_equals_the_equations(mode: str, dtype: torch.dtype) -> None:
+    layer = make(mode, dtype=dtype)  # 20 landmarks: rows repeat in the shorter sequences
+    for shape in ((1, 1), (3, 7), (3, 65), (1, 200), (70, 2), (0, 5)):
+        assert_same(layer, torch.randn(*shape, 24, dtype=dtype))
+    for shape in ((3, 7), (2, 63), (3, 130)):
+        assert_same(layer, torch.randn(*shape, 24, dtype=dtype), scattered_padding(*shape))
+    assert_same(layer, torch.randn(0, 5, 24, dtype=dtype), torch.zeros(0, 5).bool())
 
 
-@pytest.mark.parametrize(("d", "heads", "rank"), [(48, 1, 30), (60, 5, 3), (32, 4, 16), (24, 12, 1)])
+@pytest.mark.parametrize(("d", "heads", "rank"), [(48, 1, 30), (60, 5, 3), (24, 12, 1)])
 @every_mode
 def test_other_sizes(mode: str, d: int, heads: int, rank: int) -> None:
     layer = make(mode, d, heads, rank=rank)
-    assert_same(layer, torch.randn(2, 150, d, dtype=torch.float64))
-    assert_same(layer, torch.randn(1, 3, d, dtype=torch.float64))
+    for shape in ((2, 70), (1, 3)):
+        assert_same(layer, torch.randn(*shape, d, dtype=torch.float64))
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "no bias": {"bias": False},
-    "sum": {"objective_form": "sum"},
-    "trace of the projections": {"objective_trace": "projections"},
-    "sum, trace of the projections": {"objective_form": "sum", "objective_trace": "projections"},
-}
-
-
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@every_mode
-def test_options_of_the_layer(mode: str, options: dict[str, Any], masked: bool) -> None:
-    x = torch.randn(3, 40, 24, dtype=torch.float64)
-    assert_same(make(mode, **options), x, scattered_padding(3, 40) if masked else None)
-
-
-@pytest.mark.parametrize(("batch", "masked"), [(1, False), (3, False), (3, True)])
-def test_random_landmarks(batch: int, masked: bool) -> None:
-    layer = make("data_dependent", sampling="random")
-    x = torch.randn(batch, 40, 24, dtype=torch.float64)
-    assert_same(layer, x, scattered_padding(batch, 40) if masked else None)
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        *((mode, {"objective_form": "sum", "bias": False}) for mode in MODES),
+        *(("data_dependent", {"objective_form": form, "objective_trace": "projections"}) for form in ("mean", "sum")),
+        ("data_dependent", {"sampling": "random"}),
+    ],
+    ids=str,
+)
+def test_options_of_the_layer(mode: str, options: dict[str, Any]) -> None:
+    layer, x = make(mode, **options), torch.randn(3, 40, 24, dtype=torch.float64)
+    assert_same(layer, x)
+    assert_same(layer, x, scattered_padding(3, 40))
 
 
 @every_mode
 def test_packed_sequences(mode: str) -> None:
     cu_seqlens = torch.tensor([0, 5, 5, 47, 48], dtype=torch.int32)
     assert_same(make(mode), torch.randn(48, 24, dtype=torch.float64), cu_seqlens=cu_seqlens)
-
-
-@pytest.mark.parametrize("masked", [False, True])
-@every_mode
-def test_empty_batch(mode: str, masked: bool) -> None:
-    assert_same(make(mode), torch.randn(0, 5, 24, dtype=torch.float64), torch.zeros(0, 5).bool() if masked else None)
 
 
 @every_mode
@@ -144,10 +128,9 @@ def test_rows_below_the_smallest_norm() -> None:
     assert_same(layer, x)
 
 
-@pytest.mark.parametrize("size", [1e16, 1e20, 1e30])
 @every_mode
-def test_large_inputs_do_not_overflow(mode: str, size: float) -> None:
-    layer, x = make(mode, dtype=torch.float32), torch.randn(3, 50, 24) * size
+def test_gradients_of_large_inputs_do_not_overflow(mode: str) -> None:
+    layer, x = make(mode, dtype=torch.float32), torch.randn(3, 50, 24) * 1e30
     tensors = []
     for layer.backend in ("reference", "cpu"):
         leaf = x.clone().requires_grad_()
@@ -160,47 +143,18 @@ def test_large_inputs_do_not_overflow(mode: str, size: float) -> None:
 
 
 @every_mode
-def test_gradcheck(mode: str) -> None:
-    layer = make(mode, 8, 2, rank=2, landmarks=3)
-    names = [name for name, _ in layer.named_parameters()]
-    mask = torch.tensor([[False, True, False, False], [False, False, True, True]])
-
-    def function(x: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
-        keywords = {"key_padding_mask": mask, "return_scores": True}
-        y, scores = torch.func.functional_call(layer, dict(zip(names, values, strict=True)), (x,), keywords)
-        return y, layer.objective, *scores
-
-    values = [p.detach().clone().requires_grad_() for p in layer.parameters()]
-    assert gradcheck(function, (torch.randn(2, 4, 8, dtype=torch.float64, requires_grad=True), *values))
-
-
-@pytest.mark.parametrize("name", ["qk_proj.weight", "w_e", "score_proj.bias", "sqrt_lambda", "x"])
-def test_single_gradient(name: str) -> None:
-    layer = make("data_dependent").requires_grad_(False)
-    x = torch.randn(2, 30, 24, dtype=torch.float64)
-    grads = []
-    for layer.backend in ("reference", "cpu"):
-        leaf = (x if name == "x" else layer.get_parameter(name)).requires_grad_()
-        grads += torch.autograd.grad(layer(x).square().sum() + ksvd_loss(layer), leaf)
-    assert_close(grads[1], grads[0], SAME[torch.float64])
-
-
-@every_mode
-def test_gradients_of_the_objective_alone(mode: str) -> None:
-    layer, x, grads = make(mode), torch.randn(2, 30, 24, dtype=torch.float64), []
-    for layer.backend in ("reference", "cpu"):
-        layer(x)
-        parameters = list(layer.parameters())
-        grads.append(torch.autograd.grad(ksvd_loss(layer), parameters, allow_unused=True, materialize_grads=True))
-    for (name, _), expected, ours in zip(layer.named_parameters(), *grads, strict=True):
-        assert_close(ours, expected, SAME[torch.float64], name)
-
-
-def test_one_token_leaves_the_decay_with_a_zero_gradient() -> None:
-    # DistributedDataParallel waits for the gradient of every parameter.
-    layer = make("causal_decay")
-    layer(torch.randn(2, 1, 24, dtype=torch.float64)).sum().backward()
-    assert torch.equal(layer.decay_logit.grad, torch.zeros(3, dtype=torch.float64))
+def test_gradients_of_one_tensor_and_of_the_objective_alone(mode: str) -> None:
+    layer, x = make(mode).requires_grad_(False), torch.randn(2, 30, 24, dtype=torch.float64)
+    for leaf in (x, layer.qk_proj.weight, layer.w_e, layer.score_proj.bias, layer.sqrt_lambda):
+        leaf.requires_grad_()
+        grads = []
+        for layer.backend in ("reference", "cpu"):
+            y = layer(x)
+            losses = (y.square().sum() + ksvd_loss(layer), ksvd_loss(layer))
+            grads.append([torch.autograd.grad(t, leaf, allow_unused=True, materialize_grads=True)[0] for t in losses])
+        leaf.requires_grad_(False)
+        for expected, actual in zip(*grads, strict=True):
+            assert_close(actual, expected, SAME[torch.float64])
 
 
 @every_mode
@@ -232,9 +186,8 @@ def test_half_precision_is_as_exact_as_the_equations_in_it(mode: str, dtype: tor
         assert error <= 1.2 * errors["reference"][name] + 2 * torch.finfo(dtype).eps, name
 
 
-@pytest.mark.parametrize("inside", [False, True], ids=["backward outside", "backward inside"])
 @every_mode
-def test_autocast(mode: str, inside: bool) -> None:
+def test_autocast(mode: str) -> None:
     layer, x = make(mode, dtype=torch.float32), torch.randn(2, 60, 24)
     expected = layer(x)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -244,16 +197,17 @@ def test_autocast(mode: str, inside: bool) -> None:
     assert layer.objective.dtype == torch.float32
     assert_close(y.float(), expected, 2e-2)  # bfloat16 has 8 bits
     parameters = list(layer.parameters())
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside):
-        grads = torch.autograd.grad(loss, parameters)
-    assert [grad.dtype for grad in grads] == [parameter.dtype for parameter in parameters]
+    for inside in (False, True):  # the backward pass outside of autocast and inside of it
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside):
+            grads = torch.autograd.grad(loss, parameters, retain_graph=True)
+        assert {grad.dtype for grad in grads} == {torch.float32}
 
 
 def test_dropout_keeps_the_expectation_and_its_mask() -> None:
     layer = make("plain", 16, 2, rank=4, dropout=0.25)
     x = torch.randn(1, 5, 16, dtype=torch.float64)
     with torch.no_grad():
-        mean = torch.stack([layer(x) for _ in range(4000)]).mean(0)
+        mean = layer(x.expand(4000, -1, -1)).mean(dim=0, keepdim=True)
         assert_close(mean, layer.eval()(x), 0.05)  # 4000 draws
     layer.train()
 
@@ -264,7 +218,7 @@ def test_dropout_keeps_the_expectation_and_its_mask() -> None:
     assert gradcheck(function, x.requires_grad_())
 
 
-@pytest.mark.parametrize("rate", [1e-3, 0.1, 0.5, 0.999])
+@pytest.mark.parametrize("rate", [1e-3, 0.5, 0.999])
 def test_dropout_masks_are_independent_with_the_given_rate(rate: float) -> None:
     n = 2**20
     mask = attention.draw_dropout_mask((n + 3,), rate, torch.device("cpu"))[:n].double()
@@ -276,13 +230,13 @@ def test_dropout_masks_are_independent_with_the_given_rate(rate: float) -> None:
 
 
 @causal_modes
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.usefixtures("_small_blocks")
 def test_later_tokens_do_not_change_a_bit_of_earlier_outputs(mode: str, dtype: torch.dtype) -> None:
     layer = make(mode, dtype=dtype)
     x = torch.randn(2, 150, 24, dtype=dtype)
     y = layer(x)
-    for cut in (1, 17, 64, 100, 149):
+    for cut in (1, 64, 100):
         for later in (100.0 * torch.randn_like(x), torch.full_like(x, float("nan")), torch.full_like(x, float("inf"))):
             changed = torch.cat([x[:, :cut], later[:, cut:]], dim=1)
             assert torch.equal(layer(changed)[:, :cut], y[:, :cut])
@@ -333,49 +287,7 @@ def test_bytes_saved_for_backward(mode: str) -> None:
     assert sizes[0] - 100 * per_token < 4096
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 480, 37), (3, 16, 100), (2, 5, 1), (0, 3, 4), (2, 0, 4)], ids=str)
-def test_transpose_copy(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-    matrices = torch.randn(shape).to(dtype)
-    assert matmul.transpose_copy(matrices).is_contiguous()
-    assert torch.equal(matmul.transpose_copy(matrices), matrices.mT)
-    assert torch.equal(matmul.transpose_copy(matrices.mT), matrices)
-
-
-def test_half_precision_products_accumulate_in_float32() -> None:
-    a, b = torch.randn(20, 30).bfloat16(), torch.randn(10, 30).bfloat16()
-    total = matmul.accumulate_linear(matmul.accumulate_linear(None, a, b), a, b)
-    assert total.dtype == torch.float32
-    assert torch.equal(total, 2 * torch.nn.functional.linear(a, b).float())
-
-
-class TestChoice:
-    def chosen(self, x: Tensor, mode: Mode | None = None) -> str:
-        weight = torch.empty(0)
-        weights = Weights(weight, None, torch.empty(2, 6, 4), torch.empty(2, 6, 4), weight, None, weight, None)
-        return primal.choose_backend("auto", x, weights, mode or Mode(2, 6), COSINE)
-
-    def test_auto_takes_it_on_a_cpu_for_all_but_small_inputs(self) -> None:
-        assert self.chosen(torch.empty(1, 2**17, 1)) == "cpu"
-        assert self.chosen(torch.empty(1, 4, 8)) == "reference"
-
-    def test_auto_takes_the_equations_for_other_calls(self) -> None:
-        x = torch.zeros(1, 2**13, 16)
-        assert self.chosen(x, Mode(2, 6, causal=True, max_length=2**13)) == "reference"
-        assert torch.func.vmap(lambda one: torch.tensor(self.chosen(x) == "reference") | (one == one).all())(x).all()
-        with torch.autograd.forward_ad.dual_level():
-            assert self.chosen(x) == "reference"
-
-    def test_unsupported_mode_is_refused(self) -> None:
-        layer = PrimalAttention(16, 2, rank=4, landmarks=6, causal=True, max_length=9, backend="cpu")
-        with pytest.raises(ValueError, match="backend='cpu' cannot serve this call: it has no causal data-dependent"):
-            layer(torch.randn(1, 5, 16))
-
-    def test_other_devices_are_refused(self) -> None:
-        with pytest.raises(ValueError, match="backend='cpu' cannot serve this call: x is on 'meta'"):
-            make("plain").to("meta")(torch.empty(1, 5, 24, dtype=torch.float64, device="meta"))
-
-    def test_second_derivative_is_refused(self) -> None:
-        layer, x = make("plain"), torch.randn(1, 5, 24, dtype=torch.float64, requires_grad=True)
-        with pytest.raises(RuntimeError, match="differentiated twice"):
-            torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+def test_a_second_derivative_is_refused() -> None:
+    layer, x = make("plain"), torch.randn(1, 5, 24, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(RuntimeError, match="differentiated twice"):
+        torch.autograd.grad(layer(x).sum(), x, create_graph=True)

@@ -1,4 +1,4 @@
-"""The choice of the backend: "fused" and "cpu" say in one line why they cannot serve a call, "auto" falls back."""
+"""The choice of the backend: "fused" and "cpu" refuse with a one-line reason, "auto" falls back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from closeness import assert_close
 from kernel_cases import SAME, make, tokens, twin
-from primal_attention import PrimalAttention
 from primal_attention.ops import primal
 from primal_attention.ops.feature_maps import COSINE, FeatureMap
 from primal_attention.ops.primal import choose_backend
@@ -47,9 +46,9 @@ def _has_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_has_device")
-@pytest.mark.parametrize("case", REFUSED)
-def test_fused_says_in_one_line_why_it_cannot_and_auto_falls_back(case: str) -> None:
-    arguments, why = REFUSED[case]
+@pytest.mark.parametrize("reason", REFUSED)
+def test_fused_refuses_with_the_reason_and_auto_falls_back(reason: str) -> None:
+    arguments, why = REFUSED[reason]
     with pytest.raises(ValueError, match=why) as raised:
         choose_backend("fused", **arguments)
     message = str(raised.value)
@@ -60,23 +59,37 @@ def test_fused_says_in_one_line_why_it_cannot_and_auto_falls_back(case: str) -> 
 
 
 @pytest.mark.usefixtures("_has_device")
-@pytest.mark.parametrize("arguments", [call(), call(torch.float16), call(torch.bfloat16), call(rank=256, width=512)])
-def test_fused_takes_what_the_kernels_serve(arguments: dict[str, Any]) -> None:
-    assert choose_backend("fused", **arguments) == "fused"
+def test_fused_takes_what_the_kernels_serve() -> None:
+    for arguments in (call(), call(torch.float16), call(torch.bfloat16), call(rank=256, width=512)):
+        assert choose_backend("fused", **arguments) == "fused"
 
 
 @pytest.mark.parametrize(
     ("keywords", "why"),
     [
-        ({"mode": CAUSAL_LANDMARKS}, "no causal data-dependent mode"),
-        ({"decay": torch.ones(2)}, "no decay in both directions"),
-        ({"qk": torch.zeros(1, 3, 64)}, "plain nn.Linear maps only"),
-        ({"feature_map": SOFTMAX}, "only the cosine feature map"),
+        ({"mode": CAUSAL_LANDMARKS}, "it has no causal data-dependent mode"),
+        ({"decay": torch.ones(2)}, "it has no decay in both directions"),
+        ({"qk": torch.zeros(1, 3, 64)}, "it reads the weights of plain nn.Linear maps only"),
+        ({"feature_map": SOFTMAX}, "only the cosine feature map has a fast path"),
+        ({"x": torch.empty(1, 3, 32, device="meta")}, "x is on 'meta'"),
     ],
 )
-def test_cpu_says_why_it_cannot(keywords: dict[str, Any], why: str) -> None:
-    with pytest.raises(ValueError, match=why):
+def test_cpu_refuses_with_the_reason_and_auto_falls_back(keywords: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=f"backend='cpu' cannot serve this call: {why}"):
         choose_backend("cpu", **call(**keywords))
+    large = {"x": torch.zeros(1, 2**12, 32), **keywords}
+    assert choose_backend("auto", **call(**large)) == "reference"
+
+
+def test_auto_takes_the_cpu_backend_for_large_inputs_without_transforms() -> None:
+    large = call(x=torch.zeros(1, 2**12, 32))
+    assert choose_backend("auto", **large) == "cpu"
+    assert choose_backend("auto", **call()) == "reference"
+    with torch.autograd.forward_ad.dual_level():
+        assert choose_backend("auto", **large) == "reference"
+    chosen = []
+    torch.func.vmap(lambda one: chosen.append(choose_backend("auto", **large)) or one)(torch.zeros(2))
+    assert chosen == ["reference"]
 
 
 def test_fused_on_a_cpu_without_the_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +109,7 @@ def test_fused_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.usefixtures("_has_device")
-def test_transforms_and_forward_derivatives_are_left_to_the_equations() -> None:
+def test_fused_refuses_transforms_and_forward_derivatives() -> None:
     layer = make("plain", backend="fused")
 
     def output(x: Tensor) -> Tensor:
@@ -110,13 +123,6 @@ def test_transforms_and_forward_derivatives_are_left_to_the_equations() -> None:
     for attempt in attempts:
         with pytest.raises(ValueError, match="need the equations"):
             attempt()
-
-
-def test_the_layer_refuses_before_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(primal, "device_problem", lambda device: None)
-    layer = PrimalAttention(32, 2, rank=5, landmarks=4, backend="fused", dtype=torch.float64)
-    with pytest.raises(ValueError, match="float64 is not one of bfloat16, float16, float32"):
-        layer(tokens(layer, 1, 3))
 
 
 @pytest.mark.gpu

@@ -3,62 +3,68 @@
 from __future__ import annotations
 
 import copy
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
-import parallel_cases
-import parallel_composed
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from once import once
 from primal_attention import context_parallel
 from primal_attention.models.lm import LanguageConfig, LanguageModel
 from primal_attention.models.uea import modern_classifier
 from primal_attention.ops.reference import running_sum
 from primal_attention.parallel import Context, context, shard, unshard
-from primal_cases import MODES_AND_DECAYS, inputs, make
+from primal_cases import inputs, make
 
 # float64, and sums in another order; a gradient passes through some hundred additions of order one.
 EXACT = 1e-10
 # float32 kernels against float32 kernels with sums in another order.
 SINGLE = 1e-5
 
-NAMES = [f"{size} ranks: {name}" for size in (1, 2, 3, 4) for name, _ in parallel_cases.of_size(size, None)]
-TOGETHER = [
-    "data × context, DDP",
-    "data × context, FSDP2 over all ranks",
-    "data × context, FSDP2 over context, copies over data",
-    "unequal batches, J per sample",
-    "unequal batches, J per batch",
-]
-MODES = [f"{mode}{'' if decay is None else '+decay'}" for mode, decay in MODES_AND_DECAYS]
-FUSED = [name for name, _ in parallel_composed.on_two(None)]
+Differences = dict[str, dict[str, dict[str, float]]]  # by group, comparison and quantity
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_shards_equal_whole_sequences(differences, name: str):
-    assert max(differences[name].values()) < EXACT, differences[name]
-    assert any(key.startswith("∂") for key in differences[name]), "gradients were compared"
+@pytest.fixture(scope="session")
+def differences(tmp_path_factory: pytest.TempPathFactory) -> Differences:
+    """Differences from a single process, of four gloo processes started by torchrun."""
+
+    def run_ranks(folder: Path) -> None:
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+        worker = Path(__file__).with_name("worker.py")
+        command = [sys.executable, *launch, str(worker), str(folder / "differences.json")]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-4000:]
+
+    return json.loads((once(tmp_path_factory, "ranks", run_ranks) / "differences.json").read_text())
 
 
-@pytest.mark.parametrize("name", TOGETHER)
-def test_data_and_context_parallelism_together(differences, name: str):
-    assert max(differences[name].values()) < EXACT, differences[name]
+@pytest.mark.parametrize(
+    ("group", "comparisons", "limit"), [("shards", 82, EXACT), ("data × context", 5, EXACT), ("fused", 5, SINGLE)]
+)
+def test_shards_equal_a_single_process(differences: Differences, group: str, comparisons: int, limit: float) -> None:
+    assert len(differences[group]) == comparisons
+    for name, quantities in differences[group].items():
+        assert any(key.startswith("∂") for key in quantities), f"{name}: gradients are compared"
+        assert max(quantities.values()) < limit, (name, quantities)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_bytes_sent_do_not_depend_on_the_length(differences, mode: str):
-    assert differences[f"bytes: {mode}"]
-    assert set(differences[f"bytes: {mode}"].values()) == {0.0}
+def test_bytes_sent_do_not_depend_on_the_length(differences: Differences) -> None:
+    assert len(differences["bytes"]) == 7
+    for name, kinds in differences["bytes"].items():
+        assert set(kinds.values()) == {0.0}, name
 
 
-@pytest.mark.parametrize("name", FUSED)
-def test_fused_kernels_on_shards(differences, name: str):
-    assert max(differences[name].values()) < SINGLE, differences[name]
-
-
-def test_shards_without_a_context_differ(differences):
-    assert differences["control"]["y"] > 0.1
+def test_shards_without_a_context_differ(differences: Differences) -> None:
+    assert differences["control"]["without a context"]["y"] > 0.1
 
 
 # In one process
@@ -78,7 +84,15 @@ def test_the_decayed_total_is_the_last_running_sum(monkeypatch, masked: bool, fr
 
 
 @pytest.fixture
-def mesh(alone):
+def group() -> Iterator[None]:
+    """A process group with this process only."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def mesh(group: None) -> DeviceMesh:
     return init_device_mesh("cpu", (1,), mesh_dim_names=("context",))
 
 
@@ -91,10 +105,6 @@ def test_context_parallelism_can_be_removed(mesh):
     context_parallel(layer, None)
     assert layer.context is None
     assert torch.equal(layer(x), y)
-
-
-def test_unshard_inverts_shard(mesh):
-    x = inputs(2, 9)
     assert torch.equal(unshard(shard(x, mesh), mesh), x)
 
 
@@ -108,10 +118,7 @@ def test_unshard_inverts_shard(mesh):
         (lambda: nn.Sequential(nn.MultiheadAttention(8, 2)), "'0'"),
         (lambda: nn.Sequential(nn.Linear(8, 8), nn.Conv1d(8, 8, 3)), "'1'"),
         (lambda: LanguageModel(LanguageConfig(9, ("softmax",), 8, 2, 1, 16)), "blocks.0.attention"),
-        (
-            lambda: LanguageModel(LanguageConfig(9, ("primal",), 8, 2, 1, 16, primal_mode="delta", rank=2)),
-            "blocks.0",
-        ),
+        (lambda: LanguageModel(LanguageConfig(9, ("primal",), 8, 2, 1, 16, primal_mode="delta", rank=2)), "blocks.0"),
     ],
 )
 def test_layers_that_mix_tokens_without_a_context_are_refused_by_name(mesh, model, layer: str):
@@ -132,7 +139,7 @@ def test_calls_that_need_whole_sequences_are_refused(mesh):
         layer(inputs(1, 25))
 
 
-def test_a_mesh_of_several_dimensions_must_be_sliced(alone):
+def test_a_mesh_of_several_dimensions_must_be_sliced(group):
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "context"))
     with pytest.raises(ValueError, match=r"mesh must have one dimension \(got 2\)"):
         context_parallel(make("causal"), mesh)

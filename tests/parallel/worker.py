@@ -1,69 +1,301 @@
-"""Run every case on every mesh under torchrun; rank 0 writes the differences as JSON.
+"""Compare context parallelism with a single process on up to four ranks; rank 0 writes the differences as JSON.
 
 torchrun --standalone --nproc-per-node 4 tests/parallel/worker.py differences.json
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import parallel_cases as cases
-import parallel_composed as composed
+from primal_attention import PrimalAttention, ksvd_loss
+from primal_attention.models.lm import LanguageConfig, LanguageModel
+from primal_attention.models.lra import LRAClassifier
+from primal_attention.models.uea import MaskedBatchNorm, modern_classifier, paper_classifier
+from primal_attention.nn.blocks import EncoderBlock
+from primal_attention.nn.objective import primal_layers
+from primal_attention.parallel import Context, average_gradients, context_parallel, shard, unshard
+from primal_attention.parallel.collectives import Traffic
+from primal_cases import EMBED, MODES_AND_DECAYS, inputs, make
 
-SIZES = (1, 2, 3, 4)
+LENGTH = 14  # divides by 2, not by 3
+Differences = dict[str, float]  # by quantity, relative to a single process
+Comparison = tuple[str, str, Callable[[], Differences]]  # group, name, function
+
+
+def mask_of(batch: int, length: int) -> Tensor:
+    """Padding at the end, in gaps, and over more than one whole shard."""
+    mask = torch.zeros(batch, length, dtype=torch.bool)
+    mask[0, -5:] = True
+    mask[1, ::3] = True
+    mask[2, : length - 1] = True
+    return mask
+
+
+def difference(a: Tensor, b: Tensor) -> float:
+    """Largest difference relative to the reference; infinite if a value is not finite."""
+    assert a.shape == b.shape, (a.shape, b.shape)
+    a, b = a.detach(), b.detach()
+    if not torch.isfinite(a).all():
+        return float("inf")
+    return float((a - b).abs().max() / b.abs().max().clamp(min=1.0)) if a.numel() else 0.0
+
+
+def gradient_differences(module: nn.Module, single: nn.Module) -> Differences:
+    expected = dict(single.named_parameters())
+    differences = {}
+    for name, p in module.named_parameters():
+        grads = [torch.zeros_like(q) if q.grad is None else q.grad for q in (p, expected[name])]
+        grads[0] = grads[0].full_tensor() if hasattr(grads[0], "full_tensor") else grads[0]
+        differences[f"∂{name}"] = difference(*grads)
+    return differences
+
+
+def compare_layer(mesh: DeviceMesh, layer: PrimalAttention, mask: Tensor | None) -> Differences:
+    """Compare outputs, scores, J and all gradients of one layer."""
+    x = inputs(3, LENGTH, dtype=layer.w_e.dtype)
+    single, context = copy.deepcopy(layer), Context.over(mesh)
+    aim, weight = torch.randn_like(x), torch.randn(len(x), dtype=x.dtype)
+    x0 = x.clone().requires_grad_()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        y0, scores0 = single(x0, mask, return_scores=True)
+    ((y0 * aim).sum() + (single.objective * weight).sum()).backward()
+
+    context_parallel(layer, mesh)
+    x1 = x.clone().requires_grad_()
+    mask1 = None if mask is None else shard(mask, mesh)
+    with torch.random.fork_rng():  # the seeds of the ranks differ: the layer must use the draw of the first rank
+        torch.manual_seed(context.rank)
+        y1, scores1 = layer(shard(x1, mesh), mask1, return_scores=True)
+    (context.sum((y1 * shard(aim, mesh)).sum()) + (layer.objective * weight).sum()).backward()
+    average_gradients([x1, *layer.parameters()], mesh)
+    differences = {"y": difference(unshard(y1.detach(), mesh), y0), "J": difference(layer.objective, single.objective)}
+    for side in ("e", "r"):
+        differences[side] = difference(unshard(getattr(scores1, side).detach(), mesh, 2), getattr(scores0, side))
+    return differences | {"∂x": difference(x1.grad, x0.grad)} | gradient_differences(layer, single)
+
+
+def compare_model(mesh: DeviceMesh, model: nn.Module, loss_of: Callable[..., Tensor]) -> Differences:
+    """Compare the loss with the KSVD loss, every J, buffers and all gradients of a model."""
+    single = copy.deepcopy(model)
+    loss0 = loss_of(single, None) + ksvd_loss(single)
+    loss0.backward()
+    context_parallel(model, mesh)
+    loss1 = loss_of(model, mesh) + ksvd_loss(model)
+    loss1.backward()
+    average_gradients(model, mesh)
+    differences, expected = {"loss": difference(loss1, loss0)}, primal_layers(single)
+    for name, layer in primal_layers(model).items():
+        differences[f"J {name}"] = difference(layer.objective, expected[name].objective)
+    for name, buffer in model.named_buffers():
+        differences[name] = difference(buffer.double(), dict(single.named_buffers())[name].double())
+    return differences | gradient_differences(model, single)
+
+
+def class_loss(x: Tensor, mask: Tensor | None) -> Callable[..., Tensor]:
+    def loss(model: nn.Module, mesh: DeviceMesh | None) -> Tensor:
+        y = torch.tensor([0, 2, 1])
+        if mesh is None:
+            return F.cross_entropy(model(x, mask), y)
+        return F.cross_entropy(model(shard(x, mesh), None if mask is None else shard(mask, mesh)), y)
+
+    return loss
+
+
+def language_loss(tokens: Tensor) -> Callable[..., Tensor]:
+    """Inputs and targets are sharded alike, so no rank needs the next token of another one."""
+
+    def loss(model: nn.Module, mesh: DeviceMesh | None) -> Tensor:
+        seen, target = tokens[:, :-1], tokens[:, 1:]
+        if mesh is None:
+            return F.cross_entropy(model(seen).flatten(0, 1), target.flatten())
+        logits = model(shard(seen, mesh)).flatten(0, 1)
+        total = F.cross_entropy(logits, shard(target, mesh).flatten(), reduction="sum")
+        return Context.over(mesh).sum(total) / target.numel()
+
+    return loss
+
+
+def make_model(name: str) -> nn.Module:
+    common: dict[str, Any] = {"embed_dim": EMBED, "num_heads": 3, "layers": 2, "ffn_dim": 16}
+    classifier = {**common, "dropout": 0.0, "attention_kwargs": {"primal": {"rank": 3, "landmarks": 5}}}
+    if name == "modern":
+        return modern_classifier(2, 3, stem_kernel=7, local_kernel=5, differences=True, **classifier).double()
+    if name == "paper":
+        return paper_classifier(2, 3, LENGTH + 2, **classifier).double()
+    if name == "lra":
+        return LRAClassifier(11, 3, LENGTH, **classifier).double()
+    primal = {"primal_mode": name, "rank": 3, "landmarks": 5, "max_length": LENGTH}
+    return LanguageModel(LanguageConfig(9, ("primal",), **common, **primal, conv=4, gate=True)).double()
+
+
+def shard_comparisons(mesh: DeviceMesh) -> Iterator[Comparison]:
+    size, masks = mesh.size(), {"": None, ", padded": mask_of(3, LENGTH)}
+    for label, mask in masks.items():
+        for mode, decay in MODES_AND_DECAYS:
+            for feature_map in ("cosine", "softmax"):
+                name = f"{size} ranks: {mode}, decay={decay}, {feature_map}{label}"
+                layer = {"mode": mode, "decay": decay, "feature_map": feature_map}
+                yield "shards", name, lambda layer=layer, mask=mask: compare_layer(mesh, make(**layer), mask)
+        for options in ({"sampling": "random"}, {"objective_form": "sum", "objective_trace": "projections"}):
+            name = f"{size} ranks: {options}{label}"
+            layer = {"mode": "data_dependent", **options}
+            yield "shards", name, lambda layer=layer, mask=mask: compare_layer(mesh, make(**layer), mask)
+        x, ids = torch.randn(3, LENGTH, 2, dtype=torch.float64), torch.randint(1, 11, (3, LENGTH))
+        for kind, data in (("modern", x), ("paper", x), ("lra", ids)):
+            loss = class_loss(data, mask)
+            name = f"{size} ranks: {kind} classifier{label}"
+            yield "shards", name, lambda kind=kind, loss=loss: compare_model(mesh, make_model(kind), loss)
+    for mode in ("mean", "decay", "landmarks"):
+        loss = language_loss(torch.randint(0, 9, (2, LENGTH + 1)))
+        name = f"{size} ranks: language model, {mode}"
+        yield "shards", name, lambda mode=mode, loss=loss: compare_model(mesh, make_model(mode), loss)
+
+
+# The interpreter is slow: each kernel once, and masks where the layout differs.
+FUSED: list[tuple[dict[str, Any], bool]] = [
+    ({"mode": "data_dependent", "sampling": "random"}, True),
+    ({"mode": "causal"}, False),
+    ({"mode": "causal", "decay": "learned"}, True),
+    ({"mode": "causal_data_dependent", "decay": "learned"}, True),
+    ({"mode": "plain", "decay": "learned"}, False),
+]
+
+
+def fused_comparisons(mesh: DeviceMesh) -> Iterator[Comparison]:
+    for options, is_padded in FUSED:
+        options = {**options, "backend": "fused", "dtype": torch.float32}
+        mask = mask_of(3, LENGTH) if is_padded else None
+        yield "fused", str(options), lambda o=options, mask=mask: compare_layer(mesh, make(**o), mask)
+
+
+# Four ranks: data and context parallelism together
+
+Wrap = Callable[[nn.Module], nn.Module]
+
+
+def wrap_fsdp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    for block in model.modules():
+        if isinstance(block, EncoderBlock):
+            fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def compare_step(mesh: DeviceMesh, wrap: Wrap, samples: list[list[int]], reduction: Any = "sample") -> Differences:
+    """Compare a step on four samples, split over "data" by `samples` and over "context" by tokens."""
+    model = make_model("modern")
+    single = copy.deepcopy(model)
+    x, y, mask = torch.randn(4, LENGTH, 2).double(), torch.tensor([0, 2, 1, 1]), mask_of(4, LENGTH)
+    loss0 = F.cross_entropy(single(x, mask), y) + ksvd_loss(single, reduction)
+    loss0.backward()
+
+    context_parallel(model, mesh, "context")
+    world = dist.group.WORLD
+    for norm in model.modules():
+        if isinstance(norm, MaskedBatchNorm):
+            norm.context = Context(world)
+    wrapped = wrap(model)
+    own = samples[mesh.get_local_rank("data")]
+    part = len(own) * len(samples) / 4
+    rows, hidden = shard(x[own], mesh["context"]), shard(mask[own], mesh["context"])
+    task = part * F.cross_entropy(wrapped(rows, hidden), y[own])
+    loss1 = task + ksvd_loss(model, reduction, group=world, part=part)
+    loss1.backward()
+    total = loss1.detach().clone()
+    dist.all_reduce(total)
+    return {"loss": difference(total / 4, loss0)} | gradient_differences(model, single)
+
+
+def count_bytes(mesh: DeviceMesh, mode: str, decay: Any, length: int) -> Traffic:
+    layer = context_parallel(make(mode, decay, **({"max_length": 96} if "causal_data" in mode else {})), mesh)
+    x, mask = inputs(2, length).requires_grad_(), torch.zeros(2, length, dtype=torch.bool)
+    with Traffic() as traffic:
+        y = layer(shard(x, mesh), shard(mask, mesh))
+        (y.sum() + layer.objective.sum()).backward()
+    return traffic
+
+
+def compare_bytes(mesh: DeviceMesh, mode: str, decay: Any) -> Differences:
+    """Compare the bytes of a training step of a layer at N and at 4·N tokens, by collective."""
+    short, long = count_bytes(mesh, mode, decay, 24), count_bytes(mesh, mode, decay, 96)
+    assert short.total > 0
+    return {kind: abs(long.bytes[kind] - short.bytes[kind]) for kind in {*short.bytes, *long.bytes}}
+
+
+def compare_without_context(mesh: DeviceMesh) -> Differences:
+    layer, x = make("data_dependent"), inputs(3, LENGTH)
+    return {"y": difference(layer(shard(x, mesh)), shard(layer(x), mesh))}
+
+
+def four_rank_comparisons() -> Iterator[Comparison]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
+    flat = mesh._flatten("all")
+    wraps: dict[str, Wrap] = {
+        "DDP": DistributedDataParallel,
+        "FSDP2 over all ranks": lambda model: wrap_fsdp(model, flat),
+        "FSDP2 over context, copies over data": lambda model: wrap_fsdp(model, mesh),
+    }
+    for name, wrap in wraps.items():
+        yield "data × context", name, lambda wrap=wrap: compare_step(mesh, wrap, [[0, 1], [2, 3]])
+    for reduction in ("sample", "batch"):
+        name = f"unequal batches, J per {reduction}"
+        call = lambda r=reduction: compare_step(mesh, DistributedDataParallel, [[0, 1, 2], [3]], r)  # noqa: E731
+        yield "data × context", name, call
+    for mode, decay in MODES_AND_DECAYS:
+        yield "bytes", f"{mode}, decay={decay}", lambda mode=mode, decay=decay: compare_bytes(flat, mode, decay)
+    yield "control", "without a context", lambda: compare_without_context(flat)
+
+
+def run(comparisons: Iterator[Comparison], results: dict[str, dict[str, Differences]]) -> None:
+    for group, name, compare in comparisons:
+        torch.manual_seed(0)
+        try:
+            differences = compare()
+        except Exception as error:  # all ranks fail alike; the test of the group reports it
+            traceback.print_exc()
+            differences = {f"{type(error).__name__}: {error}": float("inf")}
+        results.setdefault(group, {})[name] = differences
 
 
 def main(out: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    found: dict[str, dict[str, float]] = {}
-    for size in SIZES:
+    results: dict[str, dict[str, Differences]] = {}
+    for size in (2, 3):
         mesh = DeviceMesh("cpu", list(range(size)))
         if dist.get_rank() < size:
             torch.manual_seed(size)
-            for name, case in cases.of_size(size, mesh):
-                torch.manual_seed(0)
-                found[f"{size} ranks: {name}"] = attempt(case)
+            run(shard_comparisons(mesh), results)
             if size == 2:
-                for name, case in composed.on_two(mesh):
-                    torch.manual_seed(0)
-                    found[name] = attempt(case)
-    for name, case in composed.on_four():
-        torch.manual_seed(0)
-        found[name] = attempt(case)
-    everyone: list[dict[str, dict[str, float]]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everyone, found)
+                run(fused_comparisons(mesh), results)
+    run(four_rank_comparisons(), results)
+    ranks: list[dict[str, dict[str, Differences]]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(ranks, results)
+    for other in ranks:  # rank 0 keeps the largest difference over the ranks
+        for group, named in other.items():
+            for name, differences in named.items():
+                known = results.setdefault(group, {}).setdefault(name, {})
+                for key, value in differences.items():
+                    known[key] = max(known.get(key, 0.0), value)
     if dist.get_rank() == 0:
-        out.write_text(json.dumps(merged(everyone), indent=1, ensure_ascii=False))
+        out.write_text(json.dumps(results, indent=1, ensure_ascii=False))
     dist.destroy_process_group()
-
-
-def attempt(case) -> dict[str, float]:
-    try:
-        return case()
-    except Exception as error:  # all ranks fail alike; the test of this case reports it
-        traceback.print_exc()
-        return {f"{type(error).__name__}: {error}": float("inf")}
-
-
-def merged(everyone: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """Return the largest difference over the ranks of each case."""
-    worst: dict[str, dict[str, float]] = {}
-    for found in everyone:
-        for name, differences in found.items():
-            known = worst.setdefault(name, {})
-            for key, value in differences.items():
-                known[key] = max(known.get(key, 0.0), value)
-    return worst
 
 
 if __name__ == "__main__":

@@ -4,15 +4,15 @@ Landmark queries I and landmark keys J give C = K[:, J] (N × m) and R = K[I, :]
 reads K[I, J] Ṽ = Ũ Σ̃, and each singular function extends to all points by its own equation, Û = C Ṽ Σ̃⁻¹ and
 V̂ = Rᵀ Ũ Σ̃⁻¹: the classical formula, K̂ = Û Σ̃ V̂ᵀ = C K[I, J]⁺ R.
 
-Where rows and columns are sampled apart, K[I, J] is a square matrix without structure, its smallest singular values are
-close to zero by chance, and its pseudo-inverse can make K̂ larger than K. The best core between C and R is the
-least-squares one, C⁺ K R⁺, which needs all of K; here it is fitted on a larger sample I' ⊃ I, J' ⊃ J,
+Where rows and columns are sampled independently, K[I, J] is a square matrix without structure, its smallest singular
+values are close to zero by chance, and its pseudo-inverse can make K̂ larger than K. The best core between C and R is
+the least-squares one, C⁺ K R⁺, which needs all of K; here it is fitted on a larger sample I' ⊃ I, J' ⊃ J,
 
     K̂ = C G R,   G = C[I', :]⁺ K[I', J'] R[:, J']⁺,
 
 the classical formula again when I' = I and J' = J, and K itself when the landmarks reach the rank of K. The singular
 triplets of K̂ follow exactly from those of C, R and a small core, so Theorem 3.2 and Lemma 4.2 hold for K̂ to rounding.
-A new point meets the landmarks alone: e(x) = κ(x, Z_J) G R H_r and r(z) = κ(X_I, z)ᵀ Gᵀ Cᵀ H_e.
+A new point is compared with the landmarks only: e(x) = κ(x, Z_J) G R H_r and r(z) = κ(X_I, z)ᵀ Gᵀ Cᵀ H_e.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ def nystrom(
     seen_left = np.linalg.pinv(left_basis[samples[0].core], rcond=UNSEEN)
     seen_right = np.linalg.pinv(right_basis[samples[1].core], rcond=UNSEEN)
     small_left, values, small_right_t = svd(seen_left @ core @ seen_right.T, full_matrices=False, check_finite=False)
-    found = min(n_components, len(values))
-    small_left, values, small_right = small_left[:, :found], values[:found], small_right_t[:found].T
+    count = min(n_components, len(values))
+    small_left, values, small_right = small_left[:, :count], values[:count], small_right_t[:count].T
     left, right = left_basis @ small_left, right_basis @ small_right
-    missing = n_components - found
+    missing = n_components - count
     left, right = complete_basis(left, n_components, rng), complete_basis(right, n_components, rng)
     # K̂ H_r = H_e Σ, and the columns of H_e are C @ to_left @ small_left: completed columns have Σ = 0.
     key_coefficients = np.pad(to_left @ (small_left * values), ((0, 0), (0, missing)))
@@ -100,5 +100,5 @@ def _range(A: Array) -> tuple[Array, Array]:
     Directions below ε^¾ (1.8e-12 in float64) of the largest are rounding: T would divide by them.
     """
     basis, values, right_t = svd(A, full_matrices=False, check_finite=False)
-    kept = values > np.finfo(values.dtype).eps ** 0.75 * values[0]
-    return basis[:, kept], right_t[kept].T / values[kept]
+    is_large = values > np.finfo(values.dtype).eps ** 0.75 * values[0]
+    return basis[:, is_large], right_t[is_large].T / values[is_large]

@@ -64,8 +64,8 @@ class TallQR:
 def _in_parallel(work: Callable[[Any], T], tasks: list[Any]) -> list[T]:
     """One block per thread, each with a single-threaded BLAS.
 
-    A tall QR is thousands of small products. BLAS threads that meet after each of them wait for each other, on a busy
-    machine tens of times longer than they work; whole blocks need no meeting. As many threads as BLAS would have used.
+    A tall QR is thousands of small products. BLAS threads synchronise after each of them, which on a busy machine takes
+    tens of times longer than the products; separate blocks need no synchronisation. Uses as many threads as BLAS would.
     """
     if len(tasks) == 1:
         return [work(tasks[0])]
@@ -80,12 +80,12 @@ def primal(kernel: ExplicitKernel, X: Array, Z: Array, n_components: int, rng: n
     symmetric = X is Z and kernel.query_map is kernel.key_map
     keys = queries if symmetric else TallQR(kernel.key_features, Z)
     small_left, values, small_right_t = svd(queries.R @ keys.R.T, full_matrices=False, check_finite=False)
-    kept = min(n_components, len(values))
-    small_left, small_right = small_left[:, :kept], small_right_t[:kept].T
+    count = min(n_components, len(values))
+    small_left, small_right = small_left[:, :count], small_right_t[:count].T
     if symmetric:  # one pass over the data for both sides
         left, right = np.hsplit(queries.apply(np.hstack([small_left, small_right])), 2)
     else:
         left, right = queries.apply(small_left), keys.apply(small_right)
     left, right = complete_basis(left, n_components, rng), complete_basis(right, n_components, rng)
     signs = same_signs(left)
-    return left * signs, np.pad(values[:kept], (0, n_components - kept)), right * signs
+    return left * signs, np.pad(values[:count], (0, n_components - count)), right * signs

@@ -49,7 +49,7 @@ def dense(K: Array, n_components: int) -> Triplets:
 def lanczos(K: Array | LinearOperator, n_components: int, rng: np.random.RandomState) -> Triplets:
     """ARPACK's implicitly restarted Lanczos, to machine precision.
 
-    It cannot return the whole spectrum, nor start on a zero matrix; both are the business of `dense`.
+    It cannot return the whole spectrum, nor start on a zero matrix; `dense` does both.
     """
     start = rng.standard_normal(min(K.shape)).astype(K.dtype)
     whole_spectrum = n_components >= min(K.shape)

@@ -16,10 +16,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from ..ops.feature_maps import accumulation_dtype
 from . import checks
 from .baselines import make_attention
 
@@ -76,39 +74,6 @@ class LocalMixing(nn.Module):
         return convolve(self.conv, x, self.context)
 
 
-class ShiftedProducts(torch.autograd.Function):
-    """y_i = b + Σ_j c_j ⊙ x_{i−j} from x (B, kernel − 1 + N, d), c (kernel, d) and b (d): one pass over y per row of c.
-
-    A grouped convolution would transpose x, and its backward pass is slow for groups of one channel.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        current, *earlier = _shifts(x, len(weight))
-        y = torch.addcmul(bias, current, weight[0])
-        for row, shifted in zip(weight[1:], earlier, strict=True):
-            y.addcmul_(shifted, row)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
-        x, weight = ctx.saved_tensors
-        grad_x = F.pad(grad * weight[0], (0, 0, len(weight) - 1, 0))
-        for row, shifted in zip(weight[1:], _shifts(grad_x, len(weight))[1:], strict=True):
-            shifted.addcmul_(grad, row)
-        dtype = accumulation_dtype(grad.dtype)
-        sums = [(grad * shifted).sum(dim=(0, 1), dtype=dtype) for shifted in _shifts(x, len(weight))]
-        return grad_x, torch.stack(sums).to(weight.dtype), grad.sum(dim=(0, 1), dtype=dtype).to(weight.dtype)
-
-
-def _shifts(x: Tensor, kernel: int) -> list[Tensor]:
-    """Views (B, N, d) of the inputs 0, 1, … kernel − 1 tokens ago."""
-    n = x.shape[1] - kernel + 1
-    return [x[:, start : start + n] for start in range(kernel - 1, -1, -1)]
-
-
 class CausalConv(nn.Module):
     """Short causal depthwise convolution. Padding has to stand behind the tokens; the state is the last inputs."""
 
@@ -130,46 +95,29 @@ class CausalConv(nn.Module):
         """Return the state before the first token: zeros, (B, kernel − 1, d)."""
         return self.weight.new_zeros(batch_size, self.kernel_size - 1, self.embed_dim)
 
-    def forward(
-        self,
-        x: Tensor,
-        key_padding_mask: Tensor | None = None,
-        *,
-        state: Tensor | None = None,
-        return_state: bool = False,
-    ) -> Any:  # (B, N, d) → (B, N, d), or a pair with the state after the last token
-        past, n = self.kernel_size - 1, x.shape[1]
-        if self.context is not None:
-            padded = self.context.halo(x, past, 0)
-        else:
-            padded = F.pad(x, (0, 0, past, 0)) if state is None else torch.cat([state.to(x.dtype), x], dim=1)
-        y = ShiftedProducts.apply(padded, self.weight.to(x.dtype), self.bias.to(x.dtype))
-        if not return_state:
-            return y
-        if key_padding_mask is None:
-            return y, padded[:, n:].clone()
-        lengths = (~key_padding_mask).sum(dim=1, keepdim=True)
-        rows = lengths + torch.arange(past, device=x.device)  # (B, kernel − 1): the last inputs of each sequence
-        return y, padded.gather(1, rows[..., None].expand(-1, -1, self.embed_dim))
+    def forward(self, x: Tensor, state: Tensor | None = None) -> Tensor:  # (B, N, d) → (B, N, d)
+        halo = self._with_past(x, state) if self.context is None else self.context.halo(x, self.kernel_size - 1, 0)
+        # One pass per row: a grouped convolution would transpose x and is slow for groups of one channel.
+        y = self.bias.to(x.dtype)
+        for age, row in enumerate(self.weight.to(x.dtype)):
+            start = self.kernel_size - 1 - age
+            y = torch.addcmul(y, halo[:, start : start + x.shape[1]], row)
+        return y
 
-    def extra_repr(self) -> str:
-        return f"{self.embed_dim}, kernel_size={self.kernel_size}"
+    def _with_past(self, x: Tensor, state: Tensor | None) -> Tensor:
+        past = self.initial_state(x.shape[0]) if state is None else state
+        return torch.cat([past.to(x.dtype), x], dim=1)
+
+    def last_inputs(self, x: Tensor, state: Tensor | None = None, lengths: Tensor | None = None) -> Tensor:
+        """Return the state after x (B, N, d), or after the first `lengths` (B,) tokens of each sequence."""
+        padded, past = self._with_past(x, state), self.kernel_size - 1
+        if lengths is None:
+            return padded[:, x.shape[1] :].clone()
+        rows = lengths[:, None] + torch.arange(past, device=x.device)  # (B, kernel − 1)
+        return padded.gather(1, rows[..., None].expand(-1, -1, self.embed_dim))
 
 
 # Encoder
-
-
-class FeedForward(nn.Sequential):
-    """Linear, GELU, Linear, with dropout after each linear map."""
-
-    def __init__(self, embed_dim: int, hidden_dim: int, dropout: float = 0.0) -> None:
-        super().__init__(
-            nn.Linear(embed_dim, hidden_dim),
-            nn.GELU(),
-            nn.Dropout(dropout),
-            nn.Linear(hidden_dim, embed_dim),
-            nn.Dropout(dropout),
-        )
 
 
 class EncoderBlock(nn.Module):
@@ -207,7 +155,9 @@ class EncoderBlock(nn.Module):
         self.local = LocalMixing(embed_dim, local_kernel) if local_kernel else None
         self.norm1 = nn.LayerNorm(embed_dim)
         self.norm2 = nn.LayerNorm(embed_dim)
-        self.feed_forward = FeedForward(embed_dim, ffn_dim or 4 * embed_dim, dropout)
+        hidden = ffn_dim or 4 * embed_dim
+        up, down = nn.Linear(embed_dim, hidden), nn.Linear(hidden, embed_dim)
+        self.feed_forward = nn.Sequential(up, nn.GELU(), nn.Dropout(dropout), down, nn.Dropout(dropout))
         self.dropout = nn.Dropout(dropout)
         self.norm_first = norm_first
 
@@ -322,36 +272,39 @@ class DecoderBlock(EncoderBlock):
         conv = None if self.conv is None else self.conv.initial_state(batch_size)
         return BlockState(self.attention.initial_state(batch_size), conv)  # type: ignore[operator]
 
-    def mix(self, x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-        local = None if self.conv is None else self.conv(x)
-        y = self.attention(self._add_local(x, local, "before"), key_padding_mask=key_padding_mask)
-        return self._apply_gate(x, self._add_local(y, local, "beside"))
+    def mix(
+        self,
+        x: Tensor,
+        key_padding_mask: Tensor | None,
+        state: BlockState | None = None,
+        return_state: bool = False,
+    ) -> Any:
+        """As in `EncoderBlock`; with `return_state`, continue from `state` and also return the state after x."""
+        past = BlockState(None, None) if state is None else state
+        local = None if self.conv is None else self.conv(x, past.conv)
+        streaming = {"state": past.attention, "return_state": True} if return_state else {}
+        y = self.attention(self._add_local(x, local, "before"), key_padding_mask=key_padding_mask, **streaming)
+        y, attention = y if return_state else (y, None)
+        y = self._add_local(y, local, "beside")
+        y = self.dropout(y if self.gate is None else y * F.silu(self.gate(x)))
+        if not return_state:
+            return y
+        lengths = None if key_padding_mask is None else (~key_padding_mask).sum(dim=1)
+        conv = None if self.conv is None else self.conv.last_inputs(x, past.conv, lengths)
+        return y, BlockState(attention, conv)
 
     def _add_local(self, x: Tensor, local: Tensor | None, place: str) -> Tensor:
         if local is None or place != self.conv_place:
             return x
         return x + (F.silu(local) if place == "before" else local)
 
-    def _apply_gate(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.dropout(y if self.gate is None else y * F.silu(self.gate(x)))
-
     def resume(
         self, x: Tensor, key_padding_mask: Tensor | None = None, state: BlockState | None = None
     ) -> tuple[Tensor, BlockState]:
         """Return the output for the tokens that follow `state`, and the state after them."""
-        h = self.norm1(x)
-        before = BlockState(None, None) if state is None else state
-        local, conv = None, None
-        if self.conv is not None:
-            local, conv = self.conv(h, key_padding_mask, state=before.conv, return_state=True)
-        y, attention = self.attention(
-            self._add_local(h, local, "before"),
-            key_padding_mask=key_padding_mask,
-            state=before.attention,
-            return_state=True,
-        )
-        x = x + self._apply_gate(h, self._add_local(y, local, "beside"))
-        return x + self.feed_forward(self.norm2(x)), BlockState(attention, conv)
+        mixed, state = self.mix(self.norm1(x), key_padding_mask, state, return_state=True)
+        x = x + mixed
+        return x + self.feed_forward(self.norm2(x)), state
 
 
 # Pooling

@@ -27,6 +27,7 @@ from ..ops.feature_maps import accumulation_dtype
 from ..ops.types import Scores, State
 from . import checks
 from .blocks import CausalConv
+from .padding import Padding
 from .primal import PrimalAttention, couple_gradients, is_plain_linear
 
 
@@ -132,8 +133,8 @@ class DeltaPrimalAttention(PrimalAttention):
             checks.state(cast(State, state), cast(type[State], DeltaState), x.shape[0], self._state_label())
         layout, tokens = None, None
         if key_padding_mask is not None:
-            layout = _Compaction(checks.padding_mask(key_padding_mask, x))
-            x, tokens = layout.apply(x), layout.lengths
+            layout = Padding(checks.padding_mask(key_padding_mask, x), compact=True)
+            x, tokens = layout.enter(x), layout.lengths
         needs_objective = self._begin_objective()
         fused = x.shape[1] > 1 and delta_rule.uses_kernels(self.backend, x, self.head_dim, self.rank)
 
@@ -141,16 +142,16 @@ class DeltaPrimalAttention(PrimalAttention):
         phi, h = self._features(z, None if state is None else state.conv, fused)
         log_decay, beta = self._log_decay(x), self.write_proj(x).to(accumulation_dtype(x.dtype)).sigmoid()
         if layout is not None:  # padding neither decays nor updates W
-            log_decay, beta = layout.zero_padding(log_decay), layout.zero_padding(beta)
+            log_decay, beta = layout.zero(log_decay), layout.zero(beta)
         initial = None if state is None else torch.stack([state.w_e_x, state.w_r_x], dim=1)
         beta = beta.unflatten(-1, (2, self.num_heads))
         scores, final = delta_rule.delta_scores(phi, h, log_decay, beta, initial, fused=fused)  # (B, N, H, 2, s)
-        scores = scores if layout is None else layout.zero_padding(scores)
+        scores = scores if layout is None else layout.zero(scores)
 
         gate = None if self.gate_proj is None else self.gate_proj(x).unflatten(-1, (self.num_heads, -1))
         both, energy = delta_rule.gated_scores(scores, self.score_norm, gate, self.gate, fused=fused)
         y = self.out_proj(self.score_proj(F.dropout(both, self.dropout, self.training)).flatten(2))
-        y = y if layout is None else layout.undo(y)
+        y = y if layout is None else layout.leave(y)
         if needs_objective:
             trace = reference.weight_trace(final[:, 0], final[:, 1])
             count = x.shape[1] if tokens is None else tokens
@@ -160,10 +161,11 @@ class DeltaPrimalAttention(PrimalAttention):
             self._set_objective(objective)
         extras: list[Any] = [] if key is None else [None]
         if return_scores:
-            scores = scores if layout is None else layout.undo(scores)
+            scores = scores if layout is None else layout.leave(scores)
             extras.append(Scores(*scores.permute(3, 0, 2, 1, 4)))
         if return_state:
-            conv = self._last_inputs(z, None if state is None else state.conv, tokens)
+            past = None if state is None else state.conv
+            conv = None if self.conv is None else self.conv.last_inputs(z, past, tokens)
             extras.append(DeltaState(final[:, 0], final[:, 1], conv, self._state_label()))
         return (y, *extras) if extras else y
 
@@ -182,22 +184,11 @@ class DeltaPrimalAttention(PrimalAttention):
         if conv is None:
             return delta_rule.split_features(z, self.num_heads, self.rank)
         if not fused:
-            z = F.silu(conv(z, state=past))
+            z = F.silu(conv(z, past))
             return delta_rule.split_features(z, self.num_heads, self.rank)
         seen = z if past is None else torch.cat([past.to(z.dtype), z], dim=1)
         phi, h = delta_rule.conv_features(seen, conv.weight, conv.bias, self.num_heads, self.rank)
         return (phi, h) if past is None else (phi[:, past.shape[1] :], h[:, past.shape[1] :])
-
-    def _last_inputs(self, z: Tensor, past: Tensor | None, tokens: Tensor | None) -> Tensor | None:
-        """The inputs that the convolution needs for the next token, (B, kernel − 1, 2d + 2Hs)."""
-        if self.conv is None:
-            return None
-        count = self.conv.kernel_size - 1
-        seen = F.pad(z, (0, 0, count, 0)) if past is None else torch.cat([past.to(z.dtype), z], dim=1)
-        if tokens is None:
-            return seen[:, seen.shape[1] - count :].clone()
-        rows = tokens[:, None] + torch.arange(count, device=z.device)
-        return seen.gather(1, rows[..., None].expand(-1, -1, seen.shape[2]))
 
     def _log_decay(self, x: Tensor) -> Tensor:
         """log γ of each token and head, (B, N, H), in at least float32: 16 bits have few numbers near 1."""
@@ -231,29 +222,3 @@ class DeltaPrimalAttention(PrimalAttention):
 
     def extra_repr(self) -> str:
         return f"{self.embed_dim}, heads={self.num_heads}, rank={self.rank}, delta rule, backend={self.backend}"
-
-
-class _Compaction:
-    """Move the tokens of each sequence to the front, where the convolution sees them side by side, and back."""
-
-    def __init__(self, mask: Tensor) -> None:
-        self.mask, self.lengths = mask, (~mask).sum(dim=1)
-        self.order = mask.to(torch.uint8).argsort(dim=1, stable=True)
-        self.padding = torch.arange(mask.shape[1], device=mask.device) >= self.lengths[:, None]  # after the move
-
-    def apply(self, x: Tensor) -> Tensor:
-        return _take(x.masked_fill(self.mask[..., None], 0.0), self.order)  # zero the padding, including NaNs
-
-    def undo(self, y: Tensor) -> Tensor:
-        return _fill(_take(y, self.order.argsort(dim=1)), self.mask)
-
-    def zero_padding(self, t: Tensor) -> Tensor:
-        return _fill(t, self.padding)
-
-
-def _take(t: Tensor, rows: Tensor) -> Tensor:
-    return t.gather(1, rows.view(*rows.shape, *(1,) * (t.ndim - 2)).expand_as(t))
-
-
-def _fill(t: Tensor, where: Tensor) -> Tensor:
-    return t.masked_fill(where.view(*where.shape, *(1,) * (t.ndim - 2)), 0.0)

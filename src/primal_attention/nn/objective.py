@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
 
 def primal_layers(model: nn.Module) -> dict[str, PrimalAttention]:
     """Return the Primal-Attention layers of a model by name. Frozen copies that PEFT keeps are left out."""
-    if isinstance(model, PrimalAttention):
-        return {"": model}
     return {
         name: module
         for name, module in model.named_modules()
@@ -74,12 +71,12 @@ def ksvd_loss(
         raise ValueError(f"reduction must be 'sample' or 'batch' (got {reduction!r})")
     if layers not in ("mean", "sum"):
         raise ValueError(f"layers must be 'mean' or 'sum' (got {layers!r})")
-    found = primal_layers(model)
-    if not found:
+    by_name = primal_layers(model)
+    if not by_name:
         raise ValueError(
             f"model has no PrimalAttention layer ({type(model).__name__}): there is no KSVD objective to add"
         )
-    means = [_reduce(j, reduction) for name, layer in found.items() for j in _objectives(name, layer)]
+    means = [_reduce(j, reduction) for name, layer in by_name.items() for j in _objectives(name, layer)]
     if not means:
         raise RuntimeError("no layer was called inside record_objective: call the model before ksvd_loss")
     if part != 1.0:
@@ -94,18 +91,18 @@ def ksvd_loss(
 def _objectives(name: str, layer: PrimalAttention) -> list[Tensor]:
     """J of the recorded calls of a layer, or of its last one."""
     if layer._last_call is not None:
-        found = _recorded_objectives(layer._last_call)
+        objectives = _recorded_objectives(layer._last_call)
     elif layer._objective is not None:
-        found = [layer._objective]
+        objectives = [layer._objective]
     else:
         raise RuntimeError(f"layer {name!r} has no objective yet: call the model in training mode before ksvd_loss")
-    for j in found:
+    for j in objectives:
         if torch.is_grad_enabled() and layer.training and not j.requires_grad and layer.sqrt_lambda.requires_grad:
             raise RuntimeError(
                 f"the objective of layer {name!r} carries no gradient: its forward ran without one "
                 "(with activation checkpointing, pass use_reentrant=False)"
             )
-    return found
+    return objectives
 
 
 def _recorded_objectives(last: RecordedCall) -> list[Tensor]:
@@ -119,12 +116,8 @@ def _recorded_objectives(last: RecordedCall) -> list[Tensor]:
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         for call in calls:
             if call.objective is not None and call.objective.requires_grad:
-                call.objective.register_hook(partial(_mark_differentiated, call))
+                call.objective.register_hook(call.mark_differentiated)
     return [call.objective for call in reversed(calls) if call.objective is not None]
-
-
-def _mark_differentiated(call: RecordedCall, _: Tensor) -> None:
-    call.is_differentiated = True
 
 
 def _reduce(j: Tensor, reduction: str) -> Tensor:

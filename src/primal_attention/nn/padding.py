@@ -23,12 +23,6 @@ class Tokens(NamedTuple):
         """Return the mask of scores over keys, (B, 1, 1, N), True at visible keys."""
         return None if self.valid is None else self.valid[:, None, None, :]
 
-    def number(self, t: Tensor) -> Tensor:
-        """Return the number of tokens, (B or 1, 1, 1), in the dtype of t (B, H, N, p)."""
-        if self.lengths is None:
-            return t.new_full((1, 1, 1), t.shape[2])
-        return self.lengths.to(t.dtype)[:, None, None]
-
 
 class Padding:
     """Zero the padding before a layer and after it; with `compact`, move the tokens to the front in their order."""
@@ -36,22 +30,33 @@ class Padding:
     def __init__(self, mask: Tensor, compact: bool) -> None:
         self.mask = mask
         present = ~mask
-        lengths = present.sum(dim=1)
+        self.lengths = present.sum(dim=1)
         slot = torch.arange(mask.shape[1], device=mask.device)
         self.order: Tensor | None = None
         if compact:
             self.order = mask.to(torch.uint8).argsort(dim=1, stable=True)
-            present = slot < lengths[:, None]
-        valid = present | ((lengths == 0)[:, None] & (slot == 0))
-        self.tokens = Tokens(present, valid, lengths.clamp(min=1))
+            present = slot < self.lengths[:, None]
+        valid = present | ((self.lengths == 0)[:, None] & (slot == 0))
+        self.tokens = Tokens(present, valid, self.lengths.clamp(min=1))
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return the input of the layer, (B, N, d)."""
-        x = x.masked_fill(self.mask[..., None], 0.0)
-        return x if self.order is None else x.gather(1, self.order[..., None].expand_as(x))
+        """Return the input of the layer, (B, N, …), with zeros at padding, NaNs included."""
+        x = _zero(x, self.mask)
+        return x if self.order is None else _gather(x, self.order)
+
+    def zero(self, t: Tensor) -> Tensor:
+        """Zero the padding inside the layer, (B, N, …)."""
+        assert self.tokens.present is not None
+        return _zero(t, ~self.tokens.present)
 
     def leave(self, y: Tensor) -> Tensor:
-        """Return the output of the layer in the original order, (B, N, d)."""
-        if self.order is not None:
-            y = y.gather(1, self.order.argsort(dim=1)[..., None].expand_as(y))
-        return y.masked_fill(self.mask[..., None], 0.0)
+        """Return the output of the layer in the original order, (B, N, …)."""
+        return _zero(y if self.order is None else _gather(y, self.order.argsort(dim=1)), self.mask)
+
+
+def _gather(t: Tensor, rows: Tensor) -> Tensor:
+    return t.gather(1, rows.view(*rows.shape, *(1,) * (t.ndim - 2)).expand_as(t))
+
+
+def _zero(t: Tensor, where: Tensor) -> Tensor:
+    return t.masked_fill(where.view(*where.shape, *(1,) * (t.ndim - 2)), 0.0)

@@ -46,6 +46,7 @@ class PrimalAttention(nn.Module):
         bias: add a bias in the three linear maps.
         dropout: rate of the dropout on the projection scores, after the objective.
         backend: "auto", "fused" (Triton kernels), "cpu", "compiled" (torch.compile of the equations) or "reference".
+            "cpu" uses the equations if a map is not a plain `nn.Linear`.
         recompute: save x only and recompute the layer in the backward pass: less memory, more time.
         max_length: length of the landmark grid; required if both `causal` and `data_dependent`.
         objective_form: "mean" averages the energies in J over the tokens, "sum" is the paper's J.
@@ -259,10 +260,13 @@ class PrimalAttention(nn.Module):
         elif valid is not None:
             tokens = valid.sum(dim=1)
         dropout = self.dropout if self.training else 0.0
+        # The CPU backend reads the weights of plain maps only.
+        is_called = x.device.type == "cpu" and (qk is not None or applies_output)
+        backend = "reference" if is_called and self.backend == "cpu" else self.backend
         result = self._attend(
             x, weights, self.mode, feature_map, qk=qk, valid=valid, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
             decay=decay, state=state, shift=shift, boundary=boundary, dropout=dropout, trace=self.objective_trace,
-            backend=self.backend, need_scores=return_scores, need_state=return_state,
+            backend=backend, need_scores=return_scores, need_state=return_state,
         )  # fmt: skip
         y = result.y
         if applies_output:
@@ -290,7 +294,7 @@ class PrimalAttention(nn.Module):
     def _attend(self, x: Tensor, *args: Any, dropout: float, **keywords: Any) -> Output:
         if not (self.recompute and torch.is_grad_enabled()):
             return attend(x, *args, dropout=dropout, **keywords)
-        # The recomputation must draw the same dropout mask. Without dropout the generator is left alone, because
+        # The recomputation must draw the same dropout mask. Without dropout the generator is not read, because
         # CUDA-graph capture forbids reading it.
         return checkpoint(  # type: ignore[no-any-return]
             lambda x: attend(x, *args, dropout=dropout, **keywords),
@@ -384,10 +388,10 @@ class PrimalAttention(nn.Module):
         self,
         x: Tensor,
         mask: Tensor | None,
-        cu_seqlens: Tensor | None,
-        max_seqlen: int | None,
-        state: State | None,
-        return_state: bool,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        state: State | None = None,
+        return_state: bool = False,
     ) -> Tensor | None:
         """Raise for input that the layer cannot take; return the padding mask as bool."""
         checks.tokens(x, self.embed_dim, packed=cu_seqlens is not None)
@@ -410,45 +414,35 @@ class PrimalAttention(nn.Module):
             raise ValueError(f"max_seqlen={max_seqlen} has a meaning only with cu_seqlens")
         if streams or cu_seqlens is not None:
             self._check_not_sharded("state" if streams else "cu_seqlens")
-        self._check_length(x, mask, state, cu_seqlens, max_seqlen)
+        if self.max_length is None:
+            return mask
+        past = state.steps if isinstance(state, LandmarkState) else 0
+        longest = past + (x.shape[-2] if max_seqlen is None else max_seqlen)
+        # An upper bound: it counts padding and, if packed, all sequences. Read the lengths only where it is too large.
+        if longest > self.max_length and (mask is not None or state is not None or cu_seqlens is not None):
+            if torch.compiler.is_compiling():
+                return mask
+            tokens = x.new_ones(x.shape[:2], dtype=torch.int64) if mask is None else ~mask
+            lengths = tokens.sum(dim=1) if cu_seqlens is None else cu_seqlens.diff()
+            if isinstance(state, LandmarkState):
+                lengths = lengths + state.position
+            longest = int(lengths.max()) if lengths.numel() else 0
+        if longest > self.max_length:
+            raise ValueError(f"max_length={self.max_length} is exceeded by a sequence of {longest} tokens")
         return mask
 
     def _check_not_sharded(self, what: str) -> None:
         if self.context is not None:
             raise ValueError(f"{what} needs whole sequences, and this layer has shards of them (context parallelism)")
 
-    def _check_length(
-        self,
-        x: Tensor,
-        mask: Tensor | None = None,
-        state: State | None = None,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
-    ) -> None:
-        if self.max_length is None:
-            return
-        past = state.steps if isinstance(state, LandmarkState) else 0
-        longest = past + (x.shape[-2] if max_seqlen is None else max_seqlen)
-        # An upper bound: it counts padding and, if packed, all sequences. Read the lengths only where it is too large.
-        if longest > self.max_length and (mask is not None or state is not None or cu_seqlens is not None):
-            if torch.compiler.is_compiling():
-                return
-            longest = _longest(x, mask, state, cu_seqlens)
-        if longest > self.max_length:
-            raise ValueError(f"max_length={self.max_length} is exceeded by a sequence of {longest} tokens")
-
     # Kernel
 
     def kernel_factors(self, x: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return φ′_q, φ′_k, (B, H, N, n or p), with K = φ′_q φ′_kᵀ, without forming K."""
-        checks.tokens(x, self.embed_dim, packed=False)
         self._check_not_sharded("the kernel")
-        valid = None
-        if key_padding_mask is not None:
-            key_padding_mask = checks.padding_mask(key_padding_mask, x)
-            valid = ~key_padding_mask
-            x = x.masked_fill(key_padding_mask[..., None], 0.0)
-        self._check_length(x, key_padding_mask)
+        mask = self._check_input(x, key_padding_mask)
+        valid = None if mask is None else ~mask
+        x = x if mask is None else x.masked_fill(mask[..., None], 0.0)
         feature_map = self._feature_map()
         return reference.kernel_factors(x, self.qk_proj(x), self.mode, feature_map, valid=valid, decay=self.decay)
 
@@ -513,7 +507,11 @@ class RecordedCall:
 
     def __init__(self, objective: Tensor | None = None, previous: RecordedCall | None = None) -> None:
         self.objective, self.previous = objective, previous
-        self.is_differentiated = False  # the backward pass has reached J
+        self.is_differentiated = False
+
+    def mark_differentiated(self, _: Tensor) -> None:
+        """Hook of J: the backward pass has reached it."""
+        self.is_differentiated = True
 
 
 def is_plain_linear(module: nn.Module) -> bool:
@@ -551,17 +549,6 @@ def couple_gradients(y: Tensor, objective: Tensor) -> tuple[Tensor, Tensor]:
     if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.is_grad_enabled():
         return _CoupleGradients.apply(y, objective)  # type: ignore[no-any-return]
     return y, objective
-
-
-def _longest(x: Tensor, mask: Tensor | None, state: State | None, cu_seqlens: Tensor | None) -> int:
-    """The number of tokens of the longest sequence, including those before `state`."""
-    if cu_seqlens is not None:
-        lengths = cu_seqlens.diff()
-    else:
-        lengths = x.new_full(x.shape[:1], x.shape[1], dtype=torch.int64) if mask is None else (~mask).sum(dim=1)
-    if isinstance(state, LandmarkState):
-        lengths = lengths + state.position
-    return int(lengths.max()) if lengths.numel() else 0
 
 
 def _check_mode(

@@ -7,12 +7,11 @@ which may stand anywhere. Outputs at padding are zero and do not depend on its v
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, fields
 from typing import Any
 
 from torch import nn
 
-from .base import BaselineAttention
+from .base import AttentionTraits, BaselineAttention
 from .cosformer import CosformerAttention
 from .flow import FlowAttention
 from .linear import LinearAttention
@@ -45,19 +44,7 @@ _BASELINES: dict[str, type[BaselineAttention]] = {
 }
 
 
-@dataclass(frozen=True)
-class AttentionTraits:
-    """Properties of an attention, for code that iterates over all of them; see `BaselineAttention`."""
-
-    complexity: str
-    linear_memory: bool
-    supports_causal: bool
-    streams: bool
-    stochastic: bool
-    exact_gradient: bool
-
-
-_PRIMAL = AttentionTraits("O(N)", True, True, True, stochastic=False, exact_gradient=True)
+_PRIMAL = AttentionTraits(supports_causal=True, streams=True)
 
 
 def attention_names() -> tuple[str, ...]:
@@ -68,9 +55,7 @@ def attention_names() -> tuple[str, ...]:
 def attention_traits(name: str) -> AttentionTraits:
     """Return the properties of the attention of this name, without building it."""
     _check_name(name)
-    if name == "primal":
-        return _PRIMAL
-    return AttentionTraits(*(getattr(_BASELINES[name], field.name) for field in fields(AttentionTraits)))
+    return _PRIMAL if name == "primal" else _BASELINES[name].traits
 
 
 def make_attention(name: str, embed_dim: int, num_heads: int, **settings: Any) -> nn.Module:

@@ -6,6 +6,7 @@ again, so that a mechanism only handles padding at the end.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +16,18 @@ from torch import Tensor, nn
 from ...ops.reference import split_heads
 from .. import checks
 from ..padding import Padding, Tokens
+
+
+@dataclass(frozen=True)
+class AttentionTraits:
+    """Properties of an attention, for code that iterates over all of them."""
+
+    complexity: str = "O(N)"  # time, in the number of tokens
+    linear_memory: bool = True  # memory saved for backward grows with N, not with N²
+    supports_causal: bool = False
+    streams: bool = False  # causal=True has initial_state and step, with a state of constant size
+    stochastic: bool = False  # draws random numbers from `seed`; the same in every eval forward
+    exact_gradient: bool = True  # the backward pass is the derivative of the forward pass
 
 
 class BaselineAttention(nn.Module):
@@ -31,19 +44,14 @@ class BaselineAttention(nn.Module):
     """
 
     name: ClassVar[str]
-    complexity: ClassVar[str] = "O(N)"  # time, in the number of tokens
-    linear_memory: ClassVar[bool] = True  # memory saved for backward grows with N, not with N²
-    supports_causal: ClassVar[bool] = False
-    streams: ClassVar[bool] = False  # causal=True has initial_state and step, with a state of constant size
-    stochastic: ClassVar[bool] = False  # draws random numbers from `seed`; the same in every eval forward
-    exact_gradient: ClassVar[bool] = True  # the backward pass is the derivative of the forward pass
+    traits: ClassVar[AttentionTraits] = AttentionTraits()
     order_matters: ClassVar[bool] = True  # permuting the tokens does more than permute the outputs, causal or not
     drops_weights: ClassVar[bool] = False
     projections: ClassVar[int] = 3  # rows of in_proj: [W_q; W_k; W_v], or [W_qk; W_v] where q and k are shared
 
     isolates_non_finite = True
-    """Causal: a NaN or inf in a token makes its output and later ones NaN, and leaves earlier ones alone. The products
-    of the mechanisms alone do not (0·NaN). Benchmarks of the mechanism switch it off."""
+    """Causal: a NaN or inf in a token makes its output and later ones NaN, and does not change earlier ones. The
+    products of the mechanisms would (0·NaN). Benchmarks of the mechanism switch it off."""
 
     def __init__(
         self,
@@ -59,7 +67,7 @@ class BaselineAttention(nn.Module):
         super().__init__()
         checks.widths(embed_dim, num_heads)
         checks.probability("dropout", dropout)
-        if causal and not self.supports_causal:
+        if causal and not self.traits.supports_causal:
             raise ValueError(f"causal=True is not defined for attention {self.name!r}: use causal=False")
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
         self.causal, self.dropout = causal, dropout
@@ -104,14 +112,9 @@ class BaselineAttention(nn.Module):
     def weight_dropout(self) -> float:
         return self.dropout if self.training else 0.0
 
-    def extra_repr(self) -> str:
-        return f"{self.embed_dim}, heads={self.num_heads}" + (", causal" if self.causal else "")
-
 
 class StreamingAttention(BaselineAttention):
     """A baseline whose causal form continues from a state; subclasses define `initial_state` and `_resume`."""
-
-    supports_causal = True
 
     def forward(  # type: ignore[override]
         self,
@@ -132,9 +135,7 @@ class StreamingAttention(BaselineAttention):
 
     def step(self, x_t: Tensor, state: Any) -> tuple[Tensor, Any]:
         """Process one token of each sequence: x_t (B, embed_dim) → y_t, row t of the full pass, and the next state."""
-        if x_t.ndim != 2 or x_t.shape[-1] != self.embed_dim:
-            raise ValueError(f"x_t must have shape (batch, {self.embed_dim}) (got {tuple(x_t.shape)})")
-        y, state = self(x_t[:, None], state=state, return_state=True)
+        y, state = self(x_t.unsqueeze(1), state=state, return_state=True)
         return y[:, 0], state
 
 

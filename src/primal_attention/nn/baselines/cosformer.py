@@ -25,7 +25,7 @@ class CosformerAttention(KernelizedAttention):
     """
     Args:
         max_length: M. None takes each sequence's own length, as the authors do. A causal layer cannot know how long
-            its sequence will be, so there M is a number, 4096 unless given, and longer inputs are refused. (A stream
+            its sequence will be, so there M is a number, 4096 by default, and longer inputs are refused. (A stream
             that runs past M is not noticed: looking at its position would wait for the device at every step.)
         eps: the least denominator, as in the authors' code.
     """
@@ -45,11 +45,7 @@ class CosformerAttention(KernelizedAttention):
         if max_length is not None:
             checks.positive("max_length", max_length)
         self.max_length = CAUSAL_MAX_LENGTH if self.causal and max_length is None else max_length
-        self.eps = eps
-
-    @property
-    def num_features(self) -> int:
-        return 2 * self.head_dim
+        self.eps, self.num_features = eps, 2 * self.head_dim
 
     def features(self, q: Tensor, k: Tensor, positions: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         length = q.shape[2]
@@ -60,6 +56,3 @@ class CosformerAttention(KernelizedAttention):
         cos, sin = angle.cos().to(q.dtype), angle.sin().to(q.dtype)
         q, k = q.relu(), k.relu()
         return torch.cat([q * cos, q * sin], dim=-1), torch.cat([k * cos, k * sin], dim=-1)
-
-    def divide(self, num: Tensor, den: Tensor) -> Tensor:
-        return (num / den.clamp(min=self.eps).unsqueeze(-1)).to(num.dtype)

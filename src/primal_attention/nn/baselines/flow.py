@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...ops.feature_maps import accumulation_dtype
 from ..padding import Tokens
-from .base import BaselineAttention
+from .base import AttentionTraits, BaselineAttention
 from .linear import causal_linear
 
 
@@ -25,7 +25,7 @@ class FlowAttention(BaselineAttention):
     """eps: added to both sides of each flow, as in the authors' code."""
 
     name = "flow"
-    supports_causal = True
+    traits = AttentionTraits(supports_causal=True)
     order_matters = False
 
     def __init__(self, embed_dim: int, num_heads: int, *, eps: float = 1e-6, **common: Any) -> None:
@@ -39,10 +39,14 @@ class FlowAttention(BaselineAttention):
         q, k = (t.to(accumulation_dtype(dtype)).sigmoid() for t in (q, k))
         if self.causal:
             return self._causal(q, k, v).to(dtype)
-        incoming, _, conserved_in, conserved_out = flows(q, k, self.eps, tokens)
+        incoming = _flow(q, _total(k, tokens), self.eps)
+        outgoing = _flow(k, _total(q, tokens), self.eps)
+        conserved_in = _flow(q, _total(k / outgoing.unsqueeze(-1), tokens), self.eps)
+        conserved_out = _flow(k, _total(q / incoming.unsqueeze(-1), tokens), self.eps)
         if tokens.valid is not None:
             conserved_out = conserved_out.masked_fill(~tokens.valid[:, None, :], -torch.inf)
-        competition = conserved_out.softmax(-1) * tokens.number(q)
+        number = q.shape[2] if tokens.lengths is None else tokens.lengths.to(q.dtype)[:, None, None]
+        competition = conserved_out.softmax(-1) * number
         sources = k.mT.to(dtype) @ (v * competition.unsqueeze(-1).to(dtype))  # (B, H, p, p)
         y = (q / incoming.unsqueeze(-1)).to(dtype) @ sources
         return y * conserved_in.sigmoid().unsqueeze(-1).to(dtype)
@@ -61,17 +65,9 @@ class FlowAttention(BaselineAttention):
         return y * conserved_in.sigmoid().unsqueeze(-1).to(v.dtype)
 
 
-def flows(q: Tensor, k: Tensor, eps: float, tokens: Tokens | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """I, O, Î, Ô, each (B, H, N), of non-negative q and k (B, H, N, p)."""
-
-    def total(t: Tensor) -> Tensor:
-        return (t if tokens is None else tokens.zero_padding(t)).sum(2, keepdim=True)
-
-    incoming = _flow(q, total(k), eps)
-    outgoing = _flow(k, total(q), eps)
-    conserved_in = _flow(q, total(k / outgoing.unsqueeze(-1)), eps)
-    conserved_out = _flow(k, total(q / incoming.unsqueeze(-1)), eps)
-    return incoming, outgoing, conserved_in, conserved_out
+def _total(t: Tensor, tokens: Tokens) -> Tensor:
+    """The sum over the tokens, (B, H, N, p) → (B, H, 1, p)."""
+    return tokens.zero_padding(t).sum(2, keepdim=True)
 
 
 def _flow(ends: Tensor, total: Tensor, eps: float) -> Tensor:

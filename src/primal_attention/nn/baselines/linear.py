@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...ops.feature_maps import accumulation_dtype
 from ..padding import Tokens
-from .base import StreamingAttention
+from .base import AttentionTraits, StreamingAttention
 
 CHUNK = 128
 # The running maximum before the first key. Finite, so that the difference of two such maxima is not NaN.
@@ -33,21 +33,19 @@ class LinearState(NamedTuple):
 
 
 class KernelizedAttention(StreamingAttention):
-    """Attention by a feature map: subclasses define `features` and `divide`."""
+    """Attention by a feature map: subclasses define `features` and its width f."""
 
-    streams = True
+    traits = AttentionTraits(supports_causal=True, streams=True)
     log_keys: ClassVar[bool] = False  # `features` returns log φ(k)
-
-    @property
-    def num_features(self) -> int:
-        raise NotImplementedError
+    num_features: int  # f
+    eps: float  # the least denominator
 
     def features(self, q: Tensor, k: Tensor, positions: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """φ(q), φ(k), each (B, H, N, f). positions: (B or 1, N), in each sequence; lengths: (B or 1,), its tokens."""
         raise NotImplementedError
 
     def divide(self, num: Tensor, den: Tensor) -> Tensor:
-        raise NotImplementedError
+        return (num / den.clamp(min=self.eps).unsqueeze(-1)).to(num.dtype)
 
     def _resume(
         self, x: Tensor, tokens: Tokens, state: LinearState | None, poison: Tensor | None
@@ -82,8 +80,7 @@ class KernelizedAttention(StreamingAttention):
         """Return the state before the first token."""
         if not self.causal:
             raise ValueError("initial_state needs a causal layer (causal=False): only a causal layer streams")
-        weight = self.in_proj.weight
-        return empty_state(batch_size, self.num_heads, self.num_features, self.head_dim, weight.dtype, weight.device)
+        return empty_state(batch_size, self.num_heads, self.num_features, self.head_dim, self.in_proj.weight)
 
 
 class LinearAttention(KernelizedAttention):
@@ -94,29 +91,19 @@ class LinearAttention(KernelizedAttention):
 
     def __init__(self, embed_dim: int, num_heads: int, *, eps: float = 1e-6, **common: Any) -> None:
         super().__init__(embed_dim, num_heads, **common)
-        self.eps = eps
-
-    @property
-    def num_features(self) -> int:
-        return self.head_dim
+        self.eps, self.num_features = eps, self.head_dim
 
     def features(self, q: Tensor, k: Tensor, positions: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        return elu_plus_one(q), elu_plus_one(k)
+        # elu(z) + 1 from simpler operations: the compiled backward of torch's elu fails on transposed input.
+        return q.clamp(min=0.0) + q.clamp(max=0.0).exp(), k.clamp(min=0.0) + k.clamp(max=0.0).exp()
 
     def divide(self, num: Tensor, den: Tensor) -> Tensor:
         return (num / (den + self.eps).unsqueeze(-1)).to(num.dtype)
 
 
-def elu_plus_one(z: Tensor) -> Tensor:
-    """elu(z) + 1 from simpler operations: the compiled backward of torch's elu fails on transposed input."""
-    return z.clamp(min=0.0) + z.clamp(max=0.0).exp()
-
-
-def empty_state(
-    batch: int, heads: int, features: int, width: int, dtype: torch.dtype, device: torch.device
-) -> LinearState:
-    kv = torch.zeros(batch, heads, features, width, dtype=accumulation_dtype(dtype), device=device)
-    position = torch.zeros(batch, dtype=torch.int64, device=device)
+def empty_state(batch: int, heads: int, features: int, width: int, like: Tensor) -> LinearState:
+    kv = torch.zeros(batch, heads, features, width, dtype=accumulation_dtype(like.dtype), device=like.device)
+    position = torch.zeros(batch, dtype=torch.int64, device=like.device)
     return LinearState(kv, kv[..., 0].clone(), kv.new_full((batch, heads), NO_KEY), position)
 
 
@@ -139,7 +126,7 @@ def causal_linear(
     """
     batch, heads, length, features = q.shape
     if state is None:
-        state = empty_state(batch, heads, features, v.shape[-1], q.dtype, q.device)
+        state = empty_state(batch, heads, features, v.shape[-1], q)
     size = min(chunk, length)
     extra = -length % size
     q, v = (F.pad(t, (0, 0, 0, extra)).unflatten(2, (-1, size)) for t in (q, v))  # (B, H, n, C, ·)

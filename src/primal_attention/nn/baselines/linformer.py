@@ -58,6 +58,3 @@ class LinformerAttention(BaselineAttention):
         k = self.key_rows[:length].T @ k  # (B, H, k, p)
         v = self.value_rows[:length].T @ v
         return F.scaled_dot_product_attention(q, k, v, dropout_p=self.weight_dropout)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, projected_length={self.projected_length}, max_length={self.max_length}"

@@ -24,7 +24,7 @@ class LongformerAttention(BaselineAttention):
     """
     Args:
         window: w, an even number: each token sees w/2 tokens on either side, and itself.
-        global_tokens: how many tokens at the start of each sequence are global; 0 leaves the window alone.
+        global_tokens: how many tokens at the start of each sequence are global; 0 for the window only.
     """
 
     name = "longformer"
@@ -75,13 +75,10 @@ class LongformerAttention(BaselineAttention):
         half = self.window // 2
         chunks = -(-length // half)
         q, k, v = (_by_chunk(t, half, chunks) for t in (q, k, v))  # (B, n, H, C, p)
-        if self.global_tokens:
-            shared = min(self.global_tokens, length)
-            first_k, first_v = (t.transpose(1, 2).flatten(2, 3)[:, None, :, :shared] for t in (k, v))
-            first_k, first_v = (t.expand(-1, chunks, -1, -1, -1) for t in (first_k, first_v))
-            k, v = torch.cat([first_k, _neighbours(k)], dim=3), torch.cat([first_v, _neighbours(v)], dim=3)
-        else:
-            k, v = _neighbours(k), _neighbours(v)  # (B, n, H, 3C, p)
+        shared = min(self.global_tokens, length)
+        first_k, first_v = (t.transpose(1, 2).flatten(2, 3)[:, None, :, :shared] for t in (k, v))
+        first_k, first_v = (t.expand(-1, chunks, -1, -1, -1) for t in (first_k, first_v))
+        k, v = (torch.cat([first, _neighbours(t)], dim=3) for first, t in ((first_k, k), (first_v, v)))
         seen = self._seen(tokens, length, chunks, q.device)  # (B or 1, n, C, g + 3C)
         seen = seen.expand(batch, -1, -1, -1).flatten(0, 1).unsqueeze(1)
         y = F.scaled_dot_product_attention(
@@ -100,8 +97,6 @@ class LongformerAttention(BaselineAttention):
         window = ((query - key).abs() <= half) & (key >= self.global_tokens) & (key < end)
         # A slot behind the end may see itself, so that its softmax, which is discarded, is not empty.
         window = window | ((query == key) & (query >= end))
-        if not self.global_tokens:
-            return window
         shared = torch.arange(min(self.global_tokens, length), device=device).view(1, 1, 1, -1) < end
         return torch.cat([shared.expand(-1, chunks, half, -1), window], dim=-1)
 

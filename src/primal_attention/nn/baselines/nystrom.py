@@ -70,8 +70,9 @@ class NystromAttention(BaselineAttention):
         else:
             y = self._through_landmarks(q, k, v, tokens)
             if tokens.lengths is not None:
-                head = prefix(tokens, m).key_mask()
-                short = F.scaled_dot_product_attention(q[:, :, :m], k[:, :, :m], v[:, :, :m], head)
+                mask = tokens.key_mask()
+                assert mask is not None
+                short = F.scaled_dot_product_attention(q[:, :, :m], k[:, :, :m], v[:, :, :m], mask[..., :m])
                 y = choose_short(tokens, m, short, y)
         return y if self.conv is None else y + self.conv(v)
 
@@ -85,29 +86,17 @@ class NystromAttention(BaselineAttention):
         return F.scaled_dot_product_attention(q, k_mean, weighted)
 
 
-def segment_means(count: int, tokens: Tokens, like: Tensor) -> Tensor:
-    """The matrix, (B or 1, 1, m, N), that takes tokens to their landmarks; `like`: (B, H, N, p)."""
-    length = like.shape[2]
-    slot = torch.arange(length, device=like.device)
-    lengths = slot.new_full((1,), length) if tokens.lengths is None else tokens.lengths
-    segment = ((slot + 1) * count - 1) // lengths[:, None]  # (B, N), at least m behind the last token
-    landmark = torch.arange(count, device=like.device)
-    member = (segment[:, None, :] == landmark[:, None]).to(like.dtype)  # (B, m, N)
-    return (member / member.sum(-1, keepdim=True).clamp(min=1.0)).unsqueeze(1)
-
-
 def means(t: Tensor, count: int, tokens: Tokens) -> Tensor:
     """Landmarks of t: (B, H, N, p) → (B, H, m, p)."""
-    if tokens.lengths is None and t.shape[2] % count == 0:
+    length = t.shape[2]
+    if tokens.lengths is None and length % count == 0:
         return t.unflatten(2, (count, -1)).mean(dim=3)
-    return segment_means(count, tokens, t) @ t
-
-
-def prefix(tokens: Tokens, count: int) -> Tokens:
-    """The first `count` slots: all of a sequence that has no more tokens than that."""
-    if tokens.valid is None or tokens.present is None:
-        return tokens
-    return Tokens(tokens.present[:, :count], tokens.valid[:, :count], tokens.lengths)
+    slot = torch.arange(length, device=t.device)
+    lengths = slot.new_full((1,), length) if tokens.lengths is None else tokens.lengths
+    segment = ((slot + 1) * count - 1) // lengths[:, None]  # (B, N), at least m behind the last token
+    landmark = torch.arange(count, device=t.device)
+    member = (segment[:, None, :] == landmark[:, None]).to(t.dtype)  # (B, m, N)
+    return (member / member.sum(-1, keepdim=True).clamp(min=1.0)).unsqueeze(1) @ t
 
 
 def choose_short(tokens: Tokens, count: int, short: Tensor, long: Tensor) -> Tensor:

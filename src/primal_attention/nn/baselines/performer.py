@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...ops.feature_maps import accumulation_dtype
 from .. import checks
+from .base import AttentionTraits
 from .linear import KernelizedAttention
 from .random_buffers import RandomBuffers, orthogonal_gaussian
 
@@ -27,9 +28,10 @@ class PerformerAttention(RandomBuffers, KernelizedAttention):
     """
 
     name = "performer"
-    stochastic = True
+    traits = AttentionTraits(supports_causal=True, streams=True, stochastic=True)
     order_matters = False
     log_keys = True
+    eps = 1e-30  # the best feature of q may be so rare among the keys that the product underflows: then y = 0, not NaN
     frequencies: Tensor
 
     def __init__(
@@ -44,17 +46,12 @@ class PerformerAttention(RandomBuffers, KernelizedAttention):
     ) -> None:
         super().__init__(embed_dim, num_heads, **common)
         checks.positive("features", features)
-        self._num_features = features
-        self.register_buffer("frequencies", self.in_proj.weight.new_empty(features, self.head_dim).detach())  # ω
+        self.num_features = features
         self.start_draws(seed, redraw_every)
         self.redraw()
 
-    @property
-    def num_features(self) -> int:
-        return self._num_features
-
     def draw(self, generator: torch.Generator) -> dict[str, Tensor]:
-        return {"frequencies": orthogonal_gaussian(generator, self._num_features, self.head_dim)}
+        return {"frequencies": orthogonal_gaussian(generator, self.num_features, self.head_dim)}  # ω
 
     def features(self, q: Tensor, k: Tensor, positions: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         self.count_forward()
@@ -66,7 +63,3 @@ class PerformerAttention(RandomBuffers, KernelizedAttention):
         # In float32 at least: an exponent of bfloat16 would be off by several per cent of its exponential.
         z = z.to(accumulation_dtype(z.dtype)) * self.head_dim**-0.25
         return z @ self.frequencies.to(z.dtype).T - z.square().sum(-1, keepdim=True) / 2
-
-    def divide(self, num: Tensor, den: Tensor) -> Tensor:
-        # The best feature of q may be so rare among the keys that the product underflows: then y = 0, not NaN.
-        return (num / den.clamp(min=1e-30).unsqueeze(-1)).to(num.dtype)

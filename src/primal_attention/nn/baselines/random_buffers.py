@@ -1,6 +1,6 @@
 """Random projections and hashes: drawn from a seed, stored as buffers, fixed in eval, redrawn in training.
 
-The forward pass does not use torch's global generator: the seed of a layer alone determines its draws.
+The forward pass does not use torch's global generator: the seed of a layer determines its draws.
 """
 
 from __future__ import annotations
@@ -36,16 +36,15 @@ class RandomBuffers(nn.Module):
 
     def redraw(self) -> None:
         """Draw the random buffers again. The n-th draw of a seed is always the same."""
-        reference = next(self.parameters())
+        like = next(self.parameters())
         self._forwards_since_draw = 0
         self.draws += 1
-        if reference.is_meta:
-            return
         # One stream of seeds per layer; the odd factor separates the streams of neighbouring seeds.
-        generator = torch.Generator(reference.device).manual_seed((self.seed * 0x9E3779B1 + self.draws) % 2**63)
+        generator = torch.Generator("cpu" if like.is_meta else like.device)
+        generator.manual_seed((self.seed * 0x9E3779B1 + self.draws) % 2**63)
         for name, value in self.draw(generator).items():
             # A new tensor, not a copy into the old one: an earlier forward may still be waiting for its backward.
-            setattr(self, name, value.to(reference.dtype))
+            self.register_buffer(name, value.to(like.device, like.dtype))
 
     def count_forward(self) -> None:
         if not self.training or self.redraw_every is None or torch.compiler.is_compiling():
@@ -89,6 +88,6 @@ def orthogonal_gaussian(generator: torch.Generator, rows: int, columns: int) -> 
     """(rows, columns): orthogonal in blocks of `columns` rows, each row distributed as a Gaussian vector."""
     blocks = -(-rows // columns)
     q, r = torch.linalg.qr(gaussian(generator, blocks, columns, columns))
-    q = q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)  # uniform over rotations, not as QR happens to sign them
+    q = q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)  # uniform over rotations: QR fixes the signs
     directions = q.mT.flatten(0, 1)[:rows]
     return directions * gaussian(generator, rows, columns).norm(dim=1, keepdim=True)

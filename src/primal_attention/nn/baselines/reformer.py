@@ -20,7 +20,7 @@ from torch import Tensor
 from ...ops.feature_maps import accumulation_dtype
 from .. import checks
 from ..padding import Tokens
-from .base import BaselineAttention
+from .base import AttentionTraits, BaselineAttention
 from .random_buffers import RandomBuffers, gaussian
 
 # Scores of what may not be seen, and of the token itself, which is seen only where nothing else is.
@@ -38,9 +38,7 @@ class ReformerAttention(RandomBuffers, BaselineAttention):
     """
 
     name = "reformer"
-    complexity = "O(N log N)"
-    supports_causal = True
-    stochastic = True
+    traits = AttentionTraits("O(N log N)", supports_causal=True, stochastic=True)
     drops_weights = True
     projections = 2
     coarse_rotations: Tensor
@@ -63,23 +61,15 @@ class ReformerAttention(RandomBuffers, BaselineAttention):
         self.hashes, self.chunk = hashes, chunk
         # Few buckets: one hash. Many: two hashes, whose pairs are the buckets, so that the work stays far below N².
         self.log_single = max(1, (2 * chunk).bit_length() - 1)
-        like = self.in_proj.weight
-        for name, columns in (("coarse_rotations", self._coarse()), ("fine_rotations", self._fine())):
-            self.register_buffer(name, like.new_empty(num_heads, self.head_dim, hashes, columns).detach())
         self.start_draws(seed, redraw_every)
         self.redraw()
 
-    def _coarse(self) -> int:
-        return 2 ** max(self.log_single, MAX_LOG_BUCKETS // 2) // 2
-
-    def _fine(self) -> int:
-        return 2 ** (MAX_LOG_BUCKETS - MAX_LOG_BUCKETS // 2) // 2
-
     def draw(self, generator: torch.Generator) -> dict[str, Tensor]:
         shape = (self.num_heads, self.head_dim, self.hashes)
+        log_coarse = max(self.log_single, MAX_LOG_BUCKETS // 2)
         return {
-            "coarse_rotations": gaussian(generator, *shape, self._coarse()),
-            "fine_rotations": gaussian(generator, *shape, self._fine()),
+            "coarse_rotations": gaussian(generator, *shape, 2 ** (log_coarse - 1)),
+            "fine_rotations": gaussian(generator, *shape, 2 ** (MAX_LOG_BUCKETS - MAX_LOG_BUCKETS // 2 - 1)),
         }
 
     def mix(self, x: Tensor, tokens: Tokens) -> Tensor:
@@ -105,7 +95,7 @@ class ReformerAttention(RandomBuffers, BaselineAttention):
     def buckets(self, z: Tensor, lengths: Tensor) -> Tensor:
         """The bucket of each token in each round, (B, H, R, N); slots behind the end come after all buckets."""
         z = z.to(accumulation_dtype(z.dtype))
-        longest = self._log_buckets(z.shape[2])
+        longest = min(MAX_LOG_BUCKETS, (2 * -(-z.shape[2] // self.chunk)).bit_length() - 1)
         powers = 2 ** torch.arange(1, MAX_LOG_BUCKETS + 1, device=z.device)
         chunks = (lengths + self.chunk - 1) // self.chunk
         log_buckets = (2 * chunks[:, None] >= powers).sum(dim=1)  # the exponent by comparisons: exact
@@ -118,9 +108,6 @@ class ReformerAttention(RandomBuffers, BaselineAttention):
             bucket = bucket + 2 ** log_coarse[:, None, None, None] * fine
         slot = torch.arange(z.shape[2], device=z.device)
         return bucket.masked_fill(slot >= lengths[:, None, None, None], 2**MAX_LOG_BUCKETS)
-
-    def _log_buckets(self, length: int) -> int:
-        return min(MAX_LOG_BUCKETS, (2 * -(-length // self.chunk)).bit_length() - 1)
 
     def _previous_chunk(self, position: Tensor, lengths: Tensor, length: int) -> Tensor:
         """The chunk before each, (B, H, R, n, C); before the first of a round, the last of the round before."""

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..padding import Tokens
-from .base import BaselineAttention, StreamingAttention
+from .base import AttentionTraits, BaselineAttention, StreamingAttention
 
 ROTARY_BASE = 10_000.0
 
@@ -22,9 +22,7 @@ class SoftmaxAttention(BaselineAttention):
     """Attention of the original Transformer. Memory is linear where torch has a fused kernel, else quadratic."""
 
     name = "softmax"
-    complexity = "O(N²)"
-    linear_memory = False
-    supports_causal = True
+    traits = AttentionTraits("O(N²)", linear_memory=False, supports_causal=True)
     order_matters = False
     drops_weights = True
 
@@ -97,8 +95,6 @@ class CachedSoftmaxAttention(StreamingAttention, SoftmaxAttention):
 
 def rotary_angles(positions: Tensor, head_dim: int, base: float = ROTARY_BASE) -> tuple[Tensor, Tensor]:
     """cos and sin of the angles in float32: positions (B or 1, N) → (B or 1, 1, N, head_dim / 2)."""
-    if head_dim % 2:
-        raise ValueError(f"rotary positions need an even head width (head_dim={head_dim})")
     speed = base ** (-torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
     angle = positions[:, None, :, None].float() * speed
     return angle.cos(), angle.sin()

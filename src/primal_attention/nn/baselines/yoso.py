@@ -3,7 +3,7 @@
     Y = normalise(E[B] V),   E[B]_ij = (1 - arccos(q_i·k_j)/π)^τ,   q, k and the rows of Y of unit length.
 
 Zeng et al., "You Only Sample (Almost) Once: Linear Cost Self-Attention via Bernoulli Sampling", ICML 2021. YOSO-E is
-the expectation (quadratic time, computed in blocks of queries: no N×N matrix is held); "sampled" estimates it with
+the expectation (quadratic time, computed in blocks of queries: no N×N matrix is formed); "sampled" estimates it with
 hashes of τ bits in linear time. The gradient of both is the paper's: ∂E[B]/∂(q·k) replaced by its lower bound
 (τ/2) E[B], since the true one is infinite where q = k.
 """
@@ -20,10 +20,10 @@ from torch import Tensor
 from ...ops.feature_maps import accumulation_dtype
 from .. import checks
 from ..padding import Tokens
-from .base import BaselineAttention
+from .base import AttentionTraits, BaselineAttention
 from .random_buffers import RandomBuffers, gaussian
 
-BLOCK = 512  # queries whose collision probabilities are held at a time
+BLOCK = 512  # queries whose collision probabilities are formed at a time
 COLUMNS = 8  # value columns whose products with the keys are summed at a time in the sampled backward pass
 
 
@@ -37,9 +37,7 @@ class YosoAttention(RandomBuffers, BaselineAttention):
     """
 
     name = "yoso"
-    complexity = "O(N²), sampled O(N)"
-    stochastic = True
-    exact_gradient = False
+    traits = AttentionTraits("O(N²), sampled O(N)", stochastic=True, exact_gradient=False)
     order_matters = False
     planes: Tensor
 
@@ -62,8 +60,6 @@ class YosoAttention(RandomBuffers, BaselineAttention):
         self.estimator, self.bits, self.hashes = estimator, bits, hashes
         self.start_draws(seed, redraw_every)
         if estimator == "sampled":
-            shape = (num_heads, hashes, self.head_dim, bits)
-            self.register_buffer("planes", self.in_proj.weight.new_empty(shape).detach())
             self.redraw()
 
     def draw(self, generator: torch.Generator) -> dict[str, Tensor]:
@@ -94,7 +90,7 @@ def hash_codes(z: Tensor, planes: Tensor) -> Tensor:
 
 
 class _Expectation(torch.autograd.Function):
-    """E[B] V by blocks of queries, recomputed in the backward pass: what is kept is q, k and v."""
+    """E[B] V by blocks of queries, recomputed in the backward pass; q, k and v are saved."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bits: int) -> Tensor:

@@ -1,0 +1,277 @@
+"""The layer as a module: dtypes, construction, calls as nn.MultiheadAttention, copies and stored weights."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from closeness import assert_close
+from primal_attention import PrimalAttention, ksvd_loss
+from primal_cases import CAUSAL, EMBED, HEADS, MODES, MODES_AND_DECAYS, backend_options, gradients, inputs, make
+
+SAME = 1e-12  # float64, the same operations
+# Relative RMS of rounding: bits of the mantissa, with room for the few roundings between input and output.
+ROUNDING = {torch.float32: 3e-6, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+
+every_mode = pytest.mark.parametrize("mode", MODES)
+every_decay = pytest.mark.parametrize(("mode", "decay"), MODES_AND_DECAYS)
+every_map = pytest.mark.parametrize("feature_map", ["cosine", "softmax"])
+
+
+def tensors(state: Any) -> list[Tensor]:
+    return [part for part in state if isinstance(part, Tensor) and part.is_floating_point()]
+
+
+# Sizes and dtypes
+
+
+@every_decay
+def test_an_empty_batch_gives_zero_gradients(mode: str, decay: Any) -> None:
+    layer = make(mode, decay)
+    y = layer(inputs(0, 5))
+    assert y.shape == (0, 5, EMBED)
+    assert layer.objective.shape == (0,)
+    loss = y.sum() + ksvd_loss(layer) + ksvd_loss(layer, "batch")
+    assert loss == 0
+    for name, grad in gradients(layer, loss).items():
+        assert (grad == 0).all(), name
+    assert layer(inputs(0, 5), torch.zeros(0, 5, dtype=torch.bool)).shape == (0, 5, EMBED)
+    if mode in CAUSAL:
+        assert layer.step(inputs(0), layer.initial_state(0))[0].shape == (0, EMBED)
+
+
+def assert_objective_close(layer: PrimalAttention, exact: PrimalAttention, ratio: float) -> None:
+    """J is a difference, so its error is relative to the size of the two terms."""
+    trace = (exact.w_e * exact.w_r).sum((-2, -1)).mean()
+    size = (exact.objective + trace).abs() + trace.abs()
+    assert ((layer.objective.double() - exact.objective).abs() <= ratio * size).all()
+
+
+@every_map
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@every_decay
+def test_every_dtype_equals_float64_up_to_rounding(mode: str, decay: Any, dtype: torch.dtype, feature_map: str) -> None:
+    layer = make(mode, decay, dtype=dtype, feature_map=feature_map)
+    exact = copy.deepcopy(layer).double()
+    x = inputs(3, 20, dtype=dtype)
+    y, expected = layer(x), exact(x.double())
+    assert y.dtype == dtype
+    assert_close(y, expected, ROUNDING[dtype], "y")
+    assert layer.objective.dtype == torch.float32
+    assert_objective_close(layer, exact, ROUNDING[dtype])
+    exact_grads = gradients(exact, expected.square().mean() + ksvd_loss(exact))
+    for name, grad in gradients(layer, y.square().mean() + ksvd_loss(layer)).items():
+        # The backward pass rounds once more per operation, and small gradients are differences of larger ones.
+        assert_close(grad, exact_grads[name], 8 * ROUNDING[dtype], name)
+
+
+@every_map
+@every_decay
+def test_autocast_keeps_objective_state_and_gradients_in_float32(mode: str, decay: Any, feature_map: str) -> None:
+    dtype = torch.bfloat16
+    layer = make(mode, decay, dtype=torch.float32, feature_map=feature_map)
+    x, exact = inputs(3, 20, dtype=torch.float32), copy.deepcopy(layer)
+    expected = exact(x)
+    with torch.autocast("cpu", dtype=dtype):
+        y, *state = layer(x, return_state=True) if mode in CAUSAL else (layer(x),)
+        loss = y.float().square().mean() + ksvd_loss(layer)
+    assert y.dtype == dtype
+    assert layer.objective.dtype == torch.float32
+    assert_close(y, expected, ROUNDING[dtype], "y")
+    assert_objective_close(layer, exact, ROUNDING[dtype])
+    for name, grad in gradients(layer, loss).items():
+        assert grad.dtype == torch.float32
+        assert torch.isfinite(grad).all(), name
+    for after in state:
+        assert {part.dtype for part in tensors(after)} == {torch.float32}
+
+
+@every_mode
+def test_objective_and_running_sums_do_not_overflow_in_float16(mode: str) -> None:
+    # The trace is −9.6 · 10⁵ or more and the running sum reaches 150,000; float16 ends at 65,504.
+    layer = make(mode, dtype=torch.float16, landmarks=24, rank=4)
+    with torch.no_grad():
+        for weight in (layer.w_e, layer.w_r):
+            weight.fill_(100.0)
+        layer.sqrt_lambda.zero_()
+    layer(inputs(1, 24, dtype=torch.float16))
+    assert_close(layer.objective, torch.tensor([-1e4 * layer.w_e.shape[1] * 4]), 1e-6)
+    if mode == "causal":
+        layer = make(mode, dtype=torch.float16, rank=2)
+        with torch.no_grad():
+            layer.qk_proj.bias.fill_(50.0)
+        _, scores = layer(torch.zeros(1, 3000, EMBED, dtype=torch.float16), return_scores=True)
+        assert_close(scores.e, scores.e[:, :, :1].expand_as(scores.e), 1e-3, "scores of equal tokens")
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu", "fused"])
+@every_mode
+def test_large_inputs_do_not_overflow(mode: str, backend: str) -> None:
+    if backend == "cpu" and mode in ("two_sided", "causal_data_dependent"):
+        pytest.skip("the CPU backend does not serve this mode")
+    options = backend_options(backend) | {"dtype": torch.float32}
+    layer = make(mode, **options).eval()
+    exact = copy.deepcopy(layer).double()
+    exact.backend = "reference"
+    x = 1e20 * torch.randn(2, 12, EMBED, device=options["device"])
+    with torch.no_grad():
+        y, scores = layer(x, return_scores=True)
+        expected, expected_scores = exact(x.double(), return_scores=True)
+    for actual, other in zip((y, *scores), (expected, *expected_scores), strict=True):
+        assert_close(actual, other, 1e-5)
+
+
+# Construction
+
+
+def test_parameters_have_the_documented_names_and_shapes() -> None:
+    layer = make("data_dependent", rank=4, landmarks=6)
+    assert {name: tuple(p.shape) for name, p in layer.named_parameters()} == {
+        "qk_proj.weight": (24, 12),
+        "qk_proj.bias": (24,),
+        "w_e": (3, 6, 4),
+        "w_r": (3, 6, 4),
+        "sqrt_lambda": (3, 4),
+        "score_proj.weight": (4, 8),
+        "score_proj.bias": (4,),
+        "out_proj.weight": (12, 12),
+        "out_proj.bias": (12,),
+    }
+    assert make("plain", rank=4).w_e.shape == (3, 4, 4)
+    assert "heads=3, rank=4, landmarks=6, causal, data-dependent" in repr(make("causal_data_dependent"))
+    assert "landmarks" not in repr(make("plain"))
+
+
+def test_dropout_acts_in_training_only_and_not_on_the_objective() -> None:
+    layer, x = make("data_dependent", dropout=0.5), inputs(2, 7)
+    first, j = layer(x), layer.objective
+    assert not torch.equal(layer(x), first)
+    assert torch.equal(layer.objective, j)
+    layer.eval()
+    assert torch.equal(layer(x), layer(x))
+
+
+@pytest.mark.parametrize("decay", [0.9, [0.5, 0.9, 1.0]])
+@pytest.mark.parametrize("mode", CAUSAL)
+def test_decay_may_be_fixed_for_all_heads_or_for_each(mode: str, decay: Any) -> None:
+    layer = make(mode, decay)
+    expected = torch.tensor(decay, dtype=torch.float64).expand(HEADS)
+    assert_close(layer.decay, expected, 1e-15)  # γ is stored as its logit
+    assert "decay_logit" not in dict(layer.named_parameters())
+
+
+@pytest.mark.parametrize("decay", ["learned", 0.9975])
+def test_a_slow_decay_survives_half_precision(decay: Any) -> None:
+    # The neighbours of 0.9975 in bfloat16 are 0.9961 and 1: a time scale of 256 tokens, or infinity.
+    gamma = make("causal", decay, dtype=torch.bfloat16).decay.detach()
+    assert gamma.dtype == torch.float32
+    assert 1.0 / (1.0 - gamma.max()) == pytest.approx(400, rel=0.02)
+    if decay == "learned":
+        assert 1.0 / (1.0 - gamma.min()) < 2.0
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu", "fused"])
+@pytest.mark.parametrize("mode", [*CAUSAL, "two_sided"])
+def test_one_token_leaves_a_learned_decay_in_the_graph(mode: str, backend: str) -> None:
+    if backend == "cpu" and mode != "causal":
+        pytest.skip("the CPU backend does not serve this mode")
+    options = backend_options(backend)
+    layer = make(mode, "learned", **options)
+    layer(torch.randn(2, 1, EMBED, dtype=options["dtype"], device=options["device"])).sum().backward()
+    assert layer.decay_logit.grad is not None  # DistributedDataParallel waits for every gradient
+    assert (layer.decay_logit.grad == 0).all()
+
+
+@every_map
+@pytest.mark.parametrize(("mode", "decay"), [*MODES_AND_DECAYS, ("causal", (0.5, 0.9, 1.0))])
+def test_the_meta_device_and_reset_parameters(mode: str, decay: Any, feature_map: str) -> None:
+    layer = make(mode, decay, feature_map=feature_map, device="meta")
+    x = inputs(2, 9).to("meta")
+    assert layer(x).shape == x.shape
+    assert layer(x, torch.zeros(2, 9, dtype=torch.bool, device="meta")).is_meta
+    bounds = torch.zeros(3, dtype=torch.int32, device="meta")
+    assert layer(x.flatten(0, 1), cu_seqlens=bounds, max_seqlen=9).shape == (18, EMBED)
+    if mode in CAUSAL:
+        assert layer.step(x[:, 0], layer.initial_state(2))[0].is_meta
+    layer = layer.to_empty(device="cpu")
+    with torch.no_grad():
+        for tensor in (*layer.parameters(), *layer.buffers()):
+            tensor.fill_(torch.nan)
+    layer.reset_parameters()
+    if layer.decay is not None:
+        assert torch.equal(layer.decay, make(mode, decay).decay)
+    if feature_map == "softmax":
+        assert 0.5 < layer.frequencies.std() < 1.5
+    assert torch.isfinite(layer(inputs(2, 9))).all()
+
+
+# Copies and stored weights
+
+
+@every_mode
+def test_a_copy_is_independent_and_starts_without_objective(mode: str) -> None:
+    layer, x = make(mode), inputs(2, 9)
+    y = layer(x)
+    other = copy.deepcopy(layer)
+    assert other.objective is None
+    assert layer.objective is not None
+    assert torch.equal(other(x), y)
+    with torch.no_grad():
+        other.w_e.zero_()
+    assert torch.equal(layer(x), y)
+
+
+@every_mode
+def test_the_output_may_be_changed_in_place(mode: str) -> None:
+    layer, x = make(mode), inputs(2, 9).requires_grad_()
+    (expected,) = torch.autograd.grad((layer(x) + x).square().sum() + ksvd_loss(layer), x)
+    y = layer(x)
+    y += x
+    (grad,) = torch.autograd.grad(y.square().sum() + ksvd_loss(layer), x)
+    assert_close(grad, expected, SAME)
+
+
+# Calls as nn.MultiheadAttention
+
+
+@every_mode
+def test_three_equal_tensors_return_a_pair_and_one_returns_the_output(mode: str) -> None:
+    layer, x = make(mode).eval(), inputs(2, 9)
+    mask = torch.zeros(2, 9, dtype=torch.bool)
+    mask[0, 5:] = True
+    y = layer(x, mask)
+    assert torch.equal(layer(x, key_padding_mask=mask), y)
+    as_floats = torch.zeros(2, 9).masked_fill(mask, -torch.inf)
+    for pair in (layer(x, x, x, key_padding_mask=mask, need_weights=False), layer(x, x, x, as_floats)):
+        assert torch.equal(pair[0], y)
+        assert pair[1] is None
+    if not layer.causal:
+        assert torch.equal(layer(x, x, x, mask, attn_mask=torch.zeros(9, 9))[0], y)
+
+
+@pytest.mark.parametrize("mode", ["data_dependent", "two_sided", *CAUSAL])
+@pytest.mark.parametrize("depth", [None, 2])
+def test_torch_encoder_layers_train_and_evaluate(mode: str, depth: int | None) -> None:
+    options = {"dim_feedforward": 8, "dropout": 0.0, "batch_first": True, "dtype": torch.float64}
+    encoder: Any = nn.TransformerEncoderLayer(EMBED, HEADS, **options)
+    encoder.self_attn = make(mode)
+    if depth is not None:
+        encoder = nn.TransformerEncoder(encoder, depth, enable_nested_tensor=False)
+    x = inputs(2, 9).requires_grad_()
+    mask = torch.zeros(2, 9, dtype=torch.bool)
+    mask[0, 5:] = True
+    keywords: dict[str, Any] = {"src_key_padding_mask": mask}
+    expected = encoder(x, **keywords)
+    if mode in CAUSAL:
+        causal = nn.Transformer.generate_square_subsequent_mask(9, dtype=torch.float64)
+        keywords |= {"mask" if depth else "src_mask": causal, "is_causal": True}
+    y = encoder(x, **keywords)
+    assert torch.equal(y, expected)
+    (y[~mask].square().mean() + ksvd_loss(encoder)).backward()
+    assert all(p.grad is not None for p in encoder.parameters())
+    with torch.no_grad():
+        assert_close(encoder.eval()(x, **keywords)[~mask], y[~mask], SAME)

@@ -1,0 +1,191 @@
+"""The layer under PyTorch's transformations: compile, export, func, gradcheck and checkpointing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from closeness import assert_close
+from primal_attention import PrimalAttention, ksvd_loss
+from primal_cases import CAUSAL, MAX_LENGTH, MODES, MODES_AND_DECAYS, gradients, inputs, make
+
+SAME = 1e-12  # float64, the same operations; compilers may reorder sums
+
+every_mode = pytest.mark.parametrize("mode", MODES)
+every_decay = pytest.mark.parametrize(("mode", "decay"), MODES_AND_DECAYS)
+
+
+class Block(nn.Module):
+    """A residual block, so that a compiled or checkpointed region holds more than the layer alone."""
+
+    def __init__(self, attn: PrimalAttention) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(attn.embed_dim, dtype=torch.float64)
+        self.attn = attn
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return x + self.attn(self.norm(x), mask)
+
+
+class CompileCounter:
+    """A compiler that runs the graph as it is and counts the graphs."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, _: list[Tensor]) -> Any:
+        self.graphs += 1
+        return graph.forward
+
+
+def half_masked(b: int, n: int) -> Tensor:
+    mask = torch.zeros(b, n, dtype=torch.bool)
+    mask[0, n // 2 :] = True
+    return mask
+
+
+def train_step(layer: nn.Module, call: Any, x: Tensor, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    y = call(x, mask)
+    return y, gradients(layer, y.square().mean() + ksvd_loss(layer))
+
+
+def assert_same_step(block: nn.Module, call: Any, b: int, n: int, ratio: float = SAME) -> None:
+    x, mask = inputs(b, n), half_masked(b, n)
+    expected, expected_grads = train_step(block, block, x, mask)
+    y, grads = train_step(block, call, x, mask)
+    assert_close(y, expected, SAME)
+    for name, grad in grads.items():
+        assert_close(grad, expected_grads[name], ratio, name)
+
+
+class TestCompile:
+    @pytest.fixture(autouse=True)
+    def _fresh_compiler(self) -> None:
+        torch.compiler.reset()
+
+    @every_decay
+    def test_one_graph_trains_at_all_lengths(self, mode: str, decay: Any) -> None:
+        block, counter = Block(make(mode, decay)), CompileCounter()
+        compiled = torch.compile(block, fullgraph=True, dynamic=True, backend=counter)
+        for b, n in ((2, 9), (3, 17), (5, 24), (2, 2)):
+            assert_same_step(block, compiled, b, n)
+        assert counter.graphs == 1
+
+    def test_the_default_compiler_trains(self) -> None:
+        block = Block(make("data_dependent"))
+        compiled = torch.compile(block, fullgraph=True, dynamic=True)
+        assert_same_step(block, compiled, 2, 9, ratio=1e-11)  # the compiler has its own order of sums
+
+    @pytest.mark.parametrize(
+        ("mode", "feature_map"),
+        [
+            ("plain", torch.tanh),
+            ("data_dependent", "softmax"),
+            ("causal", "softmax"),
+            ("causal_data_dependent", "softmax"),
+        ],
+    )
+    def test_every_feature_map_compiles_in_evaluation(self, mode: str, feature_map: Any) -> None:
+        layer, x = make(mode, feature_map=feature_map).eval(), inputs(2, 9)
+        compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="eager")
+        assert_close(compiled(x), layer(x), SAME)
+
+    @pytest.mark.parametrize("mode", ["data_dependent", "causal"])
+    def test_packed_input_compiles_with_max_seqlen(self, mode: str) -> None:
+        layer = make(mode)
+        compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="eager")
+        for bounds, longest in (([0, 4, 9], 5), ([0, 7, 8, 15], 7)):
+            x, cu_seqlens = inputs(bounds[-1]), torch.tensor(bounds, dtype=torch.int32)
+            y, scores = compiled(x, cu_seqlens=cu_seqlens, max_seqlen=longest, return_scores=True)
+            expected, expected_scores = layer(x, cu_seqlens=cu_seqlens, return_scores=True)
+            for actual, other in zip((y, *scores), (expected, *expected_scores), strict=True):
+                assert_close(actual, other, SAME)
+
+    @pytest.mark.parametrize("mode", CAUSAL)
+    def test_steps_compile_once_for_all_positions(self, mode: str) -> None:
+        layer, counter = make(mode).eval(), CompileCounter()
+        step = torch.compile(layer.step, fullgraph=True, dynamic=True, backend=counter)
+        x, state = inputs(2, 12), layer.initial_state(2)
+        expected = layer(x)
+        with torch.no_grad():
+            for t in range(12):
+                y, state = step(x[:, t], state)
+                assert_close(y, expected[:, t], SAME)
+        assert counter.graphs <= 3  # the first position and the general one, not one per token
+
+
+@every_mode
+def test_an_exported_program_survives_saving_and_serves_other_shapes(mode: str, tmp_path: Path) -> None:
+    layer = make(mode).eval()
+    shape = {0: torch.export.Dim("batch", min=1), 1: torch.export.Dim("tokens", min=2, max=MAX_LENGTH)}
+    masks = [torch.arange(n) >= torch.randint(1, n, (b, 1)) for b, n in ((2, 9), (5, 20))]
+    program = torch.export.export(layer, (inputs(2, 9), masks[0]), dynamic_shapes=(shape, shape))
+    torch.export.save(program, tmp_path / "layer.pt2")
+    loaded = torch.export.load(tmp_path / "layer.pt2").module()
+    for mask in masks:
+        x = inputs(*mask.shape)
+        assert_close(loaded(x, mask), layer(x, mask), SAME)
+
+
+@every_decay
+def test_vmap_and_forward_derivatives(mode: str, decay: Any) -> None:
+    layer = make(mode, decay).eval()
+    x, direction = inputs(2, 9), inputs(2, 9)
+    assert_close(torch.func.vmap(lambda one: layer(one[None])[0])(x), layer(x), SAME)
+    _, slope = torch.func.jvp(layer, (x,), (direction,))
+    h = 1e-6
+    difference = (layer(x + h * direction) - layer(x - h * direction)) / (2 * h)
+    assert_close(slope, difference, 1e-7, "jvp")  # h² of the central difference, and ε/h
+
+
+@every_mode
+def test_functional_call_and_grad_equal_autograd_for_batches_and_samples(mode: str) -> None:
+    layer, x = make(mode), inputs(3, 9)
+    values = {name: p.detach() for name, p in layer.named_parameters()}
+
+    def loss(values: dict[str, Tensor], x: Tensor) -> Tensor:
+        y = torch.func.functional_call(layer, values, (x,))
+        return y.square().mean() + layer.objective.square().mean()
+
+    grads = torch.func.grad(loss)(values, x)
+    y = layer(x)
+    for name, grad in gradients(layer, y.square().mean() + ksvd_loss(layer)).items():
+        assert_close(grads[name], grad, SAME, name)
+    per_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(values, x[:, None])
+    for b in range(3):
+        y = layer(x[b : b + 1])
+        for name, grad in gradients(layer, y.square().mean() + ksvd_loss(layer)).items():
+            assert_close(per_sample[name][b], grad, SAME, name)
+
+
+@pytest.mark.parametrize("feature_map", ["cosine", "softmax"])
+@every_decay
+def test_gradcheck(mode: str, decay: Any, feature_map: str) -> None:
+    layer = make(mode, decay, feature_map=feature_map, rank=2)
+    names = [name for name, _ in layer.named_parameters()]
+    mask = torch.tensor([[False, False, False, True], [True, False, True, False]])
+
+    def function(x: Tensor, *values: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch.func.functional_call(layer, dict(zip(names, values, strict=True)), (x, mask))
+        return y, layer.objective
+
+    values = [p.detach().clone().requires_grad_() for p in layer.parameters()]
+    assert torch.autograd.gradcheck(function, (inputs(2, 4).requires_grad_(), *values), fast_mode=True)
+
+
+@every_decay
+def test_activation_checkpointing_gives_the_same_gradients(mode: str, decay: Any) -> None:
+    block = Block(make(mode, decay))
+    assert_same_step(block, lambda *args: checkpoint(block, *args, use_reentrant=False), 2, 9)
+
+
+def test_reentrant_checkpointing_is_refused_by_the_loss() -> None:
+    block = Block(make("data_dependent"))
+    checkpoint(block, inputs(2, 9).requires_grad_(), use_reentrant=True)
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        ksvd_loss(block)
