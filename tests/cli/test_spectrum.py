@@ -21,7 +21,7 @@ from primal_attention.cli import main as cli  # noqa: E402
 from primal_attention.data import uea  # noqa: E402
 from primal_attention.data.uea import SeriesData, Split  # noqa: E402
 from primal_attention.report.page_numbers import read_spectrum  # noqa: E402
-from primal_attention.report.spectrum import layer_groups  # noqa: E402
+from primal_attention.cli.spectrum import layer_groups  # noqa: E402
 
 TRAIN = """
 --model.embed-dim 8 --model.num-heads 2 --model.layers 2 --model.ffn-dim 16 --model.rank 3 --model.landmarks 4

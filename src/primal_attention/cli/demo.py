@@ -6,10 +6,11 @@ speakers say two vowels; who spoke?), measures both on test cases that training 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from primal_attention.cli.flags import parse
 from primal_attention.train.config import OptimConfig, TrainerConfig, require, to_plain
@@ -17,6 +18,7 @@ from primal_attention.train.uea import AugmentConfig, ClassifierConfig, UEAData,
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from torch import Tensor, nn
 
 
 ABOUT = """Train a small PrimalFormer and the same network with softmax attention on real data, about two minutes.
@@ -81,7 +83,6 @@ def main(args: Sequence[str]) -> int:
     arguments = parse(DemoArguments, args, prog="primal demo", about=ABOUT)
     from rich.console import Console
 
-    from primal_attention.report import figures
     from primal_attention.utils.files import write_json
 
     console = Console(highlight=False)
@@ -105,7 +106,7 @@ def main(args: Sequence[str]) -> int:
     plain_seconds = {name: {str(n): s for n, s in points.items()} for name, points in seconds.items()}
     numbers = {"results": to_plain(results), "seconds": plain_seconds, "singular_values": sigma}
     write_json(arguments.out / "demo.json", numbers)
-    picture = figures.demo(arguments.out / "demo.png", seconds, sigma)
+    picture = draw_figure(arguments.out / "demo.png", seconds, sigma)
     show(console, results, seconds)
     console.print(f"picture: {picture}", soft_wrap=True)
     return 0
@@ -113,21 +114,20 @@ def main(args: Sequence[str]) -> int:
 
 def run(recipe: UEARecipe, out: Path) -> tuple[Result, list[float]]:
     """Train one network; its line of the table and its singular values."""
-    from primal_attention.report import look
     from primal_attention.train import folder as run_folder
     from primal_attention.train import runner
     from primal_attention.train.batches import Batches
 
     experiment = runner.build(recipe)
-    before = look.mean_objective(experiment.module.model, experiment.train)
+    before = mean_objective(experiment.module.model, experiment.train)
     place = run_folder.fresh(out / recipe.label())
     summary = runner.train(recipe, place, name=f"demo/{recipe.label()}")
     model = experiment.module.final_model
     runner.load_weights(model, place / "model.safetensors")
-    after = look.mean_objective(model, experiment.train)
+    after = mean_objective(model, experiment.train)
     x, mask, _ = next(iter(Batches(experiment.test.tensors, batch_size=64)))
     series = [case[~padding] for case, padding in zip(x, mask, strict=True)]
-    values = look.singular_values(model, series, SINGULAR_VALUES)
+    values = singular_values(model, series, SINGULAR_VALUES)
     accuracy, seconds = summary["scores"]["last"]["accuracy"], summary["seconds_per_epoch"]
     return Result(recipe.label(), accuracy, seconds, summary["parameters"], before, after), values
 
@@ -136,12 +136,10 @@ def time_both(max_length: int) -> dict[str, dict[int, float]]:
     """Both attentions at growing lengths on this machine, with a bar."""
     from rich.progress import Progress
 
-    from primal_attention.report import look
-
     lengths = [n for n in LENGTHS if n <= max_length]
     with Progress() as progress:
         task = progress.add_task("timing sequences of growing length", total=2 * len(lengths))
-        return look.time_lengths(
+        return time_lengths(
             {"softmax": {}, "primal": {"rank": 16, "landmarks": 26}},
             lengths,
             embed_dim=64,
@@ -169,3 +167,104 @@ def show(console: Console, results: Sequence[Result], seconds: Mapping[str, Mapp
         f"Series this short do not need a fast attention; at {longest:,} tokens one Primal layer takes "
         f"1/{factor:.0f} of the softmax layer's time on this machine (left half of the picture)."
     )
+
+
+def mean_objective(model: nn.Module, batches: Iterable[Any]) -> float | None:
+    """Mean J over a data set without dropout, or None for a model without Primal layers."""
+    import torch
+
+    from primal_attention.nn.objective import primal_layers
+
+    layers = list(primal_layers(model).values())
+    if not layers:
+        return None
+    was_training, total, samples = model.training, 0.0, 0
+    model.eval()
+    for layer in layers:  # layers keep J in training mode; dropout stays off
+        layer.train()
+    with torch.no_grad():
+        for x, mask, *_ in batches:
+            model(x, mask)
+            total += sum(float(layer.objective.float().mean()) for layer in layers) / len(layers) * len(x)
+            samples += len(x)
+    model.train(was_training)
+    return total / samples
+
+
+def singular_values(model: nn.Module, series: Iterable[Tensor], count: int) -> list[float]:
+    """σ_i / σ_1 of the attention matrices for i ≤ count, mean over layers, heads and the series of that length."""
+    import torch
+
+    from primal_attention.convert.spectrum import spectrum
+
+    layers = spectrum(model, [(x.unsqueeze(0),) for x in series if len(x) >= count], dtype=torch.float64).values()
+    sigma = torch.cat([layer.singular_values[..., :count].flatten(0, 1) for layer in layers])
+    return (sigma / sigma[:, :1].clamp(min=1e-300)).mean(dim=0).tolist()
+
+
+def time_lengths(
+    attentions: Mapping[str, Mapping[str, Any]],
+    lengths: Sequence[int],
+    *,
+    embed_dim: int,
+    num_heads: int,
+    limit: float = 2.0,
+    step: Callable[[], object] = lambda: None,
+) -> dict[str, dict[int, float]]:
+    """Seconds of forward and backward of one layer on one sequence, the best of some calls, by attention and length.
+
+    An attention that has taken more than `limit` seconds is not timed on longer sequences.
+    """
+    import torch
+
+    from primal_attention.nn.baselines import make_attention
+
+    seconds: dict[str, dict[int, float]] = {name: {} for name in attentions}
+    for name, keywords in attentions.items():
+        layer = make_attention(name, embed_dim, num_heads, **keywords)
+        for n in lengths:
+            if max(seconds[name].values(), default=0.0) < limit:
+                x = torch.randn(1, n, embed_dim, requires_grad=True)
+                times: list[float] = []
+                while len(times) < 2 or (sum(times) < 0.5 and len(times) < 20):
+                    start = time.perf_counter()
+                    layer(x).sum().backward()
+                    times.append(time.perf_counter() - start)
+                seconds[name][n] = min(times)
+            step()
+    return seconds
+
+
+def draw_figure(file: Path, seconds: Mapping[str, Mapping[int, float]], sigma: Mapping[str, Sequence[float]]) -> Path:
+    """Draw time against length and the decay of the singular values as a PNG file."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    from primal_attention.utils.files import write_atomically
+
+    colours, names = {"primal": "#c2410c", "softmax": "#1d4ed8"}, {"primal": "Primal-Attention", "softmax": "softmax"}
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10.4, 4.0), layout="constrained")
+    figure.suptitle("Primal-Attention and softmax attention, JapaneseVowels")
+    for name in sigma:
+        style: dict[str, Any] = {"color": colours.get(name), "label": names.get(name, name)}
+        lengths = sorted(seconds[name])
+        left.loglog(lengths, [1e3 * seconds[name][n] for n in lengths], "o-", **style)
+        shown = [value for value in sigma[name] if value > 1e-6]  # smaller values are rounding of zero
+        right.semilogy(range(1, len(shown) + 1), shown, "o-", markersize=4, **style)
+    ticks = sorted({n for points in seconds.values() for n in points})
+    left.set_xticks(ticks, [f"{n:,}" for n in ticks], rotation=30)
+    left.minorticks_off()
+    left.set(xlabel="sequence length N (tokens)", ylabel="forward + backward of one layer (ms)")
+    left.set_title("Time on this machine, one CPU thread", fontsize=11)
+    right.xaxis.get_major_locator().set_params(integer=True)
+    right.set(xlabel="index i", ylabel="σᵢ / σ₁ (mean over layers and heads)")
+    right.set_title("Singular values of the trained attention", fontsize=11)
+    for axis in (left, right):
+        axis.grid(alpha=0.25, which="both")
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False)
+    write_atomically(file, lambda stream: figure.savefig(stream, format="png", dpi=150))
+    plt.close(figure)
+    return file

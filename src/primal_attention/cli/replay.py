@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from primal_attention.cli.flags import parse
-from primal_attention.report.headline import in_full
+from primal_attention.report.results import in_full
 from primal_attention.train import d4rl, runner
 from primal_attention.train import folder as run_folder
 from primal_attention.train.config import to_plain

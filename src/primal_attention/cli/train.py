@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from primal_attention.cli.flags import parse
-from primal_attention.report.headline import headline, in_full
+from primal_attention.report.results import headline, in_full
 from primal_attention.train import folder as run_folder
 from primal_attention.train import registry
 from primal_attention.train.config import Recipe
