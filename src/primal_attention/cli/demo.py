@@ -185,7 +185,8 @@ def mean_objective(model: nn.Module, batches: Iterable[Any]) -> float | None:
     with torch.no_grad():
         for x, mask, *_ in batches:
             model(x, mask)
-            total += sum(float(layer.objective.float().mean()) for layer in layers) / len(layers) * len(x)
+            objectives = [float(layer.objective.float().mean()) for layer in layers if layer.objective is not None]
+            total += sum(objectives) / len(layers) * len(x)
             samples += len(x)
     model.train(was_training)
     return total / samples

@@ -45,13 +45,15 @@ COMMANDS = {
     "evaluate": Command("primal_attention.cli.train:evaluate", "measure a finished run again"),
     "generate": Command("primal_attention.cli.generate:main", "text from a language run", "language"),
     "recipes": Command("primal_attention.cli.train:recipes", "list the recipes"),
-    "table": Command("primal_attention.cli.table:main", "run a table of the paper, and show it beside ours"),
+    "table": Command(
+        "primal_attention.cli.table:main", "run a table of the paper, and show it beside ours", "train,report"
+    ),
     "data": Command("primal_attention.cli.data:main", "make sets of Long-Range Arena"),
     "bench": Command("primal_attention.cli.bench:main", "time attention layers on this machine", "report"),
     "spectrum": Command(
         "primal_attention.cli.spectrum:main", "how fast the attention's singular values fall", "train,report"
     ),
-    "report": Command("primal_attention.cli.report:main", "one HTML page of runs, to look at"),
+    "report": Command("primal_attention.cli.report:main", "one HTML page of runs, to look at", "train,report"),
     "info": Command("primal_attention.cli.info:main", "versions, devices, which backend runs here and why, extras"),
 }
 

@@ -96,8 +96,9 @@ class Cell:
 
     def paper(self, table: str) -> float | None:
         """The published number, or the mean of the numbers if there is one for every set."""
-        known = [published(self.benchmark, table, name, self.variant.name) for name in self.runs]
-        return fmean(known) if known and None not in known else None  # type: ignore[type-var]
+        values = [published(self.benchmark, table, name, self.variant.name) for name in self.runs]
+        known = [value for value in values if value is not None]
+        return fmean(known) if known and len(known) == len(values) else None
 
     def ratio(self, value: Callable[[Cell], Any]) -> float | None:
         """The value of softmax attention over this one, if both ran on one and the same device."""
@@ -178,7 +179,7 @@ class Section:
     def numbers(self) -> pd.DataFrame:
         """The unrounded numbers of all cells but averages."""
         cells = [cell for cell in self.cells if cell.dataset != AVERAGE]
-        columns = {
+        columns: dict[str, list[Any]] = {
             "part": [cell.variant.part for cell in cells],
             "dataset": [cell.dataset for cell in cells],
             "model": [cell.variant.name for cell in cells],
@@ -208,10 +209,10 @@ class Table:
 
 
 def to_markdown(table: Table) -> str:
-    """GitHub's tables under headings, the notes as a list below."""
-    lines = [f"## {table.title}", ""]
+    """GitHub's tables under their titles, the notes as a list below."""
+    lines = [f"**{table.title}**", ""]
     for section in table.sections:
-        lines += [f"### {section.title}", ""] if section.title else []
+        lines += [f"*{section.title}*", ""] if section.title else []
         rule = ["---" if column.digits is None else "--:" for column in section.columns]
         rows = [[c.heading for c in section.columns], *section.frame().to_numpy().tolist()]
         text = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
@@ -343,7 +344,8 @@ def accuracy_notes(cells: Sequence[Cell]) -> list[str]:
 
 def lra_notes(cells: Sequence[Cell]) -> list[str]:
     """What limits a comparison: the size of the test set and the length of the trainings."""
-    notes, samples, trainings = accuracy_notes(cells), {}, set()
+    notes, trainings = accuracy_notes(cells), set()
+    samples: dict[tuple[str, int], list[float]] = {}
     for cell in cells:
         for run in cell.all_runs:
             accuracy, count = run.score("validation_chosen"), run.data.get("test_samples", run.data.get("test_cases"))

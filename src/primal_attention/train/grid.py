@@ -214,12 +214,12 @@ def _run_on_ray(jobs: Sequence[Job], workers: int) -> Iterable[Outcome]:
         raise RunError("the ray launcher needs ray: pip install 'primal-attention[ray]'") from None
     is_own = not ray.is_initialized()
     if is_own:
-        local = {} if "RAY_ADDRESS" in os.environ else {"num_cpus": workers, "include_dashboard": False}
+        local: dict[str, Any] = {} if "RAY_ADDRESS" in os.environ else {"num_cpus": workers, "include_dashboard": False}
         ray.init(log_to_driver=False, **local)
     try:
         gpus = min(1.0, ray.cluster_resources().get("GPU", 0) / workers)
         remote = ray.remote(num_cpus=1, num_gpus=gpus)(_run_in_folder)
-        waiting, running = list(reversed(jobs)), {}
+        waiting, running = list(reversed(jobs)), dict[Any, Job]()
         while waiting or running:
             while waiting and len(running) < workers:  # a cluster may have room for more than was asked for
                 job = waiting.pop()
