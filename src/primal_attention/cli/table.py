@@ -12,7 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from primal_attention.utils.errors import DataError, RunError
+from primal_attention.utils.errors import RunError
+from primal_attention.utils.files import write_text
 from primal_attention.utils.progress import Progress
 
 if TYPE_CHECKING:
@@ -76,16 +77,15 @@ def main(args: Sequence[str]) -> int:
         index = results.ResultIndex(plan, results.read_summaries(options.results))
         cells, others = tables.make_cells(kind.benchmark, plan, index), len(index.runs)
     if not any(cell.all_runs for cell in cells):
-        absent = f"{options.results} has no result of this table" + (
-            f" ({others} with other settings)" if others else ""
-        )
-        hint = f"{absent}: run '{command}' first, or name another folder with --results"
-        raise RunError(failure(failed) if failed else hint)
+        if failed:
+            raise RunError(failure(failed))
+        absent = "no result of this table" + (f" ({others} with other settings)" if others else "")
+        raise RunError(f"{options.results} has {absent}: run '{command}' first, or name another folder with --results")
     title = kind.title if options.name == "lra-efficiency" else table_title(kind, plan)
     table = tables.make_table(kind, title, cells, command)
     tables.to_terminal(table)
     if options.markdown:
-        tables.write_text(options.markdown, tables.to_markdown(table))
+        write_text(options.markdown, tables.to_markdown(table))
     if options.csv:
         tables.to_csv(table, options.csv)
     if failed:
@@ -131,7 +131,7 @@ def make_plan(kind: TableKind, options: argparse.Namespace) -> Plan:
         return plan
     for variant in variants:  # fields and values that the recipe does not take are errors here
         ResultIndex(plan, []).cell_key(sets[0], variant)
-    return plan if options.no_run else replace(plan, sets=available_sets(kind, options))
+    return plan if options.no_run else with_available_sets(plan, kind, options)
 
 
 def chosen_variants(kind: TableKind, options: argparse.Namespace) -> list[Any]:
@@ -174,37 +174,25 @@ def read_change(item: str) -> tuple[str, Any]:
     return name, words.get(text.lower(), text)
 
 
-def available_sets(kind: TableKind, options: argparse.Namespace) -> Sequence[str]:
-    """The chosen sets, or the paper's sets whose data is here; those that are missing are named."""
-    from primal_attention.data import d4rl, image, uea
-    from primal_attention.train import image as image_task
-    from primal_attention.train import lm, lra
+def with_available_sets(plan: Plan, kind: TableKind, options: argparse.Namespace) -> Plan:
+    """Leave out the paper's sets without data and name them; a set that was asked for must be there."""
+    from primal_attention.data import d4rl, uea
+    from primal_attention.train import grid, image, lm, lra
 
-    def lra_folder(name: str, folder: Path | None) -> Path:
-        return folder / name if folder else lra.default_folder(name)
-
-    def image_folder(folder: Path | None) -> Path:
-        return folder or image_task.default_folder()
-
-    # Per benchmark: a quick look whether a set is here, and the reader, whose error says where to get it.
-    readers: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
-        "uea": (uea.available, uea.load),
-        "d4rl": (d4rl.find, d4rl.load),
-        "image": (lambda n, f: image_folder(f).is_dir(), lambda n, f: image.load(image_folder(f))),
-        "lm": (lambda n, f: (f or lm.default_folder(n)).is_dir(), lambda n, f: lm.load(lm.LanguageData(n, f))),
-        "lra": (lambda n, f: lra_folder(n, f).is_dir(), lambda n, f: lra.load(lra.LRAData(n, lra_folder(n, f)))),
+    is_here: dict[str, Callable[[str, Path | None], object]] = {
+        "uea": uea.available,
+        "d4rl": d4rl.find,
+        "image": lambda name, folder: (folder or image.default_folder()).is_dir(),
+        "lm": lambda name, folder: (folder or lm.default_folder(name)).is_dir(),
+        "lra": lambda name, folder: (folder / name if folder else lra.default_folder(name)).is_dir(),
     }
-    is_here, load = readers[kind.benchmark]
-    names = tuple(options.sets or kind.sets)
-    missing = [name for name in names if not is_here(name, options.data)]
-    if missing and (options.sets or len(missing) == len(names)):
-        try:
-            load(missing[0], options.data)
-        except DataError as error:
-            raise RunError(str(error).replace("--data.folder", "--data")) from None
+    missing = [name for name in plan.sets if not is_here[kind.benchmark](name, options.data)]
+    if missing and (options.sets or len(missing) == len(plan.sets)):
+        job = plan.job(missing[0], plan.variants[0], 0, options.runs, options.results)
+        raise RunError(str(grid.run_job(job).error).replace("--data.folder", "--data"))  # says where to get the data
     if missing:
         print(f"no data, left out: {', '.join(missing)} (docs/ says how to get it)", file=sys.stderr)
-    return [name for name in names if name not in missing]
+    return replace(plan, sets=[name for name in plan.sets if name not in missing])
 
 
 def run_missing(plan: Plan, kind: TableKind, options: argparse.Namespace) -> list[Outcome]:
