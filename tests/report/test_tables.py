@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from primal_attention.cli.table import NAMES, PARTS
+from primal_attention.data import d4rl
 from primal_attention.report import tables
 from primal_attention.report.results import Run
 from primal_attention.report.tables import Cell, paper
@@ -94,11 +95,14 @@ def test_published_tables_agree_with_each_other_and_with_the_recipes() -> None:
     for task, accuracy in paper("lra")["accuracy"]["rows"].items():
         assert accuracy["primal+"] == tables.published("lra", "data-dependence", task, "primal+-dependent")
         assert accuracy["primal"] == tables.published("lra", "r-scores", task, "primal-with-r")
+    assert tuple(paper("d4rl")["score"]["rows"]) == d4rl.SETS
     steps = {name: [task.steps, task.batch_size] for name, task in lra.TASKS.items()}
     assert steps == paper("lra")["training"]
 
 
-@pytest.mark.parametrize(("benchmark", "table"), [("uea", "accuracy"), ("uea", "seconds"), ("lra", "accuracy")])
+@pytest.mark.parametrize(
+    ("benchmark", "table"), [("uea", "accuracy"), ("uea", "seconds"), ("lra", "accuracy"), ("d4rl", "score")]
+)
 def test_published_averages_are_those_of_the_rows(benchmark: str, table: str) -> None:
     content = paper(benchmark)[table]
     for model, average in content["average"].items():

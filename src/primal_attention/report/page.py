@@ -252,6 +252,6 @@ def make_page(
 
 def write_page(file: Path, page: str, *, inline: bool = False) -> None:
     """Write the page and, unless it is inlined, plotly's script beside it."""
+    write_text(file, page)
     if not inline:
         write_text(file.parent / SCRIPT, get_plotlyjs())
-    write_text(file, page)
