@@ -1,12 +1,18 @@
-"""Keep the documents true: run the Python blocks that stand on their own, in order, and look up every relative link.
+"""Check the documents: run their Python blocks, look up every relative link, and compare tables with stored results.
 
-.venv/bin/python docs/check.py
+.venv/bin/python docs/check.py            # check
+.venv/bin/python docs/check.py --write    # also write the tables of the stored results into the documents
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import re
+import shlex
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,6 +21,7 @@ PYTHON_BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 ANY_BLOCK = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
+TABLE = re.compile(r"^<!-- table: primal table (.+?) -->\n(.*?)^<!-- end -->", re.DOTALL | re.MULTILINE)
 WHOLE = ("README.md", "docs/language.md")  # documents whose blocks need nothing but each other
 
 
@@ -54,12 +61,38 @@ def run_examples(document: Path, given: Mapping[str, object] | None = None, firs
     return len(blocks)
 
 
+def make_table(command: str) -> str:
+    """The Markdown that `primal table` makes from the stored results."""
+    from primal_attention.cli import table
+
+    before = Path.cwd()
+    os.chdir(ROOT)
+    try:
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+            table.main([*shlex.split(command), "--no-run", "--markdown", f"{folder}/table.md"])
+            return Path(folder, "table.md").read_text(encoding="utf-8")
+    finally:
+        os.chdir(before)
+
+
+def with_tables(document: Path) -> str:
+    """The text of a document with every block between `table` and `end` comments made anew."""
+    text = document.read_text(encoding="utf-8")
+    return TABLE.sub(lambda m: f"<!-- table: primal table {m[1]} -->\n{make_table(m[1])}<!-- end -->", text)
+
+
 def main() -> int:
     failures = [f"{d.relative_to(ROOT)}: nothing at {target}" for d in documents() for target in broken_links(d)]
+    for document in documents():
+        if (text := with_tables(document)) != document.read_text(encoding="utf-8"):
+            if "--write" in sys.argv:
+                document.write_text(text, encoding="utf-8")
+            else:
+                failures.append(f"{document.relative_to(ROOT)}: a table differs from the stored results")
     for failure in failures:
         print(failure, file=sys.stderr)
     blocks = sum(run_examples(ROOT / name) for name in WHOLE)
-    print(f"{len(documents())} documents, {blocks} examples run, {len(failures)} broken links")
+    print(f"{len(documents())} documents, {blocks} examples run, {len(failures)} failures")
     return 1 if failures else 0
 
 

@@ -64,6 +64,13 @@ def test_every_relative_link_leads_to_a_file(check: ModuleType) -> None:
     assert not {document: targets for document, targets in broken.items() if targets}
 
 
+def test_tables_are_those_of_the_stored_results(check: ModuleType) -> None:
+    documents = [document for document in check.documents() if check.TABLE.search(document.read_text(encoding="utf-8"))]
+    assert len(documents) >= 5
+    for document in documents:
+        assert check.with_tables(document) == document.read_text(encoding="utf-8"), "run docs/check.py --write"
+
+
 def test_the_first_example_is_short(check: ModuleType) -> None:
     first = check.PYTHON_BLOCK.search((ROOT / "README.md").read_text(encoding="utf-8")).group(1)
     assert len([line for line in first.splitlines() if line.strip()]) == 6

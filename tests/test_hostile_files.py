@@ -252,10 +252,9 @@ CHECKPOINT: dict[str, Damage] = {
 
 
 def make_page(home: Path) -> None:
-    """A run folder with a spectrum in both forms, a benchmark, a demo, and results of a table."""
+    """A run folder with and without a spectrum, a benchmark, a demo, and results of a table."""
     run = page_cases.put_run(home / "run", "primal", 0, 0.9)
     shutil.copytree(run, home / "other")
-    (run / "spectrum.json").write_text(json.dumps({"singular_values": {"a": [2.0, 1.0]}}))
     (home / "other" / "spectrum.csv").write_text("layer,head,index,value\na,0,1,2.0\na,0,2,1.0\n")
     (home / "bench.json").write_text(json.dumps({**page_cases.bench(), "command": "primal bench"}))
     (home / "demo.json").write_text(json.dumps(page_cases.demo()))
@@ -335,11 +334,6 @@ BENCH = {
     "unknown-status": put("rows.0.status", "fine"),
     "no-time": put("rows.0.seconds", None),
 }
-SPECTRA = {
-    name: damage
-    for name, damage in fields("singular_values.a", "singular_values.a.0", "singular_values").items()
-    if name not in ("number-for-text", "half-a-character", "a-list", "text-for-table")
-} | {"negative": put("singular_values.a.0", -1.0), "none": put("singular_values.a", [])}
 TEXTS = {name: damage for name, damage in NOT_TEXT.items() if name not in ("pipe", "larger-than-memory")} | {
     "empty": GENERIC["empty"],
     "blank": lambda file: file.write_text(" \n\n"),
@@ -368,7 +362,6 @@ KINDS = {
     "summary-report": Kind("page", "run/summary.json", REPORT.format("run"), SUMMARY),
     "config-report": Kind("page", "run/config.yaml", REPORT.format("run"), CONFIG),
     "metrics-report": Kind("page", "run/metrics.csv", REPORT.format("run"), table("epoch")),
-    "spectrum-json-report": Kind("page", "run/spectrum.json", REPORT.format("run"), SPECTRA),
     "spectrum-csv-report": Kind("page", "other/spectrum.csv", REPORT.format("other"), table("index")),
     "bench-report": Kind("page", "bench.json", REPORT.format("bench.json"), BENCH),
     "bench-plot": Kind("page", "bench.json", "bench plot bench.json", BENCH),
@@ -475,7 +468,7 @@ def test_every_kind_is_damaged_in_ten_ways() -> None:
     assert min(len(kind.damages) for kind in KINDS.values()) >= 10
 
 
-@pytest.mark.parametrize("name", ["summary-report", "config-report", "metrics-report", "spectrum-json-report"])
+@pytest.mark.parametrize("name", ["summary-report", "config-report", "metrics-report"])
 def test_broken_runs_are_skipped_on_request(
     name: str, templates: Any, home: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,10 +18,10 @@ hf = pytest.importorskip("transformers", minversion="5")
 from convert.hf_models import SMALL, make  # noqa: E402
 from primal_attention import primalize  # noqa: E402
 from primal_attention.cli import main as cli  # noqa: E402
+from primal_attention.cli.spectrum import layer_groups  # noqa: E402
 from primal_attention.data import uea  # noqa: E402
 from primal_attention.data.uea import SeriesData, Split  # noqa: E402
-from primal_attention.report.page_numbers import read_spectrum  # noqa: E402
-from primal_attention.report.spectrum import layer_groups  # noqa: E402
+from primal_attention.report.results import read_spectrum  # noqa: E402
 
 TRAIN = """
 --model.embed-dim 8 --model.num-heads 2 --model.layers 2 --model.ffn-dim 16 --model.rank 3 --model.landmarks 4
@@ -68,7 +68,7 @@ def test_a_run_folder_gives_table_numbers_and_pictures(workplace: Path, capsys) 
     assert len(rows) == 2 * 9
     assert float(rows[8]["explained_mean"]) == pytest.approx(1)
     assert {row["kind"] for row in rows} == {"softmax", "primal"}
-    drawn = read_spectrum(workplace / "results" / "spectrum")  # as the page of runs reads it
+    drawn = read_spectrum(workplace / "results" / "spectrum" / "spectrum.csv")  # as the page of runs reads it
     assert [len(values) for values in drawn.values()] == [9, 9]
 
 

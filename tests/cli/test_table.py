@@ -1,9 +1,11 @@
-"""`primal table`: runs what is missing, shows it from files, and says in one line what is wrong."""
+"""`primal table`: runs what is missing, shows stored results, and reports bad input in one line."""
 
 from __future__ import annotations
 
 import csv
 import json
+import subprocess
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -12,19 +14,19 @@ import torch
 import toy
 
 from primal_attention.cli import main as cli
-from primal_attention.cli import train as commands
-from primal_attention.train import grid, registry
-from primal_attention.train import grid as plan
-from primal_attention.train.config import override
+from primal_attention.data.lra import listops
+from primal_attention.report import tables
+from primal_attention.report.results import ResultIndex
+from primal_attention.train import grid
 
-SMALL = """
---set model.embed_dim=8 model.num_heads=2 model.ffn_dim=16 model.rank=3 model.landmarks=4 trainer.accelerator=cpu
-""".split()  # noqa: SIM905 (reads as it is typed)
+SIZES = "model.embed_dim=8 model.ffn_dim=16 model.rank=3 model.landmarks=4 trainer.accelerator=cpu"
+SMALL = ["--set", *SIZES.split(), "model.num_heads=2"]
 BRIEF = [*SMALL, "trainer.epochs=1", "trainer.batch_size=64"]
+TOY = ["--sets", "Toy", "--seeds", "1"]
 
 
 class Launched(list):
-    """Jobs that were started, run in this process: starting others is what the grid's own tests do."""
+    """Jobs that were started, run in this process; the grid's own tests start others."""
 
     def __call__(self, jobs: Sequence[grid.Job], workers: int) -> Iterable[grid.Outcome]:
         self.extend(jobs)
@@ -48,128 +50,41 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launched:
 
 
 def table(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    try:
-        code = cli.main(["table", *words])
-    except SystemExit as leaving:
-        code = int(leaving.code or 0)
+    code = cli.main(["table", *words])
     captured = capsys.readouterr()
     return code, captured.out, captured.err
 
 
-def test_japanese_vowels_in_small_then_only_what_is_missing(launched: Launched, capsys, tmp_path: Path):
-    pytest.importorskip("aeon")
-    words = ["uea", "--sets", "JapaneseVowels", "--models", "softmax", "primal", "--seeds", "1", *BRIEF]
+def test_only_missing_runs_are_started(launched: Launched, capsys, tmp_path: Path) -> None:
+    words = ["uea", "--sets", "Toy", "--models", "softmax", "primal", "--seeds", "1", *BRIEF]
     code, out, _ = table(capsys, *words, "--markdown", "out/t.md", "--csv", "out/t.csv")
     assert code == 0
     assert launched.names() == ["softmax-seed0", "primal-seed0"]
-    for text in ("BEST-ON-TEST (paper's way)", "LAST", "VALIDATION-CHOSEN", "98.7", "98.4", "trainer.epochs 1"):
+    for text in ("BEST-ON-TEST", "LAST", "VALIDATION-CHOSEN", "trainer.epochs 1"):
         assert text in out
-    assert "| JapaneseVowels | Transformer (softmax) | 98.7 |" in Path("out/t.md").read_text()
+    assert "| Toy | Transformer (softmax) | – |" in Path("out/t.md").read_text()
     records = list(csv.DictReader(Path("out/t.csv").read_text().splitlines()))
-    summary = json.loads(Path("results/uea/JapaneseVowels/primal-seed0.json").read_text())
+    summary = json.loads(Path("results/uea/Toy/primal-seed0.json").read_text())
     assert float(records[1]["last_mean"]) == pytest.approx(100 * summary["scores"]["last"]["accuracy"])
     assert summary["commit"]
     assert str(tmp_path) not in json.dumps(summary)
 
-    assert table(capsys, *words)[0] == 0
-    assert launched.names() == []
     words[words.index("1")] = "2"
     assert table(capsys, *words)[0] == 0
     assert launched.names() == ["softmax-seed1", "primal-seed1"]
-    code, again, _ = table(capsys, *words, "--no-run")
+    code, again, _ = table(capsys, *words, "--no-run", "--results", "runs")  # run folders serve as results
     assert code == 0
-    assert launched.names() == []
     assert "--no-run" not in again
-
-
-def test_the_ablation_takes_the_runs_that_it_shares(launched: Launched, capsys):
-    common = ["--sets", "Toy", "--seeds", "1", *BRIEF]
-    assert table(capsys, "uea", "--models", "primal", "primal+", *common)[0] == 0
-    launched.clear()
-    code, out, _ = table(capsys, "uea-ablation", "--parts", "data-dependence", "r-scores", *common)
+    # The ablation shares runs with the main table.
+    code, out, _ = table(capsys, "uea-ablation", "--parts", "data-dependence", "r-scores", *TOY, *BRIEF)
     assert code == 0
-    assert launched.names() == ["primal+-independent-seed0", "primal-without-r-seed0", "primal+-without-r-seed0"]
+    names = ["primal+-independent", "primal+-dependent", "primal-without-r", "primal+-without-r"]
+    assert launched.names() == [f"{name}-seed0" for name in names]
     assert "Data-dependent" in out
-    assert "r-scores" in out
-    settings = json.loads(Path("results/uea/Toy/primal+-independent-seed0.json").read_text())["config"]["model"]
-    assert (settings["data_dependent"], settings["attention"]) == (False, ["primal+"])
 
 
-def test_the_grid_of_eta_and_s_is_the_papers():
-    variants = plan.ablation_variants(["eta-s"])
-    assert len(variants) == 12
-    assert variants[5].changes() == {"model.attention": ("primal",), "model.rank": 30, "eta": 0.1}
-    whole = plan.Plan("uea", ["Handwriting"], variants, range(2), {"protocol": "both"}, "uea")
-    assert len(plan.missing(whole, plan.Shelf([]), Path("runs"), Path("results"))) == 24
-    default = plan.Plan("uea", ["Handwriting"], plan.model_variants(["primal"]), [0], {}, "uea")
-    best = next(v for v in variants if v.options == {"rank": 30, "eta": 0.2})
-    assert whole.key("Handwriting", best) == default.key("Handwriting", default.variants[0])
-
-
-def test_efficiency_is_measured_by_runs_of_its_own(launched: Launched, capsys):
-    words = ["uea-efficiency", "--sets", "Toy", "--models", "softmax", "primal", "--seeds", "1", *BRIEF]
-    code, out, _ = table(capsys, *words)
-    assert code == 0
-    assert "s/epoch" in out
-    assert "1.00×" in out
-    assert "scaled_dot_product_attention" in out
-    assert Path("results/uea-efficiency/Toy/softmax-seed0.json").exists()
-
-
-def test_a_failed_run_leaves_the_others_and_is_told(launched: Launched, capsys, monkeypatch):
-    def half(jobs: Sequence[grid.Job], workers: int) -> Iterable[grid.Outcome]:
-        return [grid.run_job(jobs[0]), grid.Outcome(jobs[1], error="the loss is not finite")]
-
-    monkeypatch.setitem(grid.LAUNCHERS, "local", half)
-    code, out, err = table(capsys, "uea", "--sets", "Toy", "--models", "softmax", "primal", "--seeds", "1", *BRIEF)
-    assert code == 2
-    assert "Transformer (softmax)" in out
-    assert "1 run failed, the first was uea/Toy primal-seed0: the loss is not finite" in err
-
-
-def test_the_command_in_a_result_trains_the_same(tmp_path: Path):
-    changes = {"model.attention": ("softmax", "primal"), "eta": 0.2, "model.r_scores": False, "protocol": "both"}
-    job = grid.Job("uea/Toy", {**changes, "data.folder": tmp_path, "seed": 3}, tmp_path, tmp_path)
-    words = job.command.split()[3:]
-    recipe, _, _ = commands.parse_run("uea/Toy", registry.get("uea/Toy"), words)
-    assert recipe == override(registry.get("uea/Toy"), {**changes, "seed": 3})
-    assert str(tmp_path) not in job.command
-
-
-WRONG = {
-    "a mistyped table": (["uae"], "did you mean 'uea'?"),
-    "no table": ([], "required: NAME"),
-    "a mistyped flag": (["uea", "--sed", "3"], "--sed"),
-    "an empty folder": (["uea", "--no-run", "--seeds", "2"], "run 'primal table uea --seeds 2' first"),
-    "a mistyped model": (["uea", "--models", "primel"], "did you mean 'primal'?"),
-    "a mistyped set": (["uea", "--sets", "Tooy"], "did you mean Toy?"),
-    "a mistyped family": (["uea", "--recipe", "uea-moden"], "did you mean 'uea-modern'?"),
-    "a mistyped part": (["uea-ablation", "--parts", "eta"], "invalid choice: 'eta'"),
-    "a change that is none": (["uea", "--sets", "Toy", "--set", "epochs"], "FIELD=VALUE"),
-    "a field that is none": (["uea", "--sets", "Toy", "--set", "trainer.speed=1"], "trainer.speed is not a field"),
-    "a change of the grid": (["uea", "--sets", "Toy", "--set", "seed=1"], "cannot change seed"),
-    "no seeds": (["uea", "--sets", "Toy", "--seeds", "0"], "--seeds must be at least 1"),
-    "no workers": (["uea", "--sets", "Toy", "--workers", "0"], "workers must be at least 1"),
-    "parts of a table without": (["uea", "--parts", "eta-s"], "--parts belongs to an ablation"),
-    "models of the ablation": (["uea-ablation", "--models", "flow"], "are fixed"),
-    "timing on a cluster": (["uea-efficiency", "--sets", "Toy", "--launcher", "ray"], "local launcher"),
-    "timing side by side": (["uea-efficiency", "--sets", "Toy", "--workers", "99"], "must not share a device"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG, ids=lambda case: case.replace(" ", "-"))
-def test_what_the_user_can_mend_is_one_line_and_exit_code_2(case, launched: Launched, capsys):
-    words, said = WRONG[case]
-    code, _, err = table(capsys, *words)
-    assert code == 2
-    assert err.startswith("primal: ")
-    assert err.count("\n") == 1, err
-    assert said in err
-    assert not launched
-
-
-def test_results_of_other_settings_are_neither_shown_nor_overwritten(launched: Launched, capsys):
-    words = ["uea", "--sets", "Toy", "--models", "softmax", "--seeds", "1"]
+def test_results_of_other_settings_are_neither_shown_nor_overwritten(launched: Launched, capsys) -> None:
+    words = ["uea", *TOY, "--models", "softmax"]
     assert table(capsys, *words, *BRIEF)[0] == 0
     code, _, err = table(capsys, *words, *SMALL, "trainer.epochs=2", "trainer.batch_size=64")
     assert code == 2
@@ -179,34 +94,99 @@ def test_results_of_other_settings_are_neither_shown_nor_overwritten(launched: L
     assert "no result of this table (1 with other settings)" in err
 
 
-def test_a_run_folder_is_as_good_as_a_result_file(launched: Launched, capsys):
-    words = ["uea", "--sets", "Toy", "--models", "softmax", "--seeds", "1", *BRIEF]
-    first = table(capsys, *words)[1]
-    code, again, _ = table(capsys, *words, "--no-run", "--results", "runs")
-    assert code == 0
+def test_a_failed_run_leaves_the_others(launched: Launched, capsys, monkeypatch) -> None:
+    def half(jobs: Sequence[grid.Job], workers: int) -> Iterable[grid.Outcome]:
+        return [grid.run_job(jobs[0]), grid.Outcome(jobs[1], error="the loss is not finite")]
 
-    def numbers(out: str) -> list[str]:
-        return [line for line in out.splitlines() if "softmax" in line and "Toy" in line and "primal" not in line]
+    monkeypatch.setitem(grid.LAUNCHERS, "local", half)
+    words = ["uea-efficiency", *TOY, "--models", "softmax", "primal", *BRIEF]
+    code, out, err = table(capsys, *words)
+    assert code == 2
+    assert "1.00×" in out
+    assert "1 run failed, the first was uea/Toy primal-seed0: the loss is not finite" in err
+    assert Path("results/uea-efficiency/Toy/softmax-seed0.json").exists()
 
-    assert numbers(again) == numbers(first)
 
-
-def test_sets_that_are_not_here_are_left_out_and_named(launched: Launched, capsys, monkeypatch):
+def test_sets_without_data_are_left_out_and_named(launched: Launched, capsys, monkeypatch) -> None:
     monkeypatch.setattr("primal_attention.data.uea.INSIDE_AEON", ())
     Path("data/uea/Toy.npz").rename("data/uea/Handwriting.npz")
     code, out, err = table(capsys, "uea", "--models", "softmax", "--seeds", "1", *BRIEF)
     assert code == 0
-    assert "left out: EthanolConcentration" in err
+    assert "no data, left out: EthanolConcentration" in err
     assert "Handwriting" in out
     assert "PEMS-SF" not in out
 
 
-def test_on_a_local_ray_with_two_workers(launched: Launched, capsys):
-    pytest.importorskip("ray", reason="ray is not installed: pip install ray")
-    words = ["uea", "--sets", "Toy", "--models", "softmax", "primal", "--seeds", "1", *BRIEF]
-    code, out, err = table(capsys, *words, "--launcher", "ray", "--workers", "2")
-    assert code == 0, err
+def test_long_range_arena_and_trainings_of_another_length(launched: Launched, capsys) -> None:
+    shape = listops.Shape(max_depth=4, max_args=4, min_length=5, max_length=40)
+    listops.write(Path("data/lra/listops"), train=18, valid=6, test=6, shape=shape)
+    lra = ["--sets", "listops", "--seeds", "1", "--set", *SIZES.split(), "trainer.steps_per_epoch=2"]
+    lra += ["trainer.batch_size=4", "trainer.precision=32-true"]
+    code, out, _ = table(capsys, "lra", "--models", "primal", *lra, "trainer.epochs=2", "watch_test=true")
+    assert code == 0
+    for text in ("Paper (validation-chosen)", "37.3", "4 steps × 4 samples", "paper 5,000 × 32", "Samples in the test"):
+        assert text in out
+    assert set(json.loads(Path("results/lra/listops/primal-seed0.json").read_text())["scores"]) == set(tables.PROTOCOLS)
+    assert table(capsys, "lra", "--models", "primal", *lra, "--no-run")[0] == 2
+    code, out, _ = table(capsys, "lra", "--models", "primal", *lra, "--no-run", "--any-length")
+    assert code == 0
+    assert "trainings of any length" in out
+    code, out, _ = table(capsys, "lra-ablation", "--parts", "r-scores", *lra, "trainer.epochs=1", "--results", "other")
+    assert code == 0
+    assert len(list(Path("other/lra/listops").glob("*.json"))) == 4
+    for text in ("36.8", "37.1", "37.3"):
+        assert text in out
+
+
+def test_the_grid_of_eta_and_s_is_the_papers() -> None:
+    variants = tables.ablation_variants(["eta-s"])
+    assert variants[5].changes() == {"model.attention": ("primal",), "model.rank": 30, "eta": 0.1}
+    plan = grid.Plan("uea", ["Handwriting"], variants, range(2), {"protocol": "both"}, "uea")
+    index = ResultIndex(plan, [])
+    assert len(index.missing_jobs(Path("runs"), Path("results"))) == 24
+    best = next(v for v in variants if v.options == {"rank": 30, "eta": 0.2})
+    (default,) = tables.model_variants(["primal"])
+    assert index.cell_key("Handwriting", best) == index.cell_key("Handwriting", default)
+
+
+WRONG = {
+    "a mistyped table": (["uae"], "did you mean 'uea'?"),
+    "no table": ([], "required: NAME"),
+    "a mistyped flag": (["uea", "--sed", "3"], "--sed"),
+    "an empty folder": (["uea", "--no-run", "--seeds", "2"], "run 'primal table uea --seeds 2' first"),
+    "a mistyped model": (["uea", "--models", "primel"], "did you mean 'primal'?"),
+    "a mistyped variant": (["lm", "--models", "sofmax", "--no-run"], "did you mean 'softmax'?"),
+    "a mistyped set": (["uea", "--sets", "Tooy"], "did you mean Toy?"),
+    "a mistyped family": (["uea", "--recipe", "uea-moden"], "did you mean 'uea-modern'?"),
+    "a mistyped part": (["uea-ablation", "--parts", "eta"], "invalid choice: 'eta'"),
+    "a part that is not published": (["lra-ablation", "--parts", "eta-s"], "--parts eta-s is not published"),
+    "a change that is none": (["uea", "--sets", "Toy", "--set", "epochs"], "FIELD=VALUE"),
+    "a field that is none": (["uea", "--sets", "Toy", "--set", "trainer.speed=1"], "trainer.speed is not a field"),
+    "a change of the grid": (["uea", "--sets", "Toy", "--set", "seed=1"], "cannot change seed"),
+    "no seeds": (["uea", "--sets", "Toy", "--seeds", "0"], "--seeds must be at least 1"),
+    "no workers": (["uea", "--sets", "Toy", "--workers", "0"], "--workers must be at least 1"),
+    "parts of a table without": (["uea", "--parts", "eta-s"], "--parts belongs to an ablation"),
+    "models of the ablation": (["uea-ablation", "--models", "flow"], "are fixed"),
+    "any length with runs": (["lra", "--any-length"], "add --no-run"),
+    "a set without data": (["lra", "--sets", "text"], "no train split"),
+    "timing on a cluster": (["uea-efficiency", "--sets", "Toy", "--launcher", "ray"], "local launcher"),
+    "timing side by side": (["uea-efficiency", "--sets", "Toy", "--workers", "99"], "must not share a device"),
+    "a step of no model": (["lra-efficiency", "--models", "nothing"], "no model of this table is called 'nothing'"),
+    "steps that were not measured": (["lra-efficiency", "--no-run"], "has no result of this table"),
+}
+
+
+@pytest.mark.parametrize(("words", "message"), WRONG.values(), ids=[name.replace(" ", "-") for name in WRONG])
+def test_bad_input_is_one_line_and_exit_code_2(words: list[str], message: str, launched: Launched, capsys) -> None:
+    code, _, err = table(capsys, *words)
+    assert code == 2
+    assert err.startswith("primal: ")
+    assert err.count("\n") == 1, err
+    assert message in err
     assert not launched
-    assert Path("results/uea/Toy/primal-seed0.json").exists()
-    assert Path("runs/results/uea/Toy/primal-seed0/model.safetensors").exists()
-    assert "PrimalFormer (primal)" in out
+
+
+def test_help_imports_no_heavy_module() -> None:
+    code = """import sys; from primal_attention.cli import table; table.parser().format_help()
+assert not {"torch", "pandas", "lightning"} & set(sys.modules), "a heavy module is imported" """
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

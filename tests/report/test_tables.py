@@ -1,169 +1,193 @@
-"""Tables from results: columns per protocol, honest averages, where the numbers come from."""
+"""Tables: published numbers that agree with each other, separate protocols, averages over comparable sets, writers."""
 
 from __future__ import annotations
 
 import csv
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from primal_attention.report import results
-from primal_attention.report.accuracy import accuracy
-from primal_attention.report.cells import Cell, comparable_sets
-from primal_attention.report.efficiency import efficiency
-from primal_attention.report.results import Mean, Result
-from primal_attention.report.table import Section, Table, show, to_markdown
-from primal_attention.utils.errors import RunError
-from primal_attention.utils.files import write_csv
+from primal_attention.cli.table import NAMES, PARTS
+from primal_attention.data import d4rl
+from primal_attention.report import tables
+from primal_attention.report.results import Run
+from primal_attention.report.tables import Cell, paper
+from primal_attention.train import lra
+from primal_attention.train.grid import Variant
+from primal_attention.train.uea import PAPER
+from primal_attention.utils.files import read_text
+
+KINDS = tables.table_kinds()
 
 
-def result(seed: int = 0, last: float = 0.5, **changes: Any) -> Result:
-    values: dict[str, Any] = {
-        "file": Path(f"{seed}-{last}-{sorted(changes.items())}.json"),
+def run(seed: int = 0, last: float = 0.5, **changes: Any) -> Run:
+    fields: dict[str, Any] = {
+        "path": Path(f"{seed}-{last}-{sorted(changes.items())}.json"),
+        "benchmark": "uea",
         "recipe": "uea/Handwriting",
+        "label": "primal",
         "seed": seed,
         "scores": {
             "last": {"accuracy": last, "epoch": 9},
             "best_on_test": {"accuracy": last + 0.1, "epoch": 3},
             "validation_chosen": {"accuracy": last - 0.1, "epoch": 5},
         },
-        "config": {},
-        "benchmark": "uea",
+        "config": {"trainer": {"steps_per_epoch": 0}},
         "seconds_per_epoch": 2.0,
         "peak_memory_bytes": 10**9,
         "device": "GPU",
-        "length": 152,
         "commit": "0123456789abcdef",
+        "data": {"max_length": 152},
     }
-    return Result(**{**values, **changes})
+    return Run(**{**fields, **changes})
 
 
-def cell(dataset: str, model: str, *found: Result) -> Cell:
-    return Cell("models", dataset, model, {}, found)
+def cell(dataset: str, model: str, *runs: Run) -> Cell:
+    return Cell("uea", dataset, Variant("models", model, model), {dataset: runs})
 
 
-def rows(table: Table) -> list[list[str]]:
-    return [list(row) for section in table.sections for row in section.rows]
+def make(cells: list[Cell], name: str = "uea") -> tables.Table:
+    return tables.make_table(KINDS[name], "T", tables.with_softmax(cells), f"primal table {name}")
 
 
-def test_the_three_protocols_stand_apart_beside_the_papers_number():
-    found = cell("Handwriting", "primal", result(0, 0.5), result(1, 0.6))
-    table = accuracy("T", [found], "primal table uea")
-    (row,) = rows(table)
-    assert table.sections[0].columns[2:6] == [
-        "Paper (best on test)",
-        "BEST-ON-TEST (paper's way)",
-        "LAST",
-        "VALIDATION-CHOSEN",
+def rows(table: tables.Table) -> list[list[str]]:
+    return [row for section in table.sections for row in section.frame().to_numpy().tolist()]
+
+
+def test_every_table_has_a_name_in_the_command() -> None:
+    assert set(KINDS) == set(NAMES)
+    assert set(PARTS) == {part for kind in KINDS.values() for part in kind.parts}
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "table", "row", "column", "value"),
+    [
+        ("uea", "accuracy", "PEMS-SF", "primal+", 90.2),
+        ("uea", "accuracy", "Handwriting", "longformer", 39.6),
+        ("uea", "seconds", "FaceDetection", "softmax", 10.7),
+        ("uea", "eta-s", "PEMS-SF", "primal-s40-eta0.1", 89.6),
+        ("uea", "data-dependence", "JapaneseVowels", "primal+-independent", 99.2),
+        ("lra", "accuracy", "retrieval", "yoso", 81.2),
+        ("lra", "seconds", "retrieval", "softmax", 1333.7),
+        ("lra", "memory", "pathfinder", "primal", 1.52),
+        ("lra", "r-scores", "image", "primal-without-r", 30.5),
+        ("d4rl", "score", "hopper-medium", "primal+", 74.5),
+        ("d4rl", "seconds", "medium", "flow", 54.4),
+        ("lm", "perplexity", "wikitext-103", "primal+-mean", 31.0),
+        ("image", "imagenet", "Primal.+DeiT-Small/16", "s/1K steps", 2330.2),
+    ],
+)
+def test_published_numbers(benchmark: str, table: str, row: str, column: str, value: float) -> None:
+    assert tables.published(benchmark, table, row, column) == value
+    assert paper(benchmark)[table]["label"].startswith("tab::")
+
+
+def test_published_tables_agree_with_each_other_and_with_the_recipes() -> None:
+    uea = {name: paper("uea")[name]["rows"] for name in ("accuracy", "seconds", "eta-s", "data-dependence")}
+    assert all(set(rows) == set(PAPER) for rows in uea.values())
+    for name, accuracy in uea["accuracy"].items():
+        # The main table's PrimalFormer is the best of the ablation's grid, at the recipe's setting.
+        setting = PAPER[name][0]
+        best = uea["eta-s"][name][f"primal-s{setting.rank}-eta{setting.eta:g}"]
+        assert accuracy["primal"] == best == max(uea["eta-s"][name].values())
+        assert accuracy["primal+"] == uea["data-dependence"][name]["primal+-dependent"]
+    for task, accuracy in paper("lra")["accuracy"]["rows"].items():
+        assert accuracy["primal+"] == tables.published("lra", "data-dependence", task, "primal+-dependent")
+        assert accuracy["primal"] == tables.published("lra", "r-scores", task, "primal-with-r")
+    assert tuple(paper("d4rl")["score"]["rows"]) == d4rl.SETS
+    steps = {name: [task.steps, task.batch_size] for name, task in lra.TASKS.items()}
+    assert steps == paper("lra")["training"]
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "table"), [("uea", "accuracy"), ("uea", "seconds"), ("lra", "accuracy"), ("d4rl", "score")]
+)
+def test_published_averages_are_those_of_the_rows(benchmark: str, table: str) -> None:
+    content = paper(benchmark)[table]
+    for model, average in content["average"].items():
+        values = [row[model] for row in content["rows"].values()]
+        # Two averages of baselines are not the means of the published cells.
+        slack = 0.3 if benchmark == "uea" and model in ("longformer", "performer") else 0.051
+        assert sum(values) / len(values) == pytest.approx(average, abs=slack)
+
+
+def test_protocols_are_separate_columns_beside_the_published_number() -> None:
+    table = make([cell("Handwriting", "primal", run(0, 0.5), run(1, 0.6)), cell("Handwriting", "nystrom")])
+    assert list(table.sections[0].frame().columns)[2:] == [
+        "Paper (best on test)", "BEST-ON-TEST", "LAST", "VALIDATION-CHOSEN", "Seeds",
+    ]  # fmt: skip
+    assert rows(table) == [
+        ["Handwriting", "PrimalFormer (primal)", "29.6", "65.0 ± 7.1", "55.0 ± 7.1", "45.0 ± 7.1", "2"],
+        ["", "nystrom", "–", "–", "–", "–", "0"],
     ]
-    assert row == ["Handwriting", "PrimalFormer (primal)", "29.6", "65.0 ± 7.1", "55.0 ± 7.1", "45.0 ± 7.1", "2"]
 
 
-def test_a_cell_without_runs_is_a_dash_and_one_seed_has_no_deviation():
-    table = accuracy("T", [cell("NATOPS", "nystrom"), cell("NATOPS", "primal", result(0, 0.5))], "c")
-    assert rows(table)[0][2:] == ["–", "–", "–", "–", "0"]
-    assert rows(table)[1][2:] == ["–", "60.0", "50.0", "40.0", "1"]
+def test_columns_with_different_numbers_of_seeds_show_each() -> None:
+    last_only = run(1, 0.6, scores={"last": {"accuracy": 0.6, "epoch": 1}})
+    assert rows(make([cell("Handwriting", "primal", run(0, 0.5), last_only)]))[0][-1] == "1/2/1"
 
 
-def test_columns_with_different_numbers_of_seeds_say_so():
-    last_only = result(1, 0.6, scores={"last": {"accuracy": 0.6, "epoch": 1}})
-    (row,) = rows(accuracy("T", [cell("Handwriting", "primal", result(0, 0.5), last_only)], "c"))
-    assert row[-1] == "1/2/1"
-
-
-def test_the_average_is_over_sets_that_all_models_have():
-    cells = [
-        cell("Handwriting", "softmax", result(0, 0.2), result(1, 0.4)),
-        cell("Handwriting", "flow", result(0, 0.3)),
-        cell("Heartbeat", "softmax", result(0, 0.4), result(1, 0.4)),
-        cell("Heartbeat", "flow", result(0, 0.5)),
-        cell("PEMS-SF", "softmax", result(0, 0.9)),
-        cell("PEMS-SF", "flow"),
+def test_averages_are_over_sets_that_all_models_have() -> None:
+    table = make(
+        [
+            cell("Handwriting", "softmax", run(0, 0.2), run(1, 0.4)),
+            cell("Handwriting", "flow", run(0, 0.3)),
+            cell("Heartbeat", "softmax", run(0, 0.4), run(1, 0.4)),
+            cell("Heartbeat", "flow", run(0, 0.5)),
+            cell("PEMS-SF", "softmax", run(0, 0.9)),
+            cell("PEMS-SF", "flow"),
+        ]
+    )
+    # Seed by seed: (20 + 40) / 2 and (40 + 40) / 2. The paper's number is the mean over the same sets.
+    assert rows(table)[-2:] == [
+        ["Average", "Transformer (softmax)", "54.0", "45.0 ± 7.1", "35.0 ± 7.1", "25.0 ± 7.1", "2"],
+        ["", "Flowformer (flow)", "55.7", "50.0", "40.0", "30.0", "1"],
     ]
-    assert comparable_sets(cells) == ["Handwriting", "Heartbeat"]
-    table = accuracy("T", cells, "c")
-    average = [row for row in rows(table) if row[0] == "Average"]
-    # Seed by seed: (20 + 40)/2 and (40 + 40)/2; the paper's column is the mean of its cells on the same sets.
-    assert average[0] == ["Average", "Transformer (softmax)", "54.0", "45.0 ± 7.1", "35.0 ± 7.1", "25.0 ± 7.1", "2"]
-    assert average[1][2:] == ["55.7", "50.0", "40.0", "30.0", "1"]
     assert any("over Handwriting, Heartbeat" in note for note in table.notes)
 
 
-def test_the_caption_has_command_commit_and_device():
-    changed = result(1, commit="fedcba9876543210-changed")
-    notes = "\n".join(accuracy("T", [cell("Handwriting", "primal", result(0), changed)], "primal table uea").notes)
-    assert "`primal table uea`" in notes
-    assert "0123456789ab (1 run)" in notes
-    assert "fedcba987654-changed (1 run)" in notes
-    assert "device GPU" in notes
-
-
-def test_efficiency_is_relative_to_softmax_on_the_same_device():
+def test_efficiency_is_relative_to_softmax_on_the_same_device() -> None:
     cells = [
-        cell("Handwriting", "softmax", result(0, seconds_per_epoch=3.0, peak_memory_bytes=4 * 10**9)),
-        cell("Handwriting", "primal", result(0)),
-        cell("Handwriting", "flow", result(0, device="cpu", peak_memory_bytes=None)),
+        cell("Handwriting", "softmax", run(0, seconds_per_epoch=3.0, peak_memory_bytes=4 * 10**9)),
+        cell("Handwriting", "primal", run(0)),
+        cell("Handwriting", "flow", run(0, device="cpu", peak_memory_bytes=None)),
     ]
-    found = rows(efficiency("T", cells, "c"))
-    assert found[0] == ["Handwriting (152)", "Transformer (softmax)", "0.3", "3.00", "1.00×", "–", "4.00", "1.00×", "1"]
-    assert found[1][2:] == ["0.4", "2.00", "1.50×", "–", "1.00", "4.00×", "1"]
-    assert found[2][2:] == ["0.3", "2.00", "–", "–", "–", "–", "1"]
+    assert rows(make(cells, "uea-efficiency")) == [
+        ["Handwriting (152)", "Transformer (softmax)", "0.3", "3.00", "1.00×", "–", "4.00", "1.00×", "1"],
+        ["", "PrimalFormer (primal)", "0.4", "2.00", "1.50×", "–", "1.00", "4.00×", "1"],
+        ["", "Flowformer (flow)", "0.3", "2.00", "–", "–", "–", "–", "1"],
+    ]
+    both = [cell(name, "primal", run(0)) for name in ("Handwriting", "Heartbeat")]
+    assert rows(make(both, "uea-efficiency"))[-1][2:] == ["0.4", "2.00", "–", "2.7", "1.00", "–", "1"]
 
 
-def test_the_efficiency_average_has_the_papers_memory():
-    cells = [cell(name, "primal", result(0)) for name in ("Handwriting", "Heartbeat")]
-    average = rows(efficiency("T", cells, "c"))[-1]
-    assert average == ["Average", "PrimalFormer (primal)", "0.4", "2.00", "–", "2.7", "1.00", "–", "1"]
+def test_notes_have_command_commits_devices_and_no_latex_label() -> None:
+    changed = run(1, commit="fedcba9876543210-changed")
+    table = make([cell("Handwriting", "primal", run(0), changed)])
+    text = tables.to_markdown(table)
+    for part in ("`primal table uea`", "0123456789ab (1 run)", "fedcba987654-changed (1 run)", "device GPU", "Table 1"):
+        assert part in text
+    assert "tab::" not in text
 
 
-def test_markdown_shows_a_group_once_and_escapes_bars():
-    text = to_markdown(Table("T", [Section("S", ["a", "b", "n"], [["x", "p|q", "1"], ["x", "r", "2"]])], ["note"]))
-    assert text.splitlines()[4:8] == ["| a | b | n |", "|---|---|--:|", "| x | p\\|q | 1 |", "|  | r | 2 |"]
-    assert text.endswith("- note\n")
-
-
-def test_the_terminal_cuts_no_number(capsys, monkeypatch):
+def test_writers(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "a|b"
+    table = make([cell(name, "primal", run(0, 0.512345), run(1, 0.6)), cell(name, "primal+"), cell("c", "primal+")])
+    lines = tables.to_markdown(table).splitlines()
+    assert lines[3:6] == [
+        "|---|---|--:|--:|--:|--:|--:|",
+        "| a\\|b | PrimalFormer (primal) | – | 65.6 ± 6.2 | 55.6 ± 6.2 | 45.6 ± 6.2 | 2 |",
+        "|  | Primal.+Trans. (primal+) | – | – | – | – | 0 |",
+    ]
+    tables.to_csv(table, tmp_path / "t.csv")
+    first, second, _ = csv.DictReader(read_text(tmp_path / "t.csv").splitlines())
+    assert float(first["last_mean"]) == pytest.approx(55.61725)
+    assert (first["last_seeds"], second["last_seeds"], second["last_mean"]) == ("2", "0", "")
+    assert first["commit"] == "0123456789abcdef"
     monkeypatch.setenv("COLUMNS", "70")
-    monkeypatch.setenv("FORCE_COLOR", "1")  # makes rich take the captured output for a terminal
-    table = accuracy("T", [cell("UWaveGestureLibrary", "primal+", result(0, 0.5), result(1, 0.6))], "c")
-    show(table)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes the captured output for a terminal
+    tables.to_terminal(table)
     out = capsys.readouterr().out
     assert "…" not in out.split("·")[0]
-    assert "55.0 ± 7.1" in out
-
-
-def test_csv_has_unrounded_numbers(tmp_path: Path):
-    table = accuracy("T", [cell("Handwriting", "primal", result(0, 0.512345), result(1, 0.6))], "c")
-    write_csv(tmp_path / "t.csv", table.records)
-    (row,) = csv.DictReader((tmp_path / "t.csv").open())
-    assert float(row["last_mean"]) == pytest.approx(55.61725)
-    assert row["last_seeds"] == "2"
-    assert row["paper"] == "29.6"
-    assert row["commit"] == "0123456789abcdef"
-
-
-def test_mean_of_nothing_is_nothing():
-    assert Mean.of([None]) is None
-    assert Mean.of([1.0, None, 3.0]) == Mean(2.0, pytest.approx(2**0.5), 2)
-
-
-def test_other_files_are_passed_over_and_broken_ones_are_told(tmp_path: Path):
-    assert results.read(tmp_path / "nowhere") == []
-    (tmp_path / "bench.json").write_text(json.dumps({"kind": "attention"}))
-    (tmp_path / "list.json").write_text("[1]")
-    assert results.read(tmp_path) == []
-    (tmp_path / "half.json").write_text('{"scores": ')
-    with pytest.raises(RunError, match=r"half\.json is not JSON"):
-        results.read(tmp_path)
-    (tmp_path / "half.json").write_text(
-        json.dumps({"scores": {}, "recipe": "", "label": "", "config": {}, "format": 0})
-    )
-    with pytest.raises(RunError, match="format 0"):
-        results.read(tmp_path)
-    (tmp_path / "half.json").write_text(
-        json.dumps({"scores": {}, "recipe": "", "label": "", "config": {}, "format": 1})
-    )
-    with pytest.raises(RunError, match=r"half\.json: benchmark is missing"):
-        results.read(tmp_path)
+    assert "55.6 ± 6.2" in out

@@ -11,7 +11,6 @@ import torch
 from power_cut import assert_resumes_to_the_same
 
 from image_files import spoil, write
-from primal_attention.cli import table
 from primal_attention.convert.sources import load
 from primal_attention.convert.spectrum import spectrum
 from primal_attention.data import image as image_crops
@@ -39,7 +38,6 @@ from primal_attention.train.image import (
     tones,
 )  # fmt: skip
 from primal_attention.utils.errors import DataError, RunError
-from primal_attention.utils.files import write_json
 
 pytest.importorskip("PIL")
 pytest.importorskip("transformers", minversion="5")
@@ -298,25 +296,6 @@ def test_augmented_pixels_have_the_models_size_and_range() -> None:
     y = augment_pixels(torch.randint(256, (6, 3, 32, 32), dtype=torch.uint8), 28, AUGMENT["deit"])
     assert y.shape == (6, 3, 28, 28)
     assert ((y >= 0) & (y <= 1)).all()
-
-
-def test_the_table_shows_accuracy_speed_and_the_papers_numbers(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe = small(folder, trainer__epochs=1)
-    summary = runner.train(recipe, tmp_path / "run", name="image/imagenette")
-    write_json(tmp_path / "results" / "run.json", summary)
-    changes = [f"{name}={value}" for name, value in {**SMALL, "trainer.epochs": 1}.items() if name != "data.workers"]
-    words = ["image", "--results", str(tmp_path / "results"), "--csv", str(tmp_path / "table.csv")]
-    table.main([*words, "--no-run", "--set", "data.workers=0", *changes])
-    shown = capsys.readouterr().out
-    assert "Primal.+DeiT-Small (primal+)" in shown
-    assert "2330.2" in shown
-    with (tmp_path / "table.csv").open() as file:
-        softmax, plus, everywhere = csv.DictReader(file)
-    assert float(plus["last_mean"]) == pytest.approx(100 * summary["scores"]["last"]["accuracy"])
-    assert float(plus["images_per_second_mean"]) == pytest.approx(24 / summary["seconds_per_epoch"])
-    assert softmax["last_seeds"] == everywhere["last_seeds"] == "0"
 
 
 def test_bad_input_is_one_line(folder: Path, tmp_path: Path) -> None:

@@ -13,17 +13,17 @@ import torch
 import torch.nn.functional as F
 
 from primal_attention.cli import main as cli
-from primal_attention.cli import table
-from primal_attention.cli.table import LINEUP
 from primal_attention.data.lm import TextSplit, Vocabulary
+from primal_attention.report.tables import language_variants
 from primal_attention.train import lm as language
 from primal_attention.train import registry, runner
 from primal_attention.train.config import override
-from primal_attention.train.grid import QUIET, Plan, Shelf, missing, run_job
 from primal_attention.train.lm import LanguageRecipe, MeasuredWindows, TrainingWindows, load_language
 from primal_attention.utils.errors import DataError, RunError
 
 pytest.importorskip("tokenizers")
+
+LINEUP = language_variants()
 
 SMALL: dict[str, Any] = {
     "data.vocabulary": 280,
@@ -186,20 +186,3 @@ def test_a_vocabulary_beside_the_text_is_used(folder: Path, tmp_path: Path) -> N
 def test_bad_settings_are_told_in_one_line(folder: Path, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(RunError, match=said):
         small(folder, **changes)
-
-
-def test_the_table_compares_with_softmax(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    models, fixed = ("softmax", "primal-mean"), {"seed", "model.attention"}
-    changes = {**{k: v for k, v in SMALL.items() if k not in fixed}, "data.folder": folder}
-    plan = Plan("lm", ("wikipedia",), [LINEUP[m] for m in models], [0], changes, "lm")
-    for job in missing(plan, Shelf([]), tmp_path / "runs", tmp_path / "results"):
-        assert run_job(job).error is None
-    settings = [f"{k}={v}" for k, v in changes.items() if k not in ("data.folder", *QUIET)]
-    words = ["lm", "--models", *models, "--no-run", "--results", str(tmp_path / "results"), "--set", *settings]
-    assert table.main(words) == 0
-    said = capsys.readouterr().out
-    assert "softmax, rotary" in said
-    assert "PrimalFormer, mean" in said
-    assert "+0.00 %" in said
-    with pytest.raises(RunError, match="--models sofmax is not in this table: choose of softmax, delta, hybrid"):
-        table.main(["lm", "--models", "sofmax", "--no-run"])

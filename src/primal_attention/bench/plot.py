@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from primal_attention.bench.settings import show_length
-from primal_attention.report.figures import save
+from primal_attention.utils.files import write_atomically
 from primal_attention.utils.provenance import device_name
 
 # Primal is warm, softmax blue, everything else cool and thin: the comparison that matters stands out.
@@ -57,7 +58,9 @@ def draw(report: dict[str, Any], file: Path) -> list[Path]:
         figure.suptitle(title(report), fontsize=11)
         files = [file.with_name(file.name + suffix) for suffix in (".png", ".svg")]
         for path in files:
-            save(figure, path, dpi=160)
+            form = path.suffix.removeprefix(".")
+            metadata = {"Date": None} if form == "svg" else None
+            write_atomically(path, partial(figure.savefig, format=form, dpi=160, metadata=metadata))
         plt.close(figure)
     return files
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,8 @@ from primal_attention.cli.flags import parse
 from primal_attention.utils.errors import RunError
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
+
     from primal_attention.train.config import Recipe
 
 ABOUT = """Train a small PrimalFormer and the same network with softmax attention on real data, about two minutes.
@@ -66,7 +68,6 @@ def main(args: Sequence[str]) -> int:
     import torch
     from rich.console import Console
 
-    from primal_attention.report import figures, look
     from primal_attention.train import registry
     from primal_attention.train.config import override
     from primal_attention.utils.files import write_json
@@ -84,7 +85,7 @@ def main(args: Sequence[str]) -> int:
     lengths = [n for n in LENGTHS if n <= options.max_length]
     wall, cpu = time.perf_counter(), time.process_time()
     with Progress(2 * len(lengths), "timing sequences of growing length") as progress:
-        seconds = look.time_lengths(LAYERS, lengths, embed_dim=64, num_heads=4, step=progress.advance)
+        seconds = time_lengths(LAYERS, lengths, embed_dim=64, num_heads=4, step=progress.advance)
     cpu_share = (time.process_time() - cpu) / (time.perf_counter() - wall)
     numbers: dict[str, Any] = {
         "results": [{key: value for key, value in result.items() if key != "sigma"} for result in results],
@@ -94,7 +95,7 @@ def main(args: Sequence[str]) -> int:
     }
     origin = collect(command=shlex.join(["primal", "demo", *args]), device=torch.device("cpu"))
     write_json(options.out / "demo.json", {**numbers, **origin})
-    figure = figures.demo(options.out / "demo.png", seconds, numbers["singular_values"])
+    figure = draw_figure(options.out / "demo.png", seconds, numbers["singular_values"])
     show(console, results, seconds)
     if cpu_share < MIN_CPU_SHARE:
         console.print(f"[bold]Other programs disturbed the timing[/]: it got {cpu_share:.0%} of a core. Run it again.")
@@ -104,13 +105,12 @@ def main(args: Sequence[str]) -> int:
 
 def run(recipe: Recipe, out: Path) -> dict[str, Any]:
     """Train one network; return its row of the table and its singular values."""
-    from primal_attention.report import look
     from primal_attention.train import folder as run_folder
     from primal_attention.train import runner
     from primal_attention.train.batches import Batches
 
     experiment = runner.build(recipe)
-    before = look.mean_objective(experiment.module.model, experiment.train)
+    before = mean_objective(experiment.module.model, experiment.train)
     folder = run_folder.fresh(out / recipe.label())
     summary = runner.train(recipe, folder, name=f"demo/{recipe.label()}")
     model = experiment.module.final_model
@@ -123,8 +123,8 @@ def run(recipe: Recipe, out: Path) -> dict[str, Any]:
         "seconds_per_epoch": summary["seconds_per_epoch"],
         "parameters": summary["parameters"],
         "j_before": before,
-        "j_after": look.mean_objective(model, experiment.train),
-        "sigma": look.singular_values(model, series, SINGULAR_VALUES),
+        "j_after": mean_objective(model, experiment.train),
+        "sigma": singular_values(model, series, SINGULAR_VALUES),
     }
 
 
@@ -147,3 +147,105 @@ def show(console: Any, results: Sequence[Mapping[str, Any]], seconds: Mapping[st
         f"These series are too short to need a fast attention. At {longest:,} tokens a Primal layer is {factor:.0f} "
         "times as fast as a softmax layer on this machine (left half of the figure)."
     )
+
+
+def mean_objective(model: nn.Module, batches: Iterable[Any]) -> float | None:
+    """Mean J over a data set without dropout, or None for a model without Primal layers."""
+    import torch
+
+    from primal_attention.nn.objective import primal_layers
+
+    layers = list(primal_layers(model).values())
+    if not layers:
+        return None
+    was_training, total, samples = model.training, 0.0, 0
+    model.eval()
+    for layer in layers:  # layers keep J in training mode; dropout stays off
+        layer.train()
+    with torch.no_grad():
+        for x, mask, *_ in batches:
+            model(x, mask)
+            objectives = [float(layer.objective.float().mean()) for layer in layers if layer.objective is not None]
+            total += sum(objectives) / len(layers) * len(x)
+            samples += len(x)
+    model.train(was_training)
+    return total / samples
+
+
+def singular_values(model: nn.Module, series: Iterable[Tensor], count: int) -> list[float]:
+    """σ_i / σ_1 of the attention matrices for i ≤ count, mean over layers, heads and the series of that length."""
+    import torch
+
+    from primal_attention.convert.spectrum import spectrum
+
+    layers = spectrum(model, [(x.unsqueeze(0),) for x in series if len(x) >= count], dtype=torch.float64).values()
+    sigma = torch.cat([layer.singular_values[..., :count].flatten(0, 1) for layer in layers])
+    return (sigma / sigma[:, :1].clamp(min=1e-300)).mean(dim=0).tolist()
+
+
+def time_lengths(
+    attentions: Mapping[str, Mapping[str, Any]],
+    lengths: Sequence[int],
+    *,
+    embed_dim: int,
+    num_heads: int,
+    limit: float = 2.0,
+    step: Callable[[], object] = lambda: None,
+) -> dict[str, dict[int, float]]:
+    """Seconds of forward and backward of one layer on one sequence, the best of some calls, by attention and length.
+
+    An attention that has taken more than `limit` seconds is not timed on longer sequences.
+    """
+    import torch
+
+    from primal_attention.nn.baselines import make_attention
+
+    seconds: dict[str, dict[int, float]] = {name: {} for name in attentions}
+    for name, keywords in attentions.items():
+        layer = make_attention(name, embed_dim, num_heads, **keywords)
+        for n in lengths:
+            if max(seconds[name].values(), default=0.0) < limit:
+                x = torch.randn(1, n, embed_dim, requires_grad=True)
+                times: list[float] = []
+                while len(times) < 2 or (sum(times) < 0.5 and len(times) < 20):
+                    start = time.perf_counter()
+                    layer(x).sum().backward()
+                    times.append(time.perf_counter() - start)
+                seconds[name][n] = min(times)
+            step()
+    return seconds
+
+
+def draw_figure(file: Path, seconds: Mapping[str, Mapping[int, float]], sigma: Mapping[str, Sequence[float]]) -> Path:
+    """Draw time against length and the decay of the singular values as a PNG file."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    from primal_attention.utils.files import write_atomically
+
+    colours, names = {"primal": "#c2410c", "softmax": "#1d4ed8"}, {"primal": "Primal-Attention", "softmax": "softmax"}
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10.4, 4.0), layout="constrained")
+    figure.suptitle("Primal-Attention and softmax attention, JapaneseVowels")
+    for name in sigma:
+        style: dict[str, Any] = {"color": colours.get(name), "label": names.get(name, name)}
+        lengths = sorted(seconds[name])
+        left.loglog(lengths, [1e3 * seconds[name][n] for n in lengths], "o-", **style)
+        shown = [value for value in sigma[name] if value > 1e-6]  # smaller values are rounding of zero
+        right.semilogy(range(1, len(shown) + 1), shown, "o-", markersize=4, **style)
+    ticks = sorted({n for points in seconds.values() for n in points})
+    left.set_xticks(ticks, [f"{n:,}" for n in ticks], rotation=30)
+    left.minorticks_off()
+    left.set(xlabel="sequence length N (tokens)", ylabel="forward + backward of one layer (ms)")
+    left.set_title("Time on this machine, one CPU thread", fontsize=11)
+    right.xaxis.get_major_locator().set_params(integer=True)
+    right.set(xlabel="index i", ylabel="σᵢ / σ₁ (mean over layers and heads)")
+    right.set_title("Singular values of the trained attention", fontsize=11)
+    for axis in (left, right):
+        axis.grid(alpha=0.25, which="both")
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False)
+    write_atomically(file, lambda stream: figure.savefig(stream, format="png", dpi=150))
+    plt.close(figure)
+    return file

@@ -42,13 +42,15 @@ COMMANDS = {
     "evaluate": Command("train:evaluate", "measure a finished run again"),
     "generate": Command("generate:main", "generate text with a language model", "language"),
     "recipes": Command("train:recipes", "list the recipes"),
-    "table": Command("table:main", "run a table of the paper and compare it with the published numbers"),
+    "table": Command(
+        "table:main", "run a table of the paper beside its published numbers", "train,report"
+    ),
     "data": Command(
         "data:main", "make data sets of Long-Range Arena", after_interrupt="; the same command completes the set"
     ),
     "bench": Command("bench:main", "time attention layers on this machine", "report"),
     "spectrum": Command("spectrum:main", "singular values of a model's attention matrices", "train,report"),
-    "report": Command("report:main", "write an HTML page about runs"),
+    "report": Command("report:main", "write an HTML page about runs", "train,report"),
     "info": Command("info:main", "versions, devices, the backend that runs here and why, extras"),
 }
 

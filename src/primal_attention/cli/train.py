@@ -84,7 +84,7 @@ def parse_run(name: str, recipe: Recipe, args: Sequence[str]) -> tuple[Recipe, P
 
 def show(summary: dict[str, Any]) -> None:
     """Print the result, one line per protocol."""
-    from primal_attention.report.headline import in_full
+    from primal_attention.report.results import in_full
 
     for key, title in COLUMNS.items():
         score = summary["scores"].get(key)
@@ -111,7 +111,7 @@ def evaluate(args: Sequence[str]) -> int:
         parser.print_help()
         return 0
     known, rest = parser.parse_known_args(list(args))
-    from primal_attention.report.headline import headline, in_full
+    from primal_attention.report.results import headline, in_full
     from primal_attention.train import folder as run_folder
     from primal_attention.train import runner
 
@@ -138,7 +138,7 @@ def play(folder: Path, recipe: D4RLRecipe, args: Sequence[str]) -> int:
     """Play episodes with the weights of a d4rl run; a summary without a score gets this one."""
     import tyro
 
-    from primal_attention.report.headline import in_full
+    from primal_attention.report.results import in_full
     from primal_attention.train import d4rl, runner
     from primal_attention.train.config import to_plain
     from primal_attention.train.readers import check_fields

@@ -1,140 +1,469 @@
-"""Results of runs, read from disk: the small JSON files that a grid leaves, or the summary.json of run folders."""
+"""Results on disk, read into one dataclass: run folders and the summaries that grids store.
+
+    run folder      config.yaml, metrics.csv, summary.json, validation/metrics.csv, spectrum.csv
+    summary         one JSON file per run (results/uea/…)
+    benchmark       the JSON file of `primal bench`; step costs of Long-Range Arena
+    demo            demo.json of `primal demo`
+
+Tables, the report page and the commands read runs through this module only. Nothing that is read is executed. A file
+that does not fit its schema raises a one-line `RunError` with the path and the field.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import math
+import os
 import statistics
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from primal_attention.train.folder import check_format
+from primal_attention.train import registry
+from primal_attention.train.config import Recipe, from_plain, override, to_plain
+from primal_attention.train.folder import FREE, check_format
+from primal_attention.train.grid import Job, Plan, Variant, train_command
+from primal_attention.train.readers import read_metrics
 from primal_attention.utils.errors import RunError
-from primal_attention.utils.files import Number, check, read_json
+from primal_attention.utils.files import COUNT, Number, check, read_cell, read_csv, read_json, read_yaml
 
-PROTOCOLS = ("best_on_test", "last", "validation_chosen")
-NUMBER, COUNT = Number(finite=False), Number(integer=True, least=0)
+PROTOCOLS = {
+    "best_on_test": "BEST-ON-TEST",
+    "last": "LAST",
+    "validation_chosen": "VALIDATION-CHOSEN",
+}
+SIZE = Number(integer=True, least=0)
 SUMMARY = {
-    "scores": {...: {...: (NUMBER, str, None)}},
-    "recipe?": (str, None),
-    "benchmark?": str,
-    "label?": str,
-    "seed?": COUNT,
+    "scores": {...: {...: (Number(finite=False), str, None)}},
+    "benchmark": str,
+    "label": str,
+    "seed": SIZE,
+    "seconds_per_epoch": Number(above=0),
+    "device": str,
     "config?": (dict, None),
-    "test?": {...: (NUMBER, str, None)},
-    "epochs?": COUNT,
-    "parameters?": (COUNT, None),
-    "primal_layers?": COUNT,
-    "objective?": ({...: (NUMBER, None)}, None),
-    "seconds_per_epoch?": Number(above=0),
-    "peak_memory_bytes?": (COUNT, None),
-    "device?": str,
-    "torch?": str,
-    "version?": str,
-    "command?": (str, None),
-    "commit?": (str, None),
+    "objective?": ({...: (Number(finite=False), None)}, None),
+    **{f"{name}?": (str, None) for name in ("recipe", "torch", "version", "command", "commit")},
+    **{f"{name}?": (SIZE, None) for name in ("epochs", "parameters", "primal_layers", "peak_memory_bytes")},
     "data?": {
         "set?": str,
-        "max_length?": COUNT,
-        "test_cases?": COUNT,
-        "transitions?": COUNT,
-        "bytes_seen?": COUNT,
-        "tokens_per_epoch?": COUNT,
-        "images_per_epoch?": COUNT,
+        **{f"{name}?": SIZE for name in ("max_length", "test_cases", "transitions", "bytes_seen")},
+        **{f"{name}?": SIZE for name in ("tokens_per_epoch", "images_per_epoch")},
     },
 }
-NEEDED = ("recipe", "label", "config", "benchmark", "seed", "seconds_per_epoch", "peak_memory_bytes", "device")
-RESULT = {**SUMMARY, **{name: SUMMARY[f"{name}?"] for name in NEEDED}, "recipe": str, "config": dict}
+CONFIG = {
+    "benchmark": str,
+    **{f"{name}?": (str, None) for name in ("recipe", "command", "commit")},
+    "config": {"seed?": SIZE, **{f"{name}?": dict for name in ("data", "model", "optim", "trainer")}},
+}
+STEP_COST = {
+    "kind": frozenset({"lra-cost"}),
+    "task": str,
+    "attention": str,
+    "length": COUNT,
+    "eager": Number(above=0),
+    "graph": (Number(above=0), None),
+    "peak_bytes": (Number(above=0), None),
+    "device": str,
+    "torch": str,
+    "commit?": (str, None),
+}
+RUN_FILES = ("config.yaml", "summary.json", "metrics.csv")
+# Settings that do not change what a run measures. The protocol decides which scores exist, which is asked separately.
+NOT_COMPARED = {*FREE, "protocol", "watch_test", "seed"}
+NOT_COMPARED |= {"trainer.accelerator", "trainer.graph", "trainer.compile", "trainer.tf32"}
+LENGTH_FIELDS = frozenset({"trainer.epochs", "trainer.steps_per_epoch", "trainer.evaluate_every"})
+Metrics = Mapping[str, Sequence[float | None]]
 
 
 @dataclass(frozen=True)
-class Result:
-    """One finished run."""
+class Run:
+    """One run. A run that has not finished has no scores."""
 
-    file: Path
-    recipe: str
-    seed: int
-    scores: Mapping[str, Mapping[str, float]]
-    """By protocol: the accuracy on test, and the epoch it belongs to."""
-    config: Mapping[str, Any]
+    path: Path
     benchmark: str
-    seconds_per_epoch: float
-    peak_memory_bytes: int | None
-    device: str
-    length: int | None
-    commit: str | None
+    recipe: str
+    label: str
+    seed: int
+    scores: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """The recipe's fields as they were stored."""
+    command: str = ""
+    commit: str = ""
+    device: str = ""
+    torch: str = ""
+    version: str = ""
+    seconds_per_epoch: float = math.nan
+    peak_memory_bytes: int | None = None
+    epochs: int | None = None
     parameters: int | None = None
+    primal_layers: int | None = None
+    objective: Mapping[str, float] | None = None
     data: Mapping[str, Any] = field(default_factory=dict)
-    """What the run said about its data."""
+    metrics: Metrics = field(default_factory=dict)
+    validation: Metrics = field(default_factory=dict)
+    spectrum: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    is_folder: bool = False
 
-    def accuracy(self, protocol: str) -> float | None:
-        """Per cent, or None where this run did not follow the protocol."""
-        score = self.scores.get(protocol)
-        value = None if score is None else score.get("accuracy")
-        return 100.0 * value if isinstance(value, (int, float)) else None
+    def score(self, protocol: str, name: str = "accuracy") -> float | None:
+        """A score by its name; accuracies in per cent. None where the run has no finite number."""
+        value = self.scores.get(protocol, {}).get(name)
+        if not isinstance(value, (int, float)) or not math.isfinite(value):
+            return None
+        return 100.0 * value if name.endswith("accuracy") else float(value)
+
+    @property
+    def task(self) -> str:
+        """The data set, or the recipe where the run does not name it."""
+        own = self.data.get("set") or (self.config.get("data") or {}).get("name")
+        return str(own or self.recipe)
+
+    @cached_property
+    def settings(self) -> Mapping[str, Any]:
+        """The configuration with the fields that are newer than the run, at their defaults."""
+        try:
+            return to_plain(_recipe(self.benchmark, self.config)) if self.config else {}
+        except RunError:  # fields that this version does not have: compare what is there
+            return self.config
 
 
 @dataclass(frozen=True)
-class Mean:
-    """Mean and sample deviation over seeds."""
+class Stat:
+    """Mean and sample standard deviation over seeds."""
 
     mean: float
     std: float | None
     seeds: int
 
     @classmethod
-    def of(cls, values: Iterable[float | None]) -> Mean | None:
+    def over(cls, values: Iterable[float | None]) -> Stat | None:
         """None where there is nothing to average."""
-        found = [v for v in values if v is not None]
-        if not found:
+        known = [v for v in values if v is not None]
+        if not known:
             return None
-        return cls(statistics.fmean(found), statistics.stdev(found) if len(found) > 1 else None, len(found))
+        return cls(statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None, len(known))
 
     def show(self, digits: int = 1) -> str:
-        return f"{self.mean:.{digits}f}" + ("" if self.std is None else f" ± {self.std:.{digits}f}")
+        form = f",.{digits}f" if digits == 0 else f".{digits}f"
+        return f"{self.mean:{form}}" + ("" if self.std is None else f" ± {self.std:{form}}")
 
 
-def read(folder: Path) -> list[Result]:
-    """All results below a folder in the order of their paths; other JSON files are passed over."""
-    if not folder.is_dir():
+def headline(score: Mapping[str, Any]) -> str:
+    """The main number of a score for a line with several of them."""
+    if "accuracy" in score:
+        return f"{100 * score['accuracy']:.2f}"
+    if "bits_per_byte" in score:
+        return f"{score['bits_per_byte']:.4f} bits per byte"
+    if "return_mean" in score:
+        return f"{score['score']:.1f} (return {score['return_mean']:.0f} ± {score['return_std']:.0f})"
+    return f"{score['score']:.1f}" if "score" in score else "not measured"
+
+
+def in_full(score: Mapping[str, Any]) -> str:
+    """A score for a line of its own."""
+    if "accuracy" in score:
+        return f"test accuracy {100 * score['accuracy']:6.2f} %"
+    if "bits_per_byte" in score:
+        return f"test perplexity {score['perplexity']:.2f}  bits per byte {score['bits_per_byte']:.4f}"
+    if "score" not in score:
+        return "no episodes were played: 'primal evaluate RUN' plays them"
+    text = f"normalised score {score['score']:6.1f}"
+    if "return_mean" in score:
+        episodes = f"{score['episodes']} episodes, target {score['target']:.0f}"
+        text += f"  return {score['return_mean']:.0f} ± {score['return_std']:.0f}  {episodes}"
+    return text
+
+
+# Reading
+
+
+def read_summaries(folder: Path) -> list[Run]:
+    """All summaries with settings below a folder, in the order of their paths; other JSON files are ignored."""
+    runs = []
+    for file in sorted(folder.rglob("*.json")) if folder.is_dir() else ():
+        content = read_json(file)
+        if isinstance(content, dict) and {"scores", "recipe", "label", "config"} <= content.keys():
+            runs.append(_summary(content, file))
+    return runs
+
+
+def read_step_cost(folder: Path, task: str, attention: str) -> list[Run]:
+    """The stored cost of a training step on Long-Range Arena as a run, if there is one."""
+    file = folder / "lra-efficiency" / task / f"{attention}.json"
+    if not file.exists():
         return []
-    return [r for file in sorted(folder.rglob("*.json")) if (r := read_file(file)) is not None]
+    cost = read_json(file, STEP_COST)
+    fields = {key: cost[key] for key in ("device", "torch", "commit") if cost.get(key)}
+    fields |= {"peak_memory_bytes": cost["peak_bytes"], "data": {"max_length": cost["length"]}}
+    scores = {"step": {key: cost[key] for key in ("eager", "graph")}}
+    return [Run(file, "lra", f"lra/{task}", attention, 0, scores, **fields)]
 
 
-def read_file(file: Path) -> Result | None:
-    """The result in a file, or None if it holds something else or says nothing about its settings."""
-    content = read_json(file)
-    if not isinstance(content, dict) or not {"scores", "recipe", "label", "config"} <= content.keys():
-        return None
+def read_folder(folder: Path) -> Run:
+    """A run folder, finished or not."""
+    file = folder / "config.yaml"
+    if not file.exists():
+        raise RunError(f"{folder} is not a run folder: it has no config.yaml")
+    about = read_yaml(file, {"format": ...})
+    check_format(about, file)
+    check(about, CONFIG, file)
+    fields = {
+        "path": folder,
+        "recipe": str(about.get("recipe") or about["benchmark"]),
+        **{key: about[key] for key in ("command", "commit", "config") if about.get(key)},
+        "metrics": read_metrics(folder / "metrics.csv"),
+        "validation": read_metrics(folder / "validation" / "metrics.csv"),
+        "spectrum": read_spectrum(folder / "spectrum.csv"),
+        "is_folder": True,
+    }
+    if (file := folder / "summary.json").exists():
+        return _summary(read_json(file), file, **fields)
+    config = about["config"]
+    names = (config.get("model") or {}).get("attention")
+    label = "-".join(map(str, names)) if isinstance(names, list) else str(names or "run")
+    return _with_command(Run(benchmark=about["benchmark"], label=label, seed=config.get("seed", 0), **fields))
+
+
+def _summary(content: Any, file: Path, **fields: Any) -> Run:
+    """A run from the content of a summary; `fields` take precedence."""
+    check(content, {"format": ...}, file)
     check_format(content, file)
-    check(content, RESULT, file)
-    data = content.get("data", {})
-    return Result(
-        file=file,
-        recipe=content["recipe"],
-        seed=content["seed"],
-        scores=content["scores"],
-        config=complete(content["benchmark"], content["config"]),
-        benchmark=content["benchmark"],
-        seconds_per_epoch=content["seconds_per_epoch"],
-        peak_memory_bytes=content["peak_memory_bytes"],
-        device=content["device"],
-        length=data.get("max_length"),
-        commit=content.get("commit"),
-        parameters=content.get("parameters"),
-        data=data,
-    )
+    check(content, SUMMARY, file)
+    own = {key: content[key] for key in Run.__dataclass_fields__ if content.get(key) is not None}
+    own["recipe"] = content.get("recipe") or content["benchmark"]
+    return _with_command(Run(**{"path": file, **own, **fields}))
 
 
-def complete(benchmark: Any, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The configuration with the fields that are younger than the run, at the values that leave it as it was."""
-    from primal_attention.train.config import from_plain, to_plain
-    from primal_attention.train.registry import recipe_type
-
-    kind = recipe_type(str(benchmark))
-    if kind is None or not config:
-        return config
+def _with_command(run: Run) -> Run:
+    """Runs that were started from Python have no command: add the one that would repeat them."""
+    if run.command or not run.config:
+        return run
     try:
-        return to_plain(from_plain(kind, config))
-    except RunError:  # fields that this version does not know: compare what is there
-        return config
+        default = dict(flatten(to_plain(registry.get(run.recipe))))
+    except RunError:
+        return run
+    changes = {name: value for name, value in flatten(run.config) if value != default.get(name) and name not in FREE}
+    return replace(run, command=train_command(run.recipe, changes))
+
+
+def read_spectrum(file: Path) -> dict[str, list[float]]:
+    """Singular values by layer relative to the largest, from the CSV file that `primal spectrum` writes.
+
+    Columns: index and value, and layer and head where there are several; heads are averaged.
+    """
+    if not file.exists():
+        return {}
+    header, lines = read_csv(file)
+    for name in ("index", "value"):
+        if name not in header:
+            raise RunError(f"{file}: the column {name} is missing")
+    layers: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for number, cells in enumerate(lines, start=2):
+        row = dict(zip(header, cells, strict=True))
+        index, value = (read_cell(row[name], f"{file} line {number}: {name}") for name in ("index", "value"))
+        if index is None or value is None:
+            raise RunError(f"{file} line {number} needs numbers in the columns index and value")
+        heads = layers.setdefault(row.get("layer") or "all layers", {})
+        heads.setdefault(row.get("head") or "", []).append((index, value))
+    values = {name: [[v for _, v in sorted(head)] for head in heads.values()] for name, heads in layers.items()}
+    return relative_decay(values, file)
+
+
+def relative_decay(values: Mapping[str, Any], file: Path) -> dict[str, list[float]]:
+    """σ_i / σ_1 by name, the mean over heads where a name has several lists."""
+    decay = {}
+    for name, lists in values.items():
+        has_heads = isinstance(lists, list) and bool(lists) and isinstance(lists[0], list)
+        check(lists, [[Number(least=0)]] if has_heads else [Number(least=0)], file, name)
+        heads = lists if has_heads else [lists]
+        if not all(heads):
+            raise RunError(f"{file}: {name} has no singular values")
+        relative = [[v / (head[0] or 1.0) for v in head] for head in heads]
+        decay[str(name)] = [statistics.fmean(column) for column in zip(*relative, strict=False)]
+    if not decay:
+        raise RunError(f"{file} holds no singular values")
+    return decay
+
+
+@dataclass
+class Collection:
+    """Everything that a report is made from."""
+
+    runs: list[Run] = field(default_factory=list)
+    benches: list[tuple[Path, Mapping[str, Any]]] = field(default_factory=list)
+    demos: list[tuple[Path, Mapping[str, Any]]] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
+
+
+def collect(paths: Sequence[Path], *, skip_broken: bool = False) -> Collection:
+    """Runs, benchmarks and demos under the paths, each file once.
+
+    Args:
+        paths: Run folders, folders of them, or files.
+        skip_broken: Record the message of a broken file instead of raising it.
+    """
+    found, seen = Collection(), set()
+
+    @contextlib.contextmanager
+    def guarded() -> Iterator[None]:
+        try:
+            yield
+        except RunError as error:
+            if not skip_broken:
+                raise
+            found.broken.append(str(error))
+
+    for path in paths:
+        places: list[Path] = []
+        with guarded():
+            places += _places(path)
+        for place in places:
+            if place.resolve() not in seen:
+                seen.add(place.resolve())
+                with guarded():
+                    _read_place(place, found, is_argument=place == path)
+    # A grid stores each summary twice, in the run folder and as a result file.
+    in_folders = {_identity(run) for run in found.runs if run.is_folder}
+    found.runs = [run for run in found.runs if run.is_folder or _identity(run) not in in_folders]
+    return found
+
+
+def _identity(run: Run) -> str:
+    facts = (run.recipe, run.label, run.seed, run.scores, run.seconds_per_epoch, run.data)
+    return json.dumps(facts, sort_keys=True)
+
+
+def _places(path: Path) -> Iterator[Path]:
+    """The run folders and JSON files under a path, in the order of their names."""
+    if not path.exists():
+        raise RunError(f"{path} does not exist")
+    if path.is_file() or any((path / name).is_file() for name in RUN_FILES):
+        yield path
+        return
+    is_empty = True
+    for folder, inside, files in os.walk(path):
+        inside[:] = sorted(name for name in inside if not name.startswith("."))
+        if any(name in RUN_FILES for name in files):
+            inside.clear()  # folders below belong to this run
+            yield Path(folder)
+            is_empty = False
+            continue
+        for name in sorted(files):
+            if name.endswith(".json") and not name.startswith("."):
+                yield Path(folder, name)
+                is_empty = False
+    if is_empty:
+        raise RunError(f"{path} holds no run: neither config.yaml nor a results file is in it or below it")
+
+
+def _read_place(place: Path, found: Collection, *, is_argument: bool) -> None:
+    """Read one place into `found`. A foreign JSON file is an error if it was named itself, else it is ignored."""
+    if place.is_dir():
+        found.runs.append(read_folder(place))
+        return
+    content = read_json(place)
+    fields = content if isinstance(content, dict) else {}
+    if "scores" in fields:
+        found.runs.append(_summary(content, place))
+    elif fields.get("kind") in ("attention", "decode") and "rows" in fields:
+        from primal_attention.bench.saved import check_report
+
+        found.benches.append((place, check_report(content, place)))
+    elif isinstance(fields.get("singular_values"), dict):
+        check(content, {"seconds?": {...: {...: Number(above=0)}}}, place)
+        seconds = content.get("seconds", {})
+        if not all(n.isdecimal() for points in seconds.values() for n in points):
+            raise RunError(f"{place}: seconds must name the lengths as whole numbers")
+        by_length = {name: {int(n): float(s) for n, s in points.items()} for name, points in seconds.items()}
+        decay = relative_decay(content["singular_values"], place)
+        found.demos.append((place, {"seconds": by_length, "singular_values": decay}))
+    elif is_argument:
+        raise RunError(f"{place} is neither a run's result nor a benchmark of this library")
+
+
+# Finding the runs of a plan
+
+
+def compared_settings(benchmark: str, config: Mapping[str, Any], ignored: frozenset[str]) -> dict[str, Any]:
+    """The settings that identify a run by dotted name; fields that an older result lacks have their defaults."""
+    plain = to_plain(_recipe(benchmark, config).resolved())
+    return {name: v for name, v in flatten(plain) if name not in NOT_COMPARED and name not in ignored}
+
+
+def _recipe(benchmark: str, config: Mapping[str, Any]) -> Recipe:
+    kind = registry.recipe_type(benchmark)
+    if kind is None:
+        raise RunError(f"benchmark {benchmark!r} is unknown to this version")
+    return from_plain(kind, config)
+
+
+def flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested fields as pairs of a dotted name and a value."""
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+class ResultIndex:
+    """The stored runs of a plan by cell and seed. A run belongs to a cell if its settings are the cell's."""
+
+    def __init__(self, plan: Plan, runs: Iterable[Run]) -> None:
+        self.plan = plan
+        recipes = {f"{plan.family}/{name}" for name in plan.sets}
+        self.runs = [run for run in runs if run.recipe in recipes]
+        self._by_key: dict[tuple[str, str, int], Run] = {}
+        for run in self.runs:
+            try:
+                key = (run.recipe, self._key(run.benchmark, run.config), run.seed)
+            except RunError:  # settings that this version does not have: no cell has them
+                continue
+            # A run folder also holds summaries of its parts: the one with the most scores is the run's.
+            if key not in self._by_key or len(run.scores) > len(self._by_key[key].scores):
+                self._by_key[key] = run
+
+    def _key(self, benchmark: str, config: Mapping[str, Any]) -> str:
+        return json.dumps(compared_settings(benchmark, config, self.plan.ignored_fields), sort_keys=True)
+
+    def cell_key(self, name: str, variant: Variant) -> str:
+        recipe = override(registry.get(f"{self.plan.family}/{name}"), self.plan.settings(name, variant))
+        return self._key(recipe.benchmark, to_plain(recipe))
+
+    def find(self, name: str, variant: Variant) -> list[Run]:
+        """The runs of a set and a variant, in the order of the plan's seeds."""
+        recipe, key = f"{self.plan.family}/{name}", self.cell_key(name, variant)
+        return [run for seed in self.plan.seeds if (run := self._by_key.get((recipe, key, seed)))]
+
+    def missing_jobs(self, runs: Path, results: Path, commit: str | None = None) -> list[Job]:
+        """Jobs for the cells without a finished run. Seeds vary slowest: after one pass every cell has a number."""
+        jobs: dict[tuple[str, str, int], Job] = {}
+        keys = {(name, variant.name): self.cell_key(name, variant) for name, variant in self.plan.cells()}
+        for seed in self.plan.seeds:
+            for name, variant in self.plan.cells():
+                key = (f"{self.plan.family}/{name}", keys[name, variant.name], seed)
+                if key in self._by_key and self.plan.is_finished(self._by_key[key].scores):
+                    continue
+                job = self.plan.job(name, variant, seed, runs, results, commit)
+                if job.result.exists():
+                    raise RunError(f"{job.result} {self._difference(job)}: choose another --results, or move it away")
+                jobs.setdefault(key, job)  # two parts of an ablation may need the same run
+        return list(jobs.values())
+
+    def _difference(self, job: Job) -> str:
+        """Why the file in a job's place is not the job's result."""
+        there = next((run for run in self.runs if run.path == job.result), None)
+        if there is None:
+            return "does not name its settings"
+        recipe = override(registry.get(job.recipe), job.changes)
+        new = compared_settings(recipe.benchmark, to_plain(recipe), frozenset())
+        try:
+            old = compared_settings(there.benchmark, there.config, frozenset())
+        except RunError as error:
+            return f"is of another version ({error})"
+        for name in new:
+            if old.get(name) != new[name]:
+                return f"was run with {name} {old.get(name)}, not {new[name]}"
+        return f"was run with protocol {there.config.get('protocol')}, not {job.changes.get('protocol', 'last')}"

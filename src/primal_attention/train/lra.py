@@ -454,8 +454,8 @@ def load(config: LRAData) -> TokenData:
 
 def make_model(config: LRAModel, data: TokenData, room: int | None = None) -> nn.Module:
     """The network of a resolved configuration; room: see `LRAClassifier`."""
-    from primal_attention.cli.table import without_r_scores
     from primal_attention.models.lra import LRAClassifier
+    from primal_attention.models.uea import without_r_scores
 
     keywords: dict[str, dict[str, Any]] = {
         "primal": {

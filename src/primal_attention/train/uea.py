@@ -315,8 +315,7 @@ def modern_recipe(name: str) -> UEARecipe:
 
 def make_model(config: ClassifierConfig, channels: int, classes: int, max_length: int) -> nn.Module:
     """The network of a resolved configuration."""
-    from primal_attention.cli.table import without_r_scores
-    from primal_attention.models.uea import modern_classifier, paper_classifier
+    from primal_attention.models.uea import modern_classifier, paper_classifier, without_r_scores
 
     landmarks = min(config.landmarks or max_length, max_length)
     primal = {"rank": config.rank, "landmarks": landmarks, "data_dependent": config.data_dependent}

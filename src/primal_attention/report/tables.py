@@ -1,0 +1,683 @@
+"""The tables of `primal table`: their grids, our numbers beside the published ones, and three ways to write them.
+
+A table has cells (a variant on a set, with its runs) and columns (what is computed from a cell and how it is shown).
+LAST, BEST-ON-TEST and VALIDATION-CHOSEN are always separate columns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pandas as pd
+
+from primal_attention.report.results import PROTOCOLS, ResultIndex, Run, Stat
+from primal_attention.train.grid import Plan, Variant
+from primal_attention.utils.files import read_yaml, write_text
+
+MISSING = "–"
+AVERAGE = "Average"
+GB = 1e-9
+AUTHORS_CODE = "published"
+"""Row of `lra-efficiency`: Primal-Attention as the authors' implementation computes it, on the same device."""
+
+
+@cache
+def paper(benchmark: str) -> dict[str, Any]:
+    """Published numbers: the content of paper/<benchmark>.yaml, with lists of numbers as dicts by column."""
+    content = read_yaml(Path(__file__).parent / "paper" / f"{benchmark}.yaml")
+    for table in content.values():
+        if isinstance(table, dict) and "columns" in table:
+            for part in ("rows", "deviations"):
+                rows = table.get(part, {})
+                table[part] = {name: dict(zip(table["columns"], row, strict=True)) for name, row in rows.items()}
+            for part in ("average", "memory"):
+                table[part] = dict(zip(table["columns"], table.get(part, ()), strict=part in table))
+    return content
+
+
+def published(benchmark: str, table: str, row: str, column: str) -> float | None:
+    return paper(benchmark).get(table, {}).get("rows", {}).get(row, {}).get(column)
+
+
+def source(benchmark: str, table: str) -> str:
+    """A note on where the published numbers of a table come from."""
+    about = paper(benchmark)[table]
+    device = f", {about['device']}" if "device" in about else ""
+    return f"Paper ({about['table']}{device}): {about['about']}."
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A variant on a set, or on several sets for an average row, with its runs by set."""
+
+    benchmark: str
+    dataset: str
+    variant: Variant
+    runs: Mapping[str, Sequence[Run]]
+    softmax: Cell | None = None
+    """The cell of softmax attention on the same sets."""
+
+    @property
+    def all_runs(self) -> list[Run]:
+        return [run for runs in self.runs.values() for run in runs]
+
+    @property
+    def title(self) -> str:
+        model, titles = self.variant.model, paper(self.benchmark).get("models", {})
+        if model == AUTHORS_CODE:
+            return "PrimalFormer, the authors' implementation"
+        return f"{titles[model]} ({model})" if model in titles else model
+
+    @property
+    def devices(self) -> set[str]:
+        return {run.device for run in self.all_runs}
+
+    def first(self, value: Callable[[Run], Any]) -> Any:
+        return next((found for run in self.all_runs if (found := value(run)) is not None), None)
+
+    def stat(self, value: Callable[[Run], float | None]) -> Stat | None:
+        """Mean over the sets for each seed that all sets have, then mean and deviation over these seeds."""
+        by_set = [{run.seed: v for run in runs if (v := value(run)) is not None} for runs in self.runs.values()]
+        seeds = set.intersection(*(set(values) for values in by_set)) if by_set else set()
+        return Stat.over(fmean(values[seed] for values in by_set) for seed in sorted(seeds))
+
+    def score(self, protocol: str, name: str = "accuracy") -> Stat | None:
+        return self.stat(lambda run: run.score(protocol, name))
+
+    def peak(self) -> int | None:
+        return max((run.peak_memory_bytes for run in self.all_runs if run.peak_memory_bytes), default=None)
+
+    def paper(self, table: str) -> float | None:
+        """The published number, or the mean of the numbers if there is one for every set."""
+        values = [published(self.benchmark, table, name, self.variant.name) for name in self.runs]
+        known = [value for value in values if value is not None]
+        return fmean(known) if known and len(known) == len(values) else None
+
+    def ratio(self, value: Callable[[Cell], Any]) -> float | None:
+        """The value of softmax attention over this one, if both ran on one and the same device."""
+        if self.softmax is None or len(self.devices | self.softmax.devices) != 1:
+            return None
+        theirs, mine = (v.mean if isinstance(v, Stat) else v for v in (value(self.softmax), value(self)))
+        return theirs / mine if theirs and mine else None
+
+    def seeds(self) -> str:
+        """The number of seeds, or one number per protocol where they differ."""
+        counts = [len({run.seed for run in self.all_runs if name in run.scores}) for name in PROTOCOLS]
+        is_same = len(set(counts) - {0}) < 2
+        return str(len({run.seed for run in self.all_runs})) if is_same else "/".join(map(str, counts))
+
+
+def make_cells(benchmark: str, plan: Plan, index: ResultIndex) -> list[Cell]:
+    """The cells of a plan, part by part."""
+    parts = dict.fromkeys(variant.part for variant in plan.variants)
+    order = [(name, variant) for part in parts for name, variant in plan.cells() if variant.part == part]
+    return with_softmax([Cell(benchmark, name, v, {name: index.find(name, v)}) for name, v in order])
+
+
+def with_softmax(cells: Sequence[Cell]) -> list[Cell]:
+    softmax = {cell.dataset: cell for cell in cells if cell.variant.name == "softmax"}
+    return [replace(cell, softmax=softmax.get(cell.dataset)) for cell in cells]
+
+
+def average_cells(cells: Sequence[Cell]) -> list[Cell]:
+    """A cell per variant over the sets on which every variant with runs has some; none if this is a single set."""
+    present = {cell.variant.name for cell in cells if cell.all_runs}
+    runs = {(cell.variant.name, cell.dataset): cell.all_runs for cell in cells}
+    sets = [s for s in dict.fromkeys(c.dataset for c in cells) if all(runs.get((name, s)) for name in present)]
+    if len(sets) < 2 or not present:
+        return []
+    variants = {cell.variant.name: cell for cell in cells}
+    return with_softmax(
+        [replace(c, dataset=AVERAGE, runs={s: runs[name, s] for s in sets}) for name, c in variants.items()]
+    )
+
+
+@dataclass(frozen=True)
+class Column:
+    """A number or text that is computed from a cell: `key` in the CSV file, `heading` and format elsewhere."""
+
+    heading: str
+    key: str
+    value: Callable[[Cell], Any]
+    digits: int | None = None
+    """None: text."""
+    scale: float = 1.0
+    form: str = "{}"
+
+    def show(self, value: Any) -> str:
+        if value is None:
+            return MISSING
+        if self.digits is None or isinstance(value, str):
+            return str(value)
+        stat = value if isinstance(value, Stat) else Stat(value, None, 1)
+        std = None if stat.std is None else stat.std * self.scale
+        return self.form.format(replace(stat, mean=stat.mean * self.scale, std=std).show(self.digits))
+
+
+@dataclass(frozen=True)
+class Section:
+    """Cells and the columns that show them. The first column groups the rows."""
+
+    title: str
+    columns: Sequence[Column]
+    cells: Sequence[Cell]
+
+    def frame(self) -> pd.DataFrame:
+        """The section as it is shown: text, each group's name once."""
+        rows = [[column.show(column.value(cell)) for column in self.columns] for cell in self.cells]
+        frame = pd.DataFrame(rows, columns=range(len(self.columns)))
+        frame[0] = frame[0].mask(frame[0] == frame[0].shift(), "")
+        return frame.rename(columns=dict(enumerate(column.heading for column in self.columns)))
+
+    def numbers(self) -> pd.DataFrame:
+        """The unrounded numbers of all cells but averages."""
+        cells = [cell for cell in self.cells if cell.dataset != AVERAGE]
+        columns: dict[str, list[Any]] = {
+            "part": [cell.variant.part for cell in cells],
+            "dataset": [cell.dataset for cell in cells],
+            "model": [cell.variant.name for cell in cells],
+        }
+        for column in self.columns:
+            values = [column.value(cell) for cell in cells]
+            if any(isinstance(value, Stat) for value in values):
+                columns |= {
+                    f"{column.key}_{name}": [getattr(v, name, None) for v in values] for name in ("mean", "std")
+                }
+                columns[f"{column.key}_seeds"] = [value.seeds if value else 0 for value in values]
+            else:
+                columns[column.key] = values
+        columns["device"] = ["; ".join(sorted(cell.devices)) for cell in cells]
+        columns["commit"] = ["; ".join(sorted({run.commit or "unknown" for run in cell.all_runs})) for cell in cells]
+        return pd.DataFrame(columns)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Sections and notes: where the numbers come from and how to read them."""
+
+    title: str
+    sections: Sequence[Section]
+    notes: Sequence[str] = ()
+    command: str = ""
+
+
+def to_markdown(table: Table) -> str:
+    """GitHub's tables under their titles, the notes as a list below."""
+    lines = [f"**{table.title}**", ""]
+    for section in table.sections:
+        lines += [f"*{section.title}*", ""] if section.title else []
+        rule = ["---" if column.digits is None else "--:" for column in section.columns]
+        rows = [[c.heading for c in section.columns], *section.frame().to_numpy().tolist()]
+        text = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+        lines += [text[0], "|" + "|".join(rule) + "|", *text[1:], ""]
+    return "\n".join([*lines, *(f"- {note}" for note in table.notes), ""])
+
+
+def to_terminal(table: Table) -> None:
+    """Print a table with rich."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    console = Console()
+    if not console.is_terminal:  # files and pipes get the full width: no number is cut
+        console = Console(width=200)
+    console.print(Text(table.title, style="bold"))
+    for section in table.sections:
+        title = Text(section.title) if section.title else None
+        grid, rows = RichTable(title=title, box=box.SIMPLE_HEAD, title_justify="left"), section.frame().to_numpy()
+        for i, column in enumerate(section.columns):
+            is_text = column.digits is None
+            width = None if is_text else max(map(len, rows[:, i]), default=1)
+            grid.add_column(column.heading, justify="left" if is_text else "right", overflow="fold", min_width=width)
+        for i, row in enumerate(rows.tolist()):
+            if i and row[0]:
+                grid.add_section()
+            grid.add_row(*map(Text, row))
+        console.print(grid)
+    for note in table.notes:
+        console.print(Text(f"· {note}"), soft_wrap=True)
+
+
+def to_csv(table: Table, file: Path) -> None:
+    """Write the unrounded numbers, one row per set and variant."""
+    frame = pd.concat([section.numbers() for section in table.sections])
+    write_text(file, frame.assign(command=table.command).to_csv(index=False))
+
+
+def make_table(kind: TableKind, title: str, cells: Sequence[Cell], command: str) -> Table:
+    """The table of a kind from its cells."""
+    sections, notes = [], list(kind.notes(cells))
+    for part in dict.fromkeys(cell.variant.part for cell in cells):
+        own = [cell for cell in cells if cell.variant.part == part]
+        averages = average_cells(own) if kind.has_average else []
+        sections.append(Section(PART_TITLES[part], kind.columns(own), [*own, *averages]))
+        if averages:
+            sets = ", ".join(averages[0].runs)
+            notes.append(f"{AVERAGE}: over {sets}; the paper's is the mean of its numbers on these sets.")
+            notes += d4rl_difference(averages)
+    runs = {(run.path, run.label): run for cell in cells for run in cell.all_runs}.values()
+    commits, devices = Counter(short_commit(run.commit) for run in runs), Counter(run.device for run in runs)
+    where = f"commit {_count(commits)}; device {_count(devices)}"
+    notes += [f"Command: `{command}`", f"Runs: {len(runs)}; {where}. Each result file has its run's own command."]
+    return Table(title, sections, list(dict.fromkeys(notes)), command)
+
+
+def _count(names: Counter[str]) -> str:
+    if len(names) < 2:
+        return next(iter(names), MISSING)
+    return ", ".join(f"{name} ({n} run{'s' if n > 1 else ''})" for name, n in names.most_common())
+
+
+def short_commit(commit: str | None) -> str:
+    """Twelve digits, and whether files differed from the commit."""
+    digits, _, state = (commit or "unknown").partition("-")
+    return digits[:12] + (f"-{state}" if state else "")
+
+
+# Columns and notes
+
+SET = Column("Set", "dataset", lambda cell: cell.dataset)
+MODEL = Column("Model", "title", lambda cell: cell.title)
+SEEDS = Column("Seeds", "seeds", Cell.seeds, 0)
+SCORES = [Column(h, name, lambda cell, name=name: cell.score(name), 1) for name, h in PROTOCOLS.items()]  # type: ignore
+PEAK = Column("Peak GB", "peak_bytes", Cell.peak, 2, GB)
+LESS_MEMORY = Column("less than softmax", "times_less_memory", lambda c: c.ratio(Cell.peak), 2, form="{}×")
+PEAK_NOTE = "Peak GB: the most that torch had allocated on the GPU during a training epoch, in 10⁹ bytes."
+OURS = (
+    "Ours: accuracy on test in per cent, mean ± standard deviation over the seeds. BEST-ON-TEST lets the test set "
+    "choose the epoch and so is too high. LAST and VALIDATION-CHOSEN do not use the test set: for the second, holdout "
+    "samples choose the epoch."
+)
+PART_TITLES = {
+    "models": "",
+    "eta-s": "Weight η and rank s of PrimalFormer",
+    "data-dependence": "Data-dependent projection weights, Primal.+Trans.",
+    "r-scores": "With and without r-scores in the output",
+}
+
+
+def option(heading: str, name: str) -> Column:
+    words = {True: "yes", False: "no"}
+    return Column(heading, name, lambda c: words.get(v, v) if isinstance(v := c.variant.options[name], bool) else v)
+
+
+PART_COLUMNS = {
+    "models": [MODEL],
+    "eta-s": [option("s", "rank"), option("η", "eta")],
+    "data-dependence": [option("Data-dependent", "data_dependent")],
+    "r-scores": [MODEL, option("r-scores", "r_scores")],
+}
+
+
+def rate(name: str) -> Callable[[Cell], Stat | None]:
+    """How many of the things that a run counts per epoch it does in a second."""
+    return lambda cell: cell.stat(lambda run: run.data[name] / run.seconds_per_epoch if run.data.get(name) else None)
+
+
+def accuracy_columns(cells: Sequence[Cell]) -> list[Column]:
+    part = cells[0].variant.part
+    chosen = "best on test" if cells[0].benchmark == "uea" else "validation-chosen"
+    theirs = Column(f"Paper ({chosen})", "paper", lambda cell: cell.paper("accuracy" if part == "models" else part), 1)
+    return [SET, *PART_COLUMNS[part], theirs, *SCORES, SEEDS]
+
+
+def accuracy_notes(cells: Sequence[Cell]) -> list[str]:
+    benchmark, notes = cells[0].benchmark, [OURS]
+    for part in dict.fromkeys(cell.variant.part for cell in cells):
+        table = "accuracy" if part == "models" else part
+        absent = "Paper: r-scores are published for Long-Range Arena only."
+        notes.append(source(benchmark, table) if table in paper(benchmark) else absent)
+        notes += ["Without r-scores in the output, r stays in the objective J."] if part == "r-scores" else []
+    if any(cell.dataset == "SpokenArabicDigits" for cell in cells):
+        notes.append("SpokenArabicDigits: the paper's script may have trained on the test file.")
+    return notes
+
+
+def lra_notes(cells: Sequence[Cell]) -> list[str]:
+    """What limits a comparison: the size of the test set and the length of the trainings."""
+    notes, trainings = accuracy_notes(cells), set()
+    samples: dict[tuple[str, int], list[float]] = {}
+    for cell in cells:
+        for run in cell.all_runs:
+            accuracy, count = run.score("validation_chosen"), run.data.get("test_samples", run.data.get("test_cases"))
+            if accuracy is not None and count:
+                samples.setdefault((cell.dataset, count), []).append(accuracy * (100 - accuracy) / count)
+            steps, size = steps_of(run), run.settings["trainer"]["batch_size"]
+            trainings.add((cell.dataset, steps, size, run.settings["optim"]["lr"]))
+    if any(cell.dataset == "pathfinder" for cell in cells):
+        notes.append("pathfinder: generated by this library, not the images behind the paper's numbers.")
+    if samples:
+        each = ", ".join(f"{t} {n:,} (± {math.sqrt(fmean(v)):.1f})" for (t, n), v in sorted(samples.items()))
+        notes.append(f"Samples in the test set, and the standard error that they leave in one accuracy: {each}.")
+    for task, steps, size, lr in sorted(trainings):
+        their_steps, their_size = paper("lra")["training"].get(task, (steps, size))
+        theirs = f"paper {their_steps:,} × {their_size} at {paper('lra')['learning_rate']:g}"
+        is_same = (steps, size) == (their_steps, their_size)
+        share = "" if is_same else f" ({theirs}: {100 * steps * size / their_steps / their_size:.2g} % of its samples)"
+        notes.append(f"{task}: {steps:,} steps × {size} samples at learning rate {lr:g}{share}.")
+    return notes
+
+
+def steps_of(run: Run) -> int:
+    return int(run.settings["trainer"]["epochs"]) * int(run.settings["trainer"]["steps_per_epoch"])
+
+
+def efficiency_columns(cells: Sequence[Cell]) -> list[Column]:
+    """UEA: seconds per epoch. D4RL: seconds per 1000 steps, published by level."""
+    benchmark = cells[0].benchmark
+    digits = 2 if benchmark == "uea" else 3
+
+    lengths = {cell.dataset: cell.first(lambda run: run.data.get("max_length")) for cell in cells if cell.all_runs}
+
+    def name(cell: Cell) -> str:
+        has_length = benchmark == "uea" and lengths.get(cell.dataset)
+        return f"{cell.dataset} ({lengths[cell.dataset]})" if has_length else cell.dataset
+
+    def seconds(cell: Cell) -> Stat | None:
+        steps = cell.first(lambda run: run.settings["trainer"]["steps_per_epoch"])
+        return cell.stat(lambda run: run.seconds_per_epoch * (1000 / steps if steps else 1))
+
+    def their_seconds(cell: Cell) -> float | None:
+        level = cell.dataset.partition("-")[2]
+        return cell.paper("seconds") if benchmark == "uea" else published("d4rl", "seconds", level, cell.variant.name)
+
+    def their_memory(cell: Cell) -> float | None:  # one number for all sets
+        is_shown = cell.dataset == AVERAGE or benchmark != "uea"
+        return paper(benchmark)["seconds"]["memory"].get(cell.variant.name) if is_shown else None
+
+    unit = "s/epoch" if benchmark == "uea" else "s/1K steps"
+    return [
+        Column("Set (length)" if benchmark == "uea" else "Set", "set", name),
+        MODEL,
+        Column(f"Paper {unit}", "paper_seconds", their_seconds, 1),
+        Column(unit, "seconds", seconds, digits),
+        Column("× softmax", "times_faster", lambda cell: cell.ratio(seconds), 2, form="{}×"),
+        Column("Paper GB", "paper_gb", their_memory, 1),
+        replace(PEAK, digits=digits),
+        LESS_MEMORY,
+        SEEDS,
+    ]
+
+
+def efficiency_notes(cells: Sequence[Cell]) -> list[str]:
+    return [
+        source(cells[0].benchmark, "seconds"),
+        "Ours: training only, median epoch, mean ± standard deviation over the seeds; one run at a time on a device. "
+        "Softmax attention uses torch's scaled_dot_product_attention without gradient checkpointing.",
+        f"{PEAK_NOTE} It includes the data that is kept on the device. An average row has the largest of the sets.",
+    ]
+
+
+def lra_efficiency_columns(cells: Sequence[Cell]) -> list[Column]:
+    authors = {cell.dataset: cell for cell in cells if cell.variant.name == AUTHORS_CODE}
+
+    def seconds(key: str) -> Callable[[Cell], float | None]:
+        return lambda cell: cell.first(lambda run: run.score("step", key))
+
+    def over_authors(cell: Cell) -> str | None:
+        pair = replace(cell, softmax=authors.get(cell.dataset))
+        times = [pair.ratio(seconds(key)) for key in ("graph", "eager")]
+        shown = [MISSING if value is None else f"{value:.1f}×" for value in times]
+        return f"{shown[0]} ({shown[1]})" if cell.variant.name in ("primal", "primal+") else ""
+
+    return [
+        Column("Task (length)", "set", lambda c: f"{c.dataset} ({c.first(lambda run: run.data['max_length'])})"),
+        MODEL,
+        Column("Paper s/1K", "paper_seconds", lambda cell: cell.paper("seconds"), 1),
+        Column("s/1K graph", "graph", seconds("graph"), 2),
+        Column("s/1K eager", "eager", seconds("eager"), 2),
+        Column("× softmax", "times_faster", lambda cell: cell.ratio(seconds("graph")), 1, form="{}×"),
+        Column("× authors", "times_faster_than_authors", over_authors),
+        Column("Paper GB", "paper_gb", lambda cell: cell.paper("memory"), 2),
+        PEAK,
+        replace(LESS_MEMORY, digits=1),
+    ]
+
+
+def lra_efficiency_notes(cells: Sequence[Cell]) -> list[str]:
+    return [
+        f"{source('lra', 'seconds')} Its softmax attention uses gradient checkpointing, ours does not.",
+        "A step: forward, losses, backward, optimiser, at the paper's batch size in bfloat16 autocast, on random "
+        "tokens. graph: compiled and replayed as one CUDA graph, as in a training (the authors' implementation: not "
+        "compiled). eager: kernel by kernel. Median of CUDA events, times 1000.",
+        "× authors: how many times faster than the authors' implementation, by graph (in brackets: eager).",
+        "Peak GB: allocated by torch in a step without recording, above the start, in 10⁹ bytes.",
+        "Versions: torch " + ", ".join(sorted({run.torch for cell in cells for run in cell.all_runs})) + ".",
+    ]
+
+
+def d4rl_columns(cells: Sequence[Cell]) -> list[Column]:
+    def theirs(cell: Cell) -> Stat | None:
+        mean = cell.paper("score")
+        std = paper("d4rl")["score"]["deviations"].get(cell.dataset, {}).get(cell.variant.name)
+        return None if mean is None else Stat(mean, std, 3)
+
+    best = Column("BEST-ON-TEST", "best_on_test", lambda cell: cell.score("best_on_test", "score"), 1)
+    return [
+        SET,
+        MODEL,
+        Column("Paper (on D4RL)", "paper", theirs, 1),
+        *([best] if any(map(best.value, cells)) else []),
+        Column("LAST", "last", lambda cell: cell.score("last", "score"), 1),
+        Column("Return", "return", lambda c: c.score("last", "return_mean") if c.dataset != AVERAGE else None, 0),
+        SEEDS,
+    ]
+
+
+def d4rl_notes(cells: Sequence[Cell]) -> list[str]:
+    """What the numbers are, on which data, after how many steps."""
+    runs = [run for cell in cells for run in cell.all_runs]
+
+    def listed(values: Iterable[Any]) -> str:
+        numbers = sorted({value for value in values if value is not None})
+        return " or ".join(value if isinstance(value, str) else f"{value:,.0f}" for value in numbers)
+
+    sources = sorted({str(run.data.get("source", "unknown")) for run in runs})
+    notes = [
+        "Ours: D4RL's normalised score (0 random, 100 expert) of the mean return of "
+        f"{listed(run.score('last', 'episodes') for run in runs)} episodes at the last step, mean ± standard deviation "
+        "over the seeds. Return: the mean before normalisation. BEST-ON-TEST, where shown: the best checkpoint by the "
+        "episodes that measure it, so too high.",
+        f"Trained on {listed(run.data.get('transitions') for run in runs)} transitions for "
+        f"{listed(map(steps_of, runs))} steps; streaming in episodes: "
+        f"{listed(run.settings['evaluation']['streaming'] for run in runs)}. Data: {'; '.join(sources)}.",
+        source("d4rl", "score"),
+    ]
+    if any("collected anew" in name for name in sources):
+        notes.insert(1, "The trajectories come from other policies than D4RL's: compare our rows with each other only.")
+    return notes
+
+
+def d4rl_difference(averages: Sequence[Cell]) -> list[str]:
+    """The difference between the averages of Primal.+DT and DT, with its standard error."""
+    by_model = {cell.variant.name: cell.score("last", "score") for cell in averages}
+    dt, primal = by_model.get("softmax"), by_model.get("primal+")
+    if not dt or not primal or dt.std is None or primal.std is None:
+        return []
+    error = math.sqrt(dt.std**2 / dt.seeds + primal.std**2 / primal.seeds)
+    return [f"Average of Primal.+DT minus that of DT: {primal.mean - dt.mean:+.1f} ± {error:.1f} (standard error)."]
+
+
+def language_columns(cells: Sequence[Cell]) -> list[Column]:
+    def seen(cell: Cell) -> int:
+        return cell.first(lambda run: run.data.get("bytes_seen")) or 0
+
+    longest = max(map(seen, cells))
+
+    def over_softmax(cell: Cell) -> float | None:
+        if cell.softmax is None or seen(cell) != seen(cell.softmax):  # models that saw different amounts of text
+            return None
+        mine, theirs = (c.score("last", "bits_per_byte") for c in (cell, cell.softmax))
+        return 100 * (mine.mean / theirs.mean - 1) if mine and theirs else None
+
+    def score(heading: str, name: str, digits: int) -> Column:
+        return Column(heading, name, lambda cell: cell.score("last", name), digits)
+
+    theirs = Column("Paper ppl", "paper", lambda cell: cell.paper("perplexity"), 1)
+    return [
+        Column("Text (seen)", "set", lambda cell: f"{cell.dataset} ({(seen(cell) or longest) / 1e6:.0f} MB)"),
+        replace(MODEL, value=lambda cell: cell.variant.name),
+        Column("Parameters M", "parameters", lambda cell: cell.first(lambda run: run.parameters), 2, 1e-6),
+        *([theirs] if any(map(theirs.value, cells)) else []),
+        score("Valid ppl", "validation_perplexity", 2),
+        score("Test ppl", "perplexity", 2),
+        score("Valid bits/byte", "validation_bits_per_byte", 4),
+        score("Test bits/byte", "bits_per_byte", 4),
+        Column("than softmax %", "bits_per_byte_over_softmax", over_softmax, 2),
+        Column("Tokens/s", "tokens_per_second", rate("tokens_per_epoch"), 0),
+        PEAK,
+        SEEDS,
+    ]
+
+
+def language_notes(cells: Sequence[Cell]) -> list[str]:
+    return [
+        "Bits per byte: the loss of all tokens of the split, each predicted once in windows of one length, over the "
+        "bytes of its text, at the last step. Than softmax: test bits per byte relative to softmax attention after the "
+        "same amount of text; negative is better.",
+        f"Tokens/s: of training, median epoch. {PEAK_NOTE}",
+        *([source("lm", "perplexity")] if any(cell.paper("perplexity") for cell in cells) else []),
+    ]
+
+
+def image_columns(cells: Sequence[Cell]) -> list[Column]:
+    return [SET, MODEL, *SCORES, Column("Images/s", "images_per_second", rate("images_per_epoch"), 0), PEAK, SEEDS]
+
+
+def image_notes(cells: Sequence[Cell]) -> list[str]:
+    theirs = paper("image")["imagenet"]
+    rows = [f"{name}: " + ", ".join(f"{k} {v}" for k, v in row.items()) for name, row in theirs["rows"].items()]
+    return [
+        OURS,
+        "Images/s: training images per second of the median epoch, reading and augmentation included, one run at a "
+        f"time. {PEAK_NOTE} It includes the pixels of a set that is kept on the device.",
+        f"{source('image', 'imagenet')} {'; '.join(rows)}.",
+    ]
+
+
+# The grids behind the tables
+
+
+def model_variants(models: Iterable[str]) -> list[Variant]:
+    return [Variant("models", model, model) for model in models]
+
+
+def ablation_variants(parts: Iterable[str]) -> list[Variant]:
+    """The paper's grid over η and s (PrimalFormer), data-independent weights (Primal.+), and outputs without r."""
+    grids = {
+        "eta-s": [
+            Variant("eta-s", f"primal-s{s}-eta{eta:g}", "primal", {"rank": s, "eta": eta})
+            for s in (20, 30, 40)
+            for eta in (0.0, 0.1, 0.2, 0.5)
+        ],
+        "data-dependence": [
+            Variant("data-dependence", f"primal+-{word}", "primal+", {"data_dependent": value})
+            for value, word in ((False, "independent"), (True, "dependent"))
+        ],
+        "r-scores": [
+            Variant("r-scores", f"{model}-{word}-r", model, {"r_scores": value})
+            for model in ("primal", "primal+")
+            for value, word in ((False, "without"), (True, "with"))
+        ],
+    }
+    return [variant for part in parts for variant in grids[part]]
+
+
+def language_variants() -> dict[str, Variant]:
+    """Softmax, every causal mode of Primal-Attention, the delta rule, a hybrid and baselines, by name.
+
+    All have the parameters of softmax attention's model: what an attention saves goes to the feed-forward width. The
+    most informative ones come first, for grids that are cut off.
+    """
+    delta = {"primal_mode": "delta", "primal_heads": 4, "rank": 64, "conv": 4, "gate": True}
+    hybrid = {"attention": ("primal", "primal", "softmax") * 2, **delta}
+    rows: list[tuple[str, str, dict[str, Any]]] = [("softmax", "softmax", {}), ("delta", "primal", delta)]
+    rows.append(("hybrid", "primal", hybrid))
+    modes = ("mean", "landmarks", "decay")
+    for model, conv in (("primal+", {}), ("primal", {}), ("primal", {"conv": 4}), ("primal+", {"conv": 4})):
+        suffix = "-conv" if conv else ""
+        rows += [(f"{model}-{mode}{suffix}", model, {"primal_mode": mode, **conv}) for mode in modes]
+    rows += [("linear", "linear", {}), ("flow", "flow", {})]
+    return {name: Variant("models", name, model, options) for name, model, options in rows}
+
+
+@dataclass(frozen=True)
+class TableKind:
+    """A table by name: its title, its default grid, what its runs change in the recipe, its columns and notes."""
+
+    title: str
+    benchmark: str
+    columns: Callable[[Sequence[Cell]], Sequence[Column]]
+    notes: Callable[[Sequence[Cell]], Sequence[str]]
+    sets: tuple[str, ...]
+    models: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
+    """Of an ablation, which has no choice of models."""
+    seeds: int = 3
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    needed_scores: frozenset[str] | None = None
+    has_average: bool = True
+    is_timed: bool = False
+    suffix: str = ""
+    """Of the folder of its runs and results, behind the recipe family's name."""
+
+
+@cache
+def table_kinds() -> dict[str, TableKind]:
+    uea, lra, d4rl = (paper(name) for name in ("uea", "lra", "d4rl"))
+    uea_sets, lra_sets = tuple(uea["accuracy"]["rows"]), tuple(lra["accuracy"]["rows"])
+    chosen = frozenset({"validation_chosen"})
+    return {
+        "uea": TableKind(
+            "UEA test accuracy (%)", "uea", accuracy_columns, accuracy_notes, uea_sets,
+            tuple(uea["accuracy"]["columns"]), seeds=5, changes={"protocol": "both"},
+        ),
+        "uea-ablation": TableKind(
+            "UEA ablations, test accuracy (%)", "uea", accuracy_columns, accuracy_notes, uea_sets,
+            parts=("eta-s", "data-dependence", "r-scores"), changes={"protocol": "both"},
+        ),
+        "uea-efficiency": TableKind(
+            "UEA training time and memory", "uea", efficiency_columns, efficiency_notes, uea_sets,
+            tuple(uea["seconds"]["columns"]), is_timed=True, suffix="-efficiency",
+            changes={"protocol": "last", "trainer.epochs": 10, "trainer.evaluate_every": 10},
+        ),
+        "lra": TableKind(
+            "Long-Range Arena test accuracy (%)", "lra", accuracy_columns, lra_notes, lra_sets,
+            tuple(lra["accuracy"]["columns"]), needed_scores=chosen,
+        ),
+        "lra-ablation": TableKind(
+            "Long-Range Arena ablations, test accuracy (%)", "lra", accuracy_columns, lra_notes, lra_sets,
+            parts=("data-dependence", "r-scores"), needed_scores=chosen,
+        ),
+        "lra-efficiency": TableKind(
+            "Long-Range Arena: time and memory of a training step", "lra", lra_efficiency_columns, lra_efficiency_notes,
+            lra_sets, (*lra["seconds"]["columns"], AUTHORS_CODE), has_average=False, is_timed=True,
+        ),
+        "d4rl": TableKind(
+            "D4RL normalised score", "d4rl", d4rl_columns, d4rl_notes, tuple(d4rl["score"]["rows"]),
+            tuple(d4rl["score"]["columns"]),
+        ),
+        "d4rl-efficiency": TableKind(
+            "D4RL training time and memory", "d4rl", efficiency_columns, efficiency_notes, ("hopper-medium",),
+            tuple(d4rl["score"]["columns"]), has_average=False, is_timed=True, suffix="-efficiency",
+            changes={"trainer.epochs": 3, "trainer.steps_per_epoch": 500, "evaluation.episodes": 0},
+        ),
+        "lm": TableKind(
+            "Language models", "lm", language_columns, language_notes, ("wikipedia",), tuple(language_variants()),
+            seeds=1, needed_scores=frozenset({"last"}), has_average=False, is_timed=True,
+        ),
+        "image": TableKind(
+            "Images: test accuracy (%), speed and memory of training", "image", image_columns, image_notes,
+            ("imagenette",), tuple(paper("image")["models"]), needed_scores=frozenset(PROTOCOLS), has_average=False,
+            is_timed=True,
+        ),
+    }  # fmt: skip

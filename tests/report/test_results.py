@@ -1,0 +1,124 @@
+"""Reading results: runs, summaries, spectra and benchmarks; every damaged or foreign file is one line that names it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from page_cases import bench, config, demo, put_run, summary
+from primal_attention.report import results
+from primal_attention.report.results import Stat, collect, read_folder
+from primal_attention.train.config import override, to_plain
+from primal_attention.train.registry import get
+from primal_attention.utils.errors import RunError
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_stored_summary_opens() -> None:
+    runs = results.read_summaries(ROOT / "results")
+    assert len(runs) >= 400
+    assert all(run.device and run.seconds_per_epoch > 0 and run.command and run.settings for run in runs)
+    assert {run.benchmark for run in runs} == {"uea", "lra", "d4rl", "lm", "image"}
+    assert results.read_step_cost(ROOT / "results", "text", "primal")[0].score("step", "graph") > 0
+
+
+def test_a_run_folder_has_curves_scores_and_its_command(tmp_path: Path) -> None:
+    run = read_folder(put_run(tmp_path / "run", "primal", 1, 0.96))
+    assert (run.label, run.seed, run.task) == ("primal", 1, "JapaneseVowels")
+    assert run.score("last") == pytest.approx(96.0)
+    assert run.score("validation_chosen") is None
+    assert run.metrics["epoch"] == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert run.command == "primal train uea/JapaneseVowels --seed 1"
+    (tmp_path / "run" / "summary.json").unlink()
+    unfinished = read_folder(tmp_path / "run")
+    assert not unfinished.scores
+    assert unfinished.label == "primal"
+
+
+def test_a_run_started_from_python_gets_its_command(tmp_path: Path) -> None:
+    changes = {"model.attention": ("softmax", "primal"), "seed": 3, "data.clip": False, "trainer.progress": False}
+    content = summary("softmax-primal", 3, 0.5) | {"recipe": "uea/NATOPS"}
+    file = tmp_path / "a.json"
+    file.write_text(json.dumps(content | {"config": to_plain(override(get("uea/NATOPS"), changes))}))
+    (run,) = results.read_summaries(tmp_path)
+    assert run.command == "primal train uea/NATOPS --seed 3 --data.no-clip --model.attention softmax primal"
+
+
+def test_a_summary_in_a_run_folder_counts_once_and_other_files_are_ignored(tmp_path: Path) -> None:
+    put_run(tmp_path / "runs" / "a", "primal", 0, 0.9)
+    stored = tmp_path / "results"
+    stored.mkdir()
+    (stored / "copy.json").write_text((tmp_path / "runs" / "a" / "summary.json").read_text())
+    (stored / "other.json").write_text(json.dumps(summary("primal", 7, 0.9) | {"config": config("primal", 7)}))
+    (stored / "foreign.json").write_text('{"some": "thing"}')
+    (stored / "bench.json").write_text(json.dumps(bench()))
+    (stored / "demo.json").write_text(json.dumps(demo()))
+    found = collect([tmp_path / "runs", stored, tmp_path / "runs"])
+    assert [run.seed for run in found.runs] == [0, 7]
+    assert (len(found.benches), len(found.demos)) == (1, 1)
+    assert [run.seed for run in results.read_summaries(stored)] == [7]
+    assert results.read_summaries(tmp_path / "nowhere") == []
+
+
+def test_a_spectrum_is_relative_and_averaged_over_heads(tmp_path: Path) -> None:
+    file = tmp_path / "spectrum.csv"
+    file.write_text("layer,head,index,value\nfirst,0,2,1.0\nfirst,0,1,2.0\nfirst,1,1,4.0\nfirst,1,2,1.0\n")
+    assert results.read_spectrum(file) == {"first": [1.0, 0.375]}
+
+
+def test_statistics_over_seeds() -> None:
+    assert Stat.over([None]) is None
+    assert Stat.over([1.0, None, 3.0]) == Stat(2.0, pytest.approx(2**0.5), 2)
+    assert Stat(1234.5, 1.5, 2).show(0) == "1,234 ± 2"
+
+
+BROKEN: dict[str, Callable[[Path], object]] = {
+    "no config.yaml": lambda run: (run / "config.yaml").unlink(),
+    "a config of something else": lambda run: (run / "config.yaml").write_text("services: {}"),
+    "another version's config": lambda run: (run / "config.yaml").write_text("{format: 99, config: {}}"),
+    "a truncated summary": lambda run: (run / "summary.json").write_text('{"format": 1, "sco'),
+    "a summary without scores": lambda run: (run / "summary.json").write_text('{"format": 1}'),
+    "a truncated table": lambda run: (run / "metrics.csv").write_text("epoch,task_loss\n1,2.0\n2"),
+    "a negative singular value": lambda run: (run / "spectrum.csv").write_text("index,value\n1,1.0\n2,-0.5\n"),
+}
+
+
+@pytest.mark.parametrize("damage", BROKEN.values(), ids=[name.replace(" ", "-") for name in BROKEN])
+def test_a_broken_run_is_one_line_that_names_it(damage: Callable[[Path], object], tmp_path: Path) -> None:
+    put_run(tmp_path / "good", "primal", 0, 0.9)
+    damage(put_run(tmp_path / "bad", "primal", 1, 0.9))
+    with pytest.raises(RunError) as error:
+        collect([tmp_path])
+    assert str(tmp_path / "bad") in str(error.value)
+    assert "\n" not in str(error.value)
+    found = collect([tmp_path], skip_broken=True)
+    assert [run.seed for run in found.runs] == [0]
+    assert found.broken == [str(error.value)]
+
+
+FOREIGN = {
+    "a path that does not exist": (None, "does not exist"),
+    "an empty folder": ("", "holds no run"),
+    "another JSON file": ('{"a": 1}', "neither a run's result nor a benchmark"),
+    "a benchmark without its fields": ('{"kind": "attention", "format": 1, "rows": [{}]}', "hardware is missing"),
+    "a demo of words": ('{"singular_values": {"primal": ["a"]}}', "primal[0] must be a number of at least 0 (got 'a')"),
+    "a result of another version": ('{"scores": {}, "format": 99}', "reads format 1"),
+    "a result without a seed": ('{"scores": {}, "format": 1, "benchmark": "a", "label": "b"}', "seed is missing"),
+}
+
+
+@pytest.mark.parametrize(("content", "reason"), FOREIGN.values(), ids=[name.replace(" ", "-") for name in FOREIGN])
+def test_a_foreign_path_is_one_line_that_names_it(content: str | None, reason: str, tmp_path: Path) -> None:
+    place = tmp_path / "given"
+    if content == "":
+        place.mkdir()
+    elif content is not None:
+        place.write_text(content)
+    with pytest.raises(RunError) as error:
+        collect([place])
+    assert str(place) in str(error.value)
+    assert reason in str(error.value)
