@@ -9,7 +9,7 @@ import pytest
 import torch
 import toy
 
-from primal_attention.cli.table import without_r_scores
+from primal_attention.models.uea import without_r_scores
 from primal_attention.nn.primal import PrimalAttention
 from primal_attention.train import runner
 from primal_attention.train.uea import ClassifierConfig, make_model

@@ -52,7 +52,7 @@ def test_the_modern_recipe_is_one_for_all_sets_with_primal_everywhere():
     ("name", "hint"),
     [
         ("uae/JapaneseVowels", "uea/JapaneseVowels"),
-        ("uea", "uea/"),
+        ("lra", "lra/"),
         ("uea-moden/Handwriting", "uea-modern/Handwriting"),
     ],
 )

@@ -70,7 +70,7 @@ def replay(folder: Path, evaluation: d4rl.EvaluationConfig, *, progress: bool = 
     data = summary["data"]
     model = d4rl.make_model(recipe.resolved().model, data["state_dim"], data["action_dim"])
     runner.load_weights(model, folder / "model.safetensors")
-    score = measure(model.to(runner.pick_device(recipe.trainer)), recipe.game(), recipe.trainer.precision)
+    score = measure(model.to(runner.pick_device(recipe.trainer)), recipe)
     if "score" not in summary["scores"]["last"]:
         summary["scores"]["last"].update(score)
         summary["test"] = score

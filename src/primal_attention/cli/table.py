@@ -1,9 +1,4 @@
-"""Primal-Attention without its r-scores: o = W_o [e; 0], the paper's ablation of the second set of projections.
-
-The columns of W_o that read r are zero and stay so. r still takes part in the objective J, which is about both sides of
-the singular value decomposition. Parameter names change, so weights of an ablated model fit ablated models only.
-
-The models of the language table: softmax, every causal mode of Primal-Attention, what goes beyond it, and baselines.
+"""The models of the language table: softmax, every causal mode of Primal-Attention, what goes beyond it, and baselines.
 
 All have as many parameters as softmax's model: what their attention saves goes to the feed-forward width. The most
 telling ones come first, so that a grid that is cut off has said the most.
@@ -29,13 +24,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-from torch import Tensor, nn
-from torch.nn.utils import parametrize
-
 from primal_attention.data import d4rl, uea
 from primal_attention.data import image as images
-from primal_attention.nn.objective import primal_layers
 from primal_attention.report import accuracy, efficiency, paper_d4rl, paper_images, paper_lra, results
 from primal_attention.report import d4rl as d4rl_tables
 from primal_attention.report import images as image_tables
@@ -60,21 +50,6 @@ from primal_attention.train.grid import (
 )
 from primal_attention.utils.errors import DataError, RunError
 from primal_attention.utils.files import write_csv, write_text
-
-
-class LeftHalf(nn.Module):
-    """A weight (p, 2s) whose right half, the columns of r, is zero."""
-
-    def forward(self, weight: Tensor) -> Tensor:
-        rank = weight.shape[-1] // 2
-        return torch.cat([weight[..., :rank], torch.zeros_like(weight[..., rank:])], dim=-1)
-
-
-def without_r_scores(model: nn.Module) -> nn.Module:
-    """Cut the r-scores off the outputs of all Primal layers of a model, in place."""
-    for layer in primal_layers(model).values():
-        parametrize.register_parametrization(layer.score_proj, "weight", LeftHalf())
-    return model
 
 
 LOCAL: dict[str, Any] = {"conv": 4, "gate": True}

@@ -13,7 +13,7 @@ from primal_attention.cli.flags import parse
 from primal_attention.report.headline import headline, in_full
 from primal_attention.train import folder as run_folder
 from primal_attention.train import registry
-from primal_attention.train.config import Recipe
+from primal_attention.train.config import Recipe, check_renamed
 from primal_attention.utils.errors import RunError, WriteError
 
 TRAIN = """Train a recipe; every field of it is a flag.
@@ -73,6 +73,9 @@ def parse_run(name: str, recipe: Recipe, args: Sequence[str]) -> tuple[Recipe, P
     except ImportError:
         raise RunError("the command line needs tyro: pip install 'primal-attention[train]'") from None
 
+    for word in args:
+        if word.startswith("--"):
+            check_renamed(recipe, word[2:].partition("=")[0], "--")
     kind = type(recipe)
     fields: list[Any] = [
         ("recipe", Annotated[kind, tyro.conf.arg(name="")]),

@@ -24,8 +24,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from primal_attention.nn.blocks import Encoder, convolve, masked_max, masked_mean
+from primal_attention.nn.objective import primal_layers
 
 if TYPE_CHECKING:
     from primal_attention.parallel.context import Context
@@ -276,3 +278,21 @@ def modern_classifier(
     )
     stem = ConvStem(channels, embed_dim, stem_kernel, dropout, differences=differences)
     return TimeSeriesClassifier(stem, encoder, PoolingHead(embed_dim, classes, dropout))
+
+
+class ZeroRightHalf(nn.Module):
+    """Parametrise a weight (p, 2s) so that its right half, the columns of the r-scores, is zero."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        rank = weight.shape[-1] // 2
+        return torch.cat([weight[..., :rank], torch.zeros_like(weight[..., rank:])], dim=-1)
+
+
+def without_r_scores(model: nn.Module) -> nn.Module:
+    """Remove the r-scores from the outputs of all Primal layers in place: o = W_o [e; 0], the paper's ablation.
+
+    The objective J keeps them. Parameter names change, so the weights of an ablated model fit ablated models only.
+    """
+    for layer in primal_layers(model).values():
+        parametrize.register_parametrization(layer.score_proj, "weight", ZeroRightHalf())
+    return model

@@ -145,11 +145,58 @@ class Recipe:
 
     def label(self) -> str:
         """Short name of the variant, for the default run folder."""
-        return "run"
+        return "-".join(self.model.attention) if hasattr(self, "model") else "run"
 
     def build(self) -> Experiment:
         """Data, model and Lightning module, ready to train."""
         raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class NetworkConfig:
+    """What the networks of all benchmarks share."""
+
+    attention: tuple[str, ...] = ("primal",)
+    """One name for all layers, a name with a plus for the last layer only, or one name per layer."""
+    embed_dim: int = 512
+    num_heads: int = 8
+    layers: int = 2
+    rank: int | None = None
+    """Directions s of Primal-Attention; None takes the paper's."""
+
+    MAY_BE_ZERO: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        require(len(self.attention) > 0, "model.attention must name at least one attention")
+        for f in dataclasses.fields(self):
+            value, flag = getattr(self, f.name), f"model.{f.name.replace('_', '-')}"
+            if isinstance(value, float):
+                require(0 <= value < 1, f"{flag} must lie in [0, 1) (got {value})")
+            elif isinstance(value, int) and not isinstance(value, bool):
+                least = 0 if f.name in self.MAY_BE_ZERO else 1
+                require(value >= least, f"{flag} must be at least {least} (got {value})")
+
+    @property
+    def is_primal_plus(self) -> bool:
+        """Softmax attention in the first layers, which the paper tunes separately."""
+        return self.attention[-1].endswith("+") or "softmax" in self.attention
+
+
+def check_renamed(recipe: Recipe, dotted: str, flag: str = "") -> None:
+    """Raise the error of a field that has another name now. Classes list theirs in `RENAMED`."""
+    part, _, name = dotted.replace("-", "_").rpartition(".")
+    new = getattr(getattr(recipe, part, None), "RENAMED", {}).get(name)
+    if new is not None:
+        new = f"{part}.{new}"
+        raise RunError(f"{flag}{dotted} is now called {flag}{new.replace('_', '-') if flag else new}")
+
+
+def current_fields(kind: type, data: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Translate the fields of an older version: `RENAMED` ones, and `REMOVED` ones at the value that still holds."""
+    renamed, removed = getattr(kind, "RENAMED", {}), getattr(kind, "REMOVED", {})
+    for key, value in data.items():
+        require(removed.get(key, value) == value, f"{where}{key} {value!r} was removed in this version")
+    return {renamed.get(key, key): value for key, value in data.items() if key not in removed}
 
 
 def to_plain(value: Any) -> Any:
@@ -167,6 +214,7 @@ def from_plain(kind: type[T], data: Any, where: str = "") -> T:
     """The inverse of `to_plain` for a dataclass type; the error names the field that does not fit."""
     if not isinstance(data, Mapping):
         raise RunError(f"{where or kind.__name__} must be a table of fields (got {data!r})")
+    data = current_fields(kind, data, where)
     hints = typing.get_type_hints(kind)
     names = [f.name for f in dataclasses.fields(typing.cast(Any, kind))]
     for key in data:
@@ -213,6 +261,7 @@ def override(recipe: T, changes: Mapping[str, Any]) -> T:
     """A copy with fields changed by dotted name, for example `{"model.attention": ("softmax",), "seed": 3}`."""
     plain = to_plain(recipe)
     for dotted, value in changes.items():
+        check_renamed(recipe, dotted)  # type: ignore[arg-type]
         *path, last = dotted.split(".")
         table = plain
         for key in path:

@@ -49,8 +49,10 @@ def get(name: str) -> Recipe:
     """The recipe of a name; a mistyped one suggests the nearest."""
     family, _, member = name.partition("/")
     entry = FAMILIES.get(family)
-    if entry is not None and member and (member in entry.members or entry.open):
+    if entry is not None and (member in entry.members or (entry.open and member)):
         return entry.make(member)
+    if name in ("uea", "uea-modern"):  # data of one's own, named by --data.file
+        return FAMILIES[name].make("")
     near = difflib.get_close_matches(name, names(), n=1, cutoff=0.7)
     if not near:  # the family alone, with the member as it was written where it may be any, or the family's first
         families = difflib.get_close_matches(family, FAMILIES, n=1)
