@@ -1,4 +1,4 @@
-"""Language recipes: every token measured once, equal parameters, runs that repeat and can be asked again, the table."""
+"""Language recipes: every token evaluated once, equal parameters, runs that repeat and can be loaded again."""
 
 from __future__ import annotations
 
@@ -13,13 +13,10 @@ import torch
 import torch.nn.functional as F
 
 from primal_attention.cli import main as cli
-from primal_attention.cli import table
-from primal_attention.cli.table import LINEUP
 from primal_attention.data.lm import SubwordVocabulary, TextSplit
 from primal_attention.train import lm as language
 from primal_attention.train import registry, runner
 from primal_attention.train.config import override
-from primal_attention.train.grid import QUIET, Plan, Shelf, missing, run_job
 from primal_attention.train.lm import LanguageRecipe, MeasuredWindows, TrainingWindows, load_language
 from primal_attention.utils.errors import DataError, RunError
 
@@ -92,20 +89,33 @@ def test_training_windows_are_cut_anew_and_repeat_by_seed() -> None:
         TrainingWindows(split(12), 8, 1, 0)
 
 
-@pytest.mark.parametrize("name", LINEUP)
-def test_parameters_are_equal(name: str) -> None:
-    recipe = override(registry.get("lm/wikipedia"), LINEUP[name].changes()).resolved()
-    softmax = override(registry.get("lm/wikipedia"), LINEUP["softmax"].changes()).resolved()
+DELTA = {"primal_mode": "delta", "primal_heads": 4, "rank": 64, "conv": 4, "gate": True}
+
+
+@pytest.mark.parametrize(
+    ("attention", "options", "positions"),
+    [
+        (("softmax",), {}, "rotary"),
+        (("primal+",), {}, "rotary"),
+        (("primal",), {"primal_mode": "decay"}, "rotary"),
+        (("primal",), {"conv": 4}, "rotary"),
+        (("primal", "primal", "softmax") * 2, DELTA, "rotary"),
+        (("primal",), {}, "sinusoidal"),
+        (("primal",), {"primal_mode": "landmarks"}, "sinusoidal"),
+        (("linear",), {}, "sinusoidal"),
+        (("flow",), {}, "sinusoidal"),
+    ],
+    ids=str,
+)
+def test_parameters_are_equal_and_positions_are_added_where_nothing_else_encodes_the_order(
+    attention: tuple[str, ...], options: dict[str, Any], positions: str
+) -> None:
+    changes = {"model.attention": attention, **{f"model.{name}": value for name, value in options.items()}}
+    recipe = override(registry.get("lm/wikipedia"), changes).resolved()
+    assert recipe.model.positions == positions
+    softmax = override(registry.get("lm/wikipedia"), {"model.attention": ("softmax",)}).resolved()
     counts = [language.parameters(language.network(r, 8192)) for r in (recipe, softmax)]
     assert abs(counts[0] / counts[1] - 1) < 0.002
-
-
-def test_positions_where_nothing_else_tells_the_order() -> None:
-    def positions(name: str) -> str | None:
-        return override(registry.get("lm/wikipedia"), LINEUP[name].changes()).resolved().model.positions
-
-    assert {positions(name) for name in ("softmax", "primal-decay", "primal-mean-conv", "primal+-mean")} == {"rotary"}
-    assert {positions(name) for name in ("linear", "flow", "primal-mean", "primal-landmarks")} == {"sinusoidal"}
 
 
 def test_the_papers_setting() -> None:
@@ -117,13 +127,7 @@ def test_the_papers_setting() -> None:
     assert round(recipe.optim.warmup * recipe.trainer.epochs * recipe.trainer.steps_per_epoch) == 6000
 
 
-@pytest.mark.parametrize("mode", ["selective", "dual"])
-def test_a_recipe_with_a_removed_mode_gets_one_line(mode: str) -> None:
-    with pytest.raises(RunError, match=rf"model\.primal_mode: attention '{mode}' was removed; use 'decay' or 'delta'"):
-        override(registry.get("lm/wikipedia"), {"model.primal_mode": mode})
-
-
-def test_a_run_measures_what_its_model_predicts_and_repeats(
+def test_a_run_is_evaluated_by_what_its_model_predicts_and_repeats(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = small(folder, model__primal_mode="delta", model__conv=4, model__gate=True)
@@ -145,22 +149,22 @@ def test_a_run_measures_what_its_model_predicts_and_repeats(
     assert {"validation_perplexity", "validation_bits_per_byte"} <= last.keys()
     assert runner.evaluate(tmp_path / "a")[""]["bits_per_byte"] == pytest.approx(last["bits_per_byte"], rel=1e-6)
     assert cli.main(["evaluate", str(tmp_path / "a")]) == 0
-    assert f"bits per byte {last['bits_per_byte']:.4f}" in (said := capsys.readouterr().out)
-    assert "as in the run" in said
+    assert f"bits per byte {last['bits_per_byte']:.4f}" in (printed := capsys.readouterr().out)
+    assert "as in the run" in printed
+    refuse_foreign_vocabularies(tmp_path / "a")
 
 
-def test_a_foreign_vocabulary_is_refused(folder: Path, tmp_path: Path) -> None:
-    runner.train(small(folder), tmp_path / "run", name="lm/wikipedia")
-    file = tmp_path / "run" / "vocabulary.json"
+def refuse_foreign_vocabularies(run: Path) -> None:
+    file = run / "vocabulary.json"
     SubwordVocabulary.train(["Quite other words, and more of these words than of others."], 280).save(file)
     with pytest.raises(RunError, match=r"vocabulary.json is not the vocabulary that the run was trained with"):
-        load_language(tmp_path / "run")
+        load_language(run)
     file.write_text('{"words": ["<eos>", "a"]}')
     with pytest.raises(RunError, match="has 2 tokens and the checkpoint 280: not the run's own"):
-        load_language(tmp_path / "run")
+        load_language(run)
     file.unlink()
     with pytest.raises(DataError, match=r"vocabulary.json is missing"):
-        load_language(tmp_path / "run")
+        load_language(run)
 
 
 def test_a_vocabulary_beside_the_text_is_used(folder: Path, tmp_path: Path) -> None:
@@ -175,31 +179,15 @@ def test_a_vocabulary_beside_the_text_is_used(folder: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"data__vocabulary": 256}, "data.vocabulary must be at least 257"),
         ({"data__context": 0}, "data.context must be at least 1"),
-        ({"model__conv": -1}, "model.conv must not be negative"),
+        ({"model__conv": -1}, "model.conv must be at least 0"),
         ({"model__dropout": 1.0}, r"model.dropout must lie in \[0, 1\)"),
+        ({"model__primal_mode": "dual"}, r"attention 'dual' was removed; use 'decay' or 'delta'"),
     ],
 )
-def test_bad_settings_are_told_in_one_line(folder: Path, changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(RunError, match=said):
+def test_bad_settings_are_one_line(folder: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(RunError, match=message):
         small(folder, **changes)
-
-
-def test_the_table_compares_with_softmax(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    models, fixed = ("softmax", "primal-mean"), {"seed", "model.attention"}
-    changes = {**{k: v for k, v in SMALL.items() if k not in fixed}, "data.folder": folder}
-    plan = Plan("lm", ("wikipedia",), [LINEUP[m] for m in models], [0], changes, "lm")
-    for job in missing(plan, Shelf([]), tmp_path / "runs", tmp_path / "results"):
-        assert run_job(job).error is None
-    settings = [f"{k}={v}" for k, v in changes.items() if k not in ("data.folder", *QUIET)]
-    words = ["lm", "--models", *models, "--no-run", "--results", str(tmp_path / "results"), "--set", *settings]
-    assert table.main(words) == 0
-    said = capsys.readouterr().out
-    assert "softmax, rotary" in said
-    assert "PrimalFormer, mean" in said
-    assert "+0.00 %" in said
-    with pytest.raises(RunError, match="--models sofmax is not in this table: choose of softmax, delta, hybrid"):
-        table.main(["lm", "--models", "sofmax", "--no-run"])

@@ -121,7 +121,8 @@ class D4RLRecipe(Recipe):
 
     @property
     def environment(self) -> str:
-        return self.evaluation.env or ENVIRONMENTS[d4rl.environment_of(self.data.name)]
+        env = d4rl.environment_of(self.data.name)  # refuses a data set without reference scores
+        return self.evaluation.env or ENVIRONMENTS[env]
 
     @property
     def target(self) -> float:
