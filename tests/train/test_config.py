@@ -76,12 +76,25 @@ def test_a_mistyped_recipe_suggests_the_nearest(name, hint):
         (lambda: override(paper_recipe("X"), {"seed": "three"}), "seed must be int"),
         (lambda: override(paper_recipe("X"), {"optim.speed": 1}), "optim.speed is not a field"),
         (lambda: from_plain(UEARecipe, {"colour": 1}), "colour is not a field of this version"),
+        (lambda: OptimConfig(eps=0.0), "optim.eps must be positive"),
+        (lambda: TrainerConfig(steps_per_epoch=-1), "trainer.steps-per-epoch must not be negative"),
+        (lambda: TrainerConfig(devices=3, context=2), r"trainer.context must divide trainer.devices \(got 2 and 3\)"),
+        (lambda: override(paper_recipe("X"), {"trainer.logger": ("paper",)}), "must be one of csv, tensorboard"),
+        (lambda: override(paper_recipe("X"), {"trainer.tensorboard": True}), "use --trainer.logger csv tensorboard"),
     ],
 )
 def test_a_value_out_of_range_is_one_clear_line(make, complaint):
     with pytest.raises(RunError, match=complaint) as caught:
         make()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("old", "new"), [(True, ("csv", "tensorboard")), (False, ("csv",))])
+def test_a_configuration_of_an_earlier_version_is_mapped(old, new):
+    plain = to_plain(paper_recipe("X"))
+    del plain["trainer"]["logger"]
+    plain["trainer"]["tensorboard"] = old
+    assert from_plain(UEARecipe, plain).trainer.logger == new
 
 
 def test_paths_and_tuples_come_back_as_they_were():

@@ -25,7 +25,7 @@ K = 5
 SMALL = {
     "model.embed_dim": 16, "model.num_heads": 2, "model.layers": 2, "model.context": K, "model.rank": 4,
     "trainer.epochs": 2, "trainer.steps_per_epoch": 3, "trainer.batch_size": 8, "trainer.progress": False,
-    "trainer.tensorboard": False, "trainer.accelerator": "cpu", "evaluation.episodes": 3,
+    "trainer.accelerator": "cpu", "evaluation.episodes": 3,
 }  # fmt: skip
 
 

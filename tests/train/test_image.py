@@ -59,7 +59,6 @@ SMALL = {
     "trainer.compile": "off",
     "trainer.accelerator": "cpu",
     "trainer.progress": False,
-    "trainer.tensorboard": False,
 }
 
 

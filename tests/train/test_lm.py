@@ -39,7 +39,6 @@ SMALL: dict[str, Any] = {
     "trainer.precision": "32-true",
     "trainer.accelerator": "cpu",
     "trainer.progress": False,
-    "trainer.tensorboard": False,
 }
 
 

@@ -33,10 +33,10 @@ from primal_attention.models.d4rl import DecisionTransformer
 from primal_attention.train import rollout
 from primal_attention.train.batches import Batches, derive_seed
 from primal_attention.train.config import OptimConfig, Recipe, TrainerConfig, require
-from primal_attention.train.module import Batch, TrainingModule, precision_context
+from primal_attention.train.task import Batch, TrainingModule, precision_context
 
 if TYPE_CHECKING:
-    from primal_attention.train.experiment import Experiment
+    from primal_attention.train.task import Experiment
 
 
 class ContextBatches(Batches):
@@ -301,7 +301,7 @@ def build_from(recipe: D4RLRecipe, data: Trajectories) -> Experiment:
     """The experiment of a resolved recipe on data that is already read."""
     import torch
 
-    from primal_attention.train.experiment import Experiment
+    from primal_attention.train.task import Experiment
 
     episodes = Episodes(recipe.game())
     state_dim, action_dim = data.observations.shape[1], data.actions.shape[1]

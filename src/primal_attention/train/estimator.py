@@ -15,27 +15,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import numpy as np
 import torch
 from aeon.classification.base import BaseClassifier
-from lightning.pytorch.callbacks import Callback
 from sklearn.utils import check_random_state
 
 from primal_attention.data.uea import PrincipalChannels, SeriesData, Split, Standardizer, interpolate_missing, pad
-from primal_attention.train import runner
+from primal_attention.train import loop
 from primal_attention.train.batches import derive_seed
-from primal_attention.train.callbacks import Bar, Row
+from primal_attention.train.checkpoint import read_weights
 from primal_attention.train.config import from_plain, to_plain
-from primal_attention.train.experiment import Experiment
-from primal_attention.train.module import TrainingModule
-from primal_attention.train.readers import Schema, check_fields, read_weights
 from primal_attention.train.uea import AugmentConfig, ClassifierConfig, UEARecipe, build_from, make_model, modern_recipe
 from primal_attention.utils.errors import DataError, RunError
-from primal_attention.utils.files import write_atomically
+from primal_attention.utils.files import COUNT, check, write_atomically
 
 FORMAT = 2  # 1 did not say the network
-SAVED: Schema = {"parameters": dict, "classes": list, "classes_dtype": str, "n_channels": int, "max_length": int}
+SAVED = {"parameters": dict, "classes": list, "classes_dtype": str, "n_channels": COUNT, "max_length": COUNT}
 
 
 class PrimalClassifier(BaseClassifier):
@@ -190,11 +185,11 @@ class PrimalClassifier(BaseClassifier):
         with torch.random.fork_rng():
             torch.manual_seed(derive_seed("weights", seed))
             experiment = self._checked(lambda: build_from(recipe, data))
-            memory = Memory(experiment)
-            callbacks = [Bar("PrimalClassifier", memory), memory] if self.verbose else [memory]
-            trainer = runner.trainer_for(recipe, experiment, callbacks, None)
-            trainer.fit(experiment.module, train_dataloaders=experiment.train)
-        state = memory.best_state or experiment.module.final_model.state_dict()
+            if experiment.select is None:
+                experiment.watched = {}  # there is no test set
+            training = loop.Training(recipe, experiment, title="PrimalClassifier")
+            training.fit()
+        state = training.state.chosen or experiment.module.final_model.state_dict()
         standard = experiment.standardizer
         assert standard is not None
         self.network_ = recipe.model
@@ -202,7 +197,7 @@ class PrimalClassifier(BaseClassifier):
         self.max_length_ = data.max_length
         self.standard_ = standard
         self.weights_ = {name: tensor.detach().cpu().numpy().copy() for name, tensor in state.items()}
-        self.history_ = memory.rows
+        self.history_ = training.state.rows
         return self
 
     def _predict(self, X: Sequence[np.ndarray]) -> np.ndarray:
@@ -216,7 +211,7 @@ class PrimalClassifier(BaseClassifier):
         with torch.random.fork_rng():
             model = make_model(self.network_, values.shape[-1], self.n_classes_, self.max_length_)
         model.load_state_dict({name: torch.from_numpy(array.copy()) for name, array in self.weights_.items()})
-        where = runner.pick_device(self.recipe().trainer)
+        where = loop.pick_device(self.recipe().trainer)
         model.to(where).eval()
         parts = []
         with torch.no_grad():
@@ -270,8 +265,8 @@ class PrimalClassifier(BaseClassifier):
                 about = json.loads((opened.metadata() or {}).get("primal_attention", "{}"))
             if about.get("kind") != "PrimalClassifier" or about.get("format") not in (1, FORMAT):
                 raise RunError(f"{file} holds no PrimalClassifier of format 1 to {FORMAT}")
-            check_fields(about, SAVED, file)
-            check_fields(arrays, {"mean": np.ndarray, "std": np.ndarray}, file)
+            check(about, SAVED, file)
+            check(arrays, {"mean": ..., "std": ...}, file)
         except RunError as error:
             raise ValueError(str(error)) from error
         known = inspect.signature(cls.__init__).parameters
@@ -317,32 +312,3 @@ def to_series(X: Sequence[np.ndarray]) -> list[np.ndarray]:
     if not any(np.isfinite(s).any() for s in series):
         raise DataError("X has no value that is a finite number")
     return series
-
-
-class Memory(Callback):
-    """A run without a folder: the losses per epoch, and the weights of the epoch that held-out cases choose."""
-
-    def __init__(self, experiment: Experiment) -> None:
-        self.experiment = experiment
-        self.rows: list[Row] = []
-        self.best: tuple[tuple[float, float], int] | None = None
-        self.best_state: dict[str, torch.Tensor] | None = None
-
-    def on_fit_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        for batches in (self.experiment.train, *self.experiment.watched.values()):
-            batches.to(module.device)
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        assert isinstance(module, TrainingModule)
-        epoch = trainer.current_epoch + 1
-        row: Row = {"epoch": epoch, **module.epoch_means()}
-        if self.experiment.select is not None:
-            name, score = self.experiment.select
-            found = module.evaluate(self.experiment.watched[name])
-            row |= {f"{name}_{key}": value for key, value in found.items()}
-            rank = (found[score], -found["loss"])
-            if self.best is None or rank > self.best[0]:
-                self.best = (rank, epoch)
-                self.best_state = {k: v.detach().clone() for k, v in module.final_model.state_dict().items()}
-            trainer.should_stop = epoch - self.best[1] >= module.recipe.trainer.early_stop
-        self.rows.append(row)

@@ -49,10 +49,10 @@ from primal_attention.data.uea import stratified_holdout
 from primal_attention.models.image import ImageClassifier
 from primal_attention.train.batches import Batches, derive_seed, set_seed
 from primal_attention.train.config import OptimConfig, Recipe, TrainerConfig, require
-from primal_attention.train.module import Batch, TrainingModule
+from primal_attention.train.task import Batch, TrainingModule
 
 if TYPE_CHECKING:
-    from primal_attention.train.experiment import Experiment
+    from primal_attention.train.task import Experiment
 
 
 MOVES = ("shear_x", "shear_y", "translate_x", "translate_y", "rotate")
@@ -550,7 +550,7 @@ def make_model(config: ImageModel, size: int, classes: int) -> nn.Module:
 
 def build_from(recipe: ImageRecipe, data: ImageData) -> Experiment:
     """The experiment of a resolved recipe on files that are already listed."""
-    from primal_attention.train.experiment import Experiment
+    from primal_attention.train.task import Experiment
 
     train, val, test = (pixel_batches if recipe.data.cache == "device" else file_batches)(recipe, data)
     model = make_model(recipe.model, recipe.data.size, len(data.classes))

@@ -36,19 +36,18 @@ from torch import Tensor, nn
 
 from primal_attention.data.lm import TextSplit, Vocabulary, load_vocabulary
 from primal_attention.models.lm import LanguageModel
-from primal_attention.train import folder as run_folder
 from primal_attention.train.batches import Batches, derive_seed
+from primal_attention.train.checkpoint import read_run, read_weights
 from primal_attention.train.config import OptimConfig, Recipe, TrainerConfig, require
-from primal_attention.train.module import Batch, TrainingModule
-from primal_attention.train.readers import check_fields, read_weights
-from primal_attention.train.runner import load_weights, read_summary
+from primal_attention.train.loop import load_weights, read_summary
+from primal_attention.train.task import Batch, TrainingModule
 from primal_attention.utils.errors import DataError, RunError
-from primal_attention.utils.files import write_text
+from primal_attention.utils.files import check, write_text
 
 if TYPE_CHECKING:
     from primal_attention.data.lm import TextData
     from primal_attention.models.lm import LanguageConfig
-    from primal_attention.train.experiment import Experiment
+    from primal_attention.train.task import Experiment
 
 
 NOTHING = -1  # behind the last token of a split
@@ -128,10 +127,8 @@ class LanguageModule(TrainingModule):
         super().__init__(model, recipe)
         self.vocabulary = vocabulary
 
-    def on_fit_start(self) -> None:
-        if self.global_rank == 0:
-            for folder in {Path(c.folder) for c in self.trainer.callbacks if hasattr(c, "folder")}:  # type: ignore[attr-defined]
-                write_text(folder / VOCABULARY, self.vocabulary.text())
+    def write_files(self, folder: Path) -> None:
+        write_text(folder / VOCABULARY, self.vocabulary.text())
 
     def task_loss(self, batch: Batch) -> Tensor:
         (windows,) = batch
@@ -331,7 +328,7 @@ def parameters(config: LanguageConfig) -> int:
 def build_from(recipe: LanguageRecipe, data: TextData) -> Experiment:
     """The experiment of a resolved recipe on text that is already read."""
     from primal_attention.models.lm import LanguageModel
-    from primal_attention.train.experiment import Experiment
+    from primal_attention.train.task import Experiment
 
     context, batch, steps = recipe.data.context, recipe.trainer.batch_size, recipe.trainer.steps_per_epoch
     config = network(recipe, len(data.vocabulary))
@@ -361,7 +358,7 @@ def build_from(recipe: LanguageRecipe, data: TextData) -> Experiment:
 def load_language(folder: Path) -> tuple[LanguageModel, Vocabulary]:
     """The model of a run folder in evaluation mode, and its vocabulary; one that is not the run's own is refused."""
     summary = read_summary(folder)
-    _, recipe = run_folder.read(folder)
+    _, recipe = read_run(folder)
     if not isinstance(recipe, LanguageRecipe):
         raise RunError(f"{folder} is a run of {recipe.benchmark}, not of a language model")
     vocabulary = load_vocabulary(folder / VOCABULARY)
@@ -373,7 +370,7 @@ def load_language(folder: Path) -> tuple[LanguageModel, Vocabulary]:
         raise RunError(
             f"{folder / VOCABULARY} has {len(vocabulary)} tokens and the checkpoint {rows}: not the run's own"
         )
-    check_fields(summary, {"data.vocabulary_sha256": str}, folder / "summary.json")
+    check(summary, {"data": {"vocabulary_sha256": str}}, folder / "summary.json")
     if vocabulary.digest != summary["data"]["vocabulary_sha256"]:
         raise RunError(f"{folder / VOCABULARY} is not the vocabulary that the run was trained with")
     model = LanguageModel(network(recipe.resolved(), len(vocabulary)))

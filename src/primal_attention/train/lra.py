@@ -35,11 +35,11 @@ from torch import Tensor, nn
 
 from primal_attention.train.batches import Batches, derive_seed
 from primal_attention.train.config import OptimConfig, Recipe, TrainerConfig, require
-from primal_attention.train.module import Batch, TrainingModule
+from primal_attention.train.task import Batch, TrainingModule
 
 if TYPE_CHECKING:
     from primal_attention.data.lra.tokens import TokenData
-    from primal_attention.train.experiment import Experiment
+    from primal_attention.train.task import Experiment
 
 
 RESIDENT = 2**31  # bytes of a set up to which it is kept on the device
@@ -490,7 +490,7 @@ def build_from(recipe: LRARecipe, data: TokenData) -> Experiment:
     import torch
 
     from primal_attention.data.lra.tokens import TokenSplit
-    from primal_attention.train.experiment import Experiment
+    from primal_attention.train.task import Experiment
 
     # Where padding takes part in the computation, results depend on how much of it there is.
     cuts = data.padded and not recipe.model.published_padding

@@ -25,11 +25,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from primal_attention.train.config import OptimConfig, Recipe, TrainerConfig, require
-from primal_attention.train.module import Batch, TrainingModule
+from primal_attention.train.task import Batch, TrainingModule
 
 if TYPE_CHECKING:
     from primal_attention.data.uea import SeriesData
-    from primal_attention.train.experiment import Experiment
+    from primal_attention.train.task import Experiment
 
 
 @dataclass(frozen=True)
@@ -369,7 +369,7 @@ def build_from(recipe: UEARecipe, data: SeriesData) -> Experiment:
     from primal_attention.data.edges import edge_holdout
     from primal_attention.data.uea import PrincipalChannels, Split, Standardizer, pad, stratified_holdout
     from primal_attention.train.batches import Batches
-    from primal_attention.train.experiment import Experiment
+    from primal_attention.train.task import Experiment
 
     train, held = data.train, None
     if recipe.protocol == "validation":
