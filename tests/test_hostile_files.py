@@ -39,7 +39,7 @@ Damage = Callable[[Path], object]
 SMALL = {
     "model.embed_dim": 8, "model.num_heads": 2, "model.layers": 2, "model.ffn_dim": 16, "model.rank": 3,
     "model.landmarks": 4, "trainer.epochs": 1, "trainer.batch_size": 8, "trainer.accelerator": "cpu",
-    "trainer.progress": False, "trainer.tensorboard": False,
+    "trainer.progress": False,
 }  # fmt: skip
 LANGUAGE = {"data.vocabulary": 280, "data.context": 16, "trainer.steps_per_epoch": 1, "trainer.precision": "32-true"}
 HUGE = 10**400

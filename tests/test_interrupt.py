@@ -72,7 +72,7 @@ def series(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 SMALL = "--model.embed-dim 8 --model.num-heads 2 --model.layers 1 --model.ffn-dim 16 --model.rank 3".split()  # noqa: SIM905
-SMALL += "--trainer.accelerator cpu --trainer.no-progress --trainer.no-tensorboard --trainer.epochs 100000".split()  # noqa: SIM905
+SMALL += "--trainer.accelerator cpu --trainer.no-progress --trainer.epochs 100000".split()  # noqa: SIM905
 
 
 def test_ctrl_c_in_training_leaves_a_run_that_can_be_resumed(series: Path, tmp_path: Path):

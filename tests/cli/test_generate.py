@@ -32,7 +32,6 @@ SMALL = {
     "trainer.precision": "32-true",
     "trainer.accelerator": "cpu",
     "trainer.progress": False,
-    "trainer.tensorboard": False,
 }
 ARTICLE = " = {0} {1} = \n\nThe cat {1} sat on the mat of {0}, and sat there for days.\n"
 

@@ -156,7 +156,7 @@ def test_the_engines_own_run_is_read(tmp_path: Path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     flags = """--model.embed-dim 8 --model.num-heads 2 --model.ffn-dim 16 --model.rank 3 --model.landmarks 4
         --trainer.epochs 2 --trainer.batch-size 8 --trainer.accelerator cpu --trainer.no-progress
-        --trainer.no-tensorboard --protocol both"""
+        --protocol both"""
     assert cli.main(["train", "uea/Toy", *flags.split()]) == 0
     code, _, err = report(capsys, "runs")
     assert (code, err) == (0, "")

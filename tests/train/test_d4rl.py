@@ -15,7 +15,7 @@ from closeness import assert_close
 from primal_attention.cli import main as cli
 from primal_attention.cli import replay
 from primal_attention.data import d4rl as data
-from primal_attention.train import d4rl, registry, runner
+from primal_attention.train import d4rl, loop, registry
 from primal_attention.train.config import override
 from primal_attention.train.d4rl import ContextBatches, make_environment, make_reader, play
 from primal_attention.utils.errors import RunError
@@ -28,7 +28,7 @@ SHORT = "ShortHopper-v4"
 SMALL = {
     "model.embed_dim": 16, "model.num_heads": 2, "model.layers": 2, "model.context": K, "model.rank": 4,
     "trainer.epochs": 2, "trainer.steps_per_epoch": 3, "trainer.batch_size": 8, "trainer.progress": False,
-    "trainer.tensorboard": False, "trainer.accelerator": "cpu", "evaluation.episodes": 3, "evaluation.env": SHORT,
+    "trainer.accelerator": "cpu", "evaluation.episodes": 3, "evaluation.env": SHORT,
 }  # fmt: skip
 
 
@@ -113,7 +113,7 @@ def test_the_loss_is_that_of_the_valid_steps(folder, attention):
 
 
 def trained(folder, out, **changes):
-    return runner.train(recipe(folder, **changes), out, name="d4rl/hopper-medium")
+    return loop.train(recipe(folder, **changes), out, name="d4rl/hopper-medium")
 
 
 def test_a_run_is_measured_by_its_episodes_and_measures_the_same_again(folder, tmp_path, capsys):
@@ -127,7 +127,7 @@ def test_a_run_is_measured_by_its_episodes_and_measures_the_same_again(folder, t
         watched = [float(row["test_score"]) for row in csv.DictReader(file)]
     assert summary["scores"]["best_on_test"]["score"] == max(watched), "labelled as chosen on test"
     assert [score["score"]] == watched[1:]
-    assert runner.evaluate(run)[""] == {k: v for k, v in score.items() if k != "epoch"}
+    assert loop.evaluate(run)[""] == {k: v for k, v in score.items() if k != "epoch"}
     assert cli.main(["evaluate", str(run)]) == 0
     printed = capsys.readouterr().out
     assert f"normalised score {score['score']:6.1f}" in printed
@@ -141,12 +141,12 @@ def test_a_run_trained_without_environments_gets_its_score_later(folder, tmp_pat
     summary = trained(folder, run, **{"evaluation.episodes": 0})
     assert summary["scores"]["last"] == {"epoch": 2}
     assert cli.main(["evaluate", str(run), "--episodes", "2"]) == 0
-    later = runner.read_summary(run)
+    later = loop.read_summary(run)
     whole = trained(folder, tmp_path / "whole", **{"evaluation.episodes": 2})
     assert later["scores"] == whole["scores"]
     assert later["config"] == whole["config"]
     assert cli.main(["evaluate", str(run), "--episodes", "1"]) == 0
-    assert runner.read_summary(run) == later, "an existing score stays"
+    assert loop.read_summary(run) == later, "an existing score stays"
     assert "1 episodes, target 3600" in capsys.readouterr().out
 
 

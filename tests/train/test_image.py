@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from power_cut import assert_resumes_to_the_same
+from faults import assert_resumes_to_the_same
 
 from image_files import spoil, write
 from primal_attention.convert.sources import load
 from primal_attention.convert.spectrum import spectrum
 from primal_attention.data import image as image_data
-from primal_attention.train import registry, runner
+from primal_attention.train import loop, registry
 from primal_attention.train.config import override
 from primal_attention.train.image import (
     AUGMENT,
@@ -55,7 +55,6 @@ SMALL = {
     "trainer.compile": "off",
     "trainer.accelerator": "cpu",
     "trainer.progress": False,
-    "trainer.tensorboard": False,
 }
 
 
@@ -105,7 +104,7 @@ def test_the_papers_and_deits_settings() -> None:
 @pytest.mark.parametrize(("cache", "augment"), [("device", "deit"), ("device", "light"), ("none", "none")])
 def test_a_run_has_three_scores_and_repeats(folder: Path, tmp_path: Path, cache: str, augment: str) -> None:
     recipe = small(folder, data__cache=cache, augment=augment)
-    one, two = (runner.train(recipe, tmp_path / name, name="image/imagenette") for name in ("one", "two"))
+    one, two = (loop.train(recipe, tmp_path / name, name="image/imagenette") for name in ("one", "two"))
     assert set(one["scores"]) == {"last", "best_on_test", "validation_chosen"}
     assert one["scores"] == two["scores"]
     assert (tmp_path / "one" / "metrics.csv").read_bytes() == (tmp_path / "two" / "metrics.csv").read_bytes()
@@ -118,12 +117,12 @@ def test_a_run_has_three_scores_and_repeats(folder: Path, tmp_path: Path, cache:
     assert "retrained_accuracy" not in chosen
     sizes = {"train_cases": 24, "validation_cases": 6, "test_cases": 12, "images_per_epoch": 24}
     assert one["data"] == {"set": "set", **sizes, "classes": 3, "max_length": 17}
-    assert runner.evaluate(tmp_path / "one")[""]["accuracy"] == chosen["accuracy"]
+    assert loop.evaluate(tmp_path / "one")[""]["accuracy"] == chosen["accuracy"]
 
 
 def test_it_learns_colours_and_has_a_spectrum(folder: Path, tmp_path: Path) -> None:
     changes = {"trainer__epochs": 10, "optim__lr": 5e-3, "augment": "none", "model__attention": ("primal",)}
-    summary = runner.train(small(folder, **changes), tmp_path, name="image/imagenette")
+    summary = loop.train(small(folder, **changes), tmp_path, name="image/imagenette")
     assert summary["primal_layers"] == 2
     assert summary["scores"]["validation_chosen"]["accuracy"] > 0.9
     source = load(tmp_path, data=None, cases=5, batch=4, tokens=0)
@@ -140,13 +139,13 @@ def test_a_run_cut_off_within_an_epoch_resumes_to_the_same_weights(folder: Path,
 
 def test_bad_input_is_one_line(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has no folder train"):
-        runner.train(small(tmp_path / "nowhere"), tmp_path / "run")
+        loop.train(small(tmp_path / "nowhere"), tmp_path / "run")
     with pytest.raises(RunError, match=r"data\.holdout must lie between 0 and 1"):
         small(folder, data__holdout=1.5)
     with pytest.raises(RunError, match="cannot be built: attention must be softmax"):
-        runner.train(small(folder, model__attention=("linear",)), tmp_path / "run")
+        loop.train(small(folder, model__attention=("linear",)), tmp_path / "run")
     with pytest.raises(RunError, match="patch_size must divide image_size"):
-        runner.train(small(folder, model__patch_size=9), tmp_path / "run")
+        loop.train(small(folder, model__patch_size=9), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 

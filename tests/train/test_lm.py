@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from primal_attention.cli import main as cli
 from primal_attention.data.lm import SubwordVocabulary, TextSplit
 from primal_attention.train import lm as language
-from primal_attention.train import registry, runner
+from primal_attention.train import loop, registry
 from primal_attention.train.config import override
 from primal_attention.train.lm import LanguageRecipe, MeasuredWindows, TrainingWindows, load_language
 from primal_attention.utils.errors import DataError, RunError
@@ -36,7 +36,6 @@ SMALL: dict[str, Any] = {
     "trainer.precision": "32-true",
     "trainer.accelerator": "cpu",
     "trainer.progress": False,
-    "trainer.tensorboard": False,
 }
 
 
@@ -131,8 +130,8 @@ def test_a_run_is_evaluated_by_what_its_model_predicts_and_repeats(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = small(folder, model__primal_mode="delta", model__conv=4, model__gate=True)
-    summary = runner.train(recipe, tmp_path / "a", name="lm/wikipedia")
-    again = runner.train(recipe, tmp_path / "b", name="lm/wikipedia")
+    summary = loop.train(recipe, tmp_path / "a", name="lm/wikipedia")
+    again = loop.train(recipe, tmp_path / "b", name="lm/wikipedia")
     assert summary["scores"] == again["scores"]
     model, vocabulary = load_language(tmp_path / "a")
     data = language.load(recipe.data)
@@ -147,7 +146,7 @@ def test_a_run_is_evaluated_by_what_its_model_predicts_and_repeats(
     assert last["bits_per_byte"] == pytest.approx(bits, rel=1e-5)  # float32
     assert last["perplexity"] == pytest.approx(math.exp(nats / (len(tokens) - 1)), rel=1e-5)
     assert {"validation_perplexity", "validation_bits_per_byte"} <= last.keys()
-    assert runner.evaluate(tmp_path / "a")[""]["bits_per_byte"] == pytest.approx(last["bits_per_byte"], rel=1e-6)
+    assert loop.evaluate(tmp_path / "a")[""]["bits_per_byte"] == pytest.approx(last["bits_per_byte"], rel=1e-6)
     assert cli.main(["evaluate", str(tmp_path / "a")]) == 0
     assert f"bits per byte {last['bits_per_byte']:.4f}" in (printed := capsys.readouterr().out)
     assert "as in the run" in printed

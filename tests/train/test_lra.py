@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from power_cut import assert_resumes_to_the_same
+from faults import assert_resumes_to_the_same
 
 from primal_attention.cli import main as cli
 from primal_attention.data.lra import listops, pathfinder
 from primal_attention.data.lra.tokens import TokenData, TokenSplit
 from primal_attention.models.lra import LRAClassifier
-from primal_attention.train import lra, registry, runner
+from primal_attention.train import loop, lra, registry
 from primal_attention.train.batches import Batches
 from primal_attention.train.config import from_plain, override
 from primal_attention.train.lra import (
@@ -47,7 +47,6 @@ SMALL = {
     "trainer.precision": "32-true",
     "trainer.accelerator": "cpu",
     "trainer.progress": False,
-    "trainer.tensorboard": False,
 }
 
 
@@ -118,8 +117,8 @@ def test_the_papers_settings_and_a_shorter_training_of_the_same_model(task, step
 
 def test_the_former_name_of_the_length_buckets(capsys):
     assert cli.main(["train", "lra/listops", "--data.kinds", "4"]) == 2
-    assert "--data.kinds is now called --data.length-buckets" in capsys.readouterr().err
-    with pytest.raises(RunError, match=r"data\.kinds is now called data\.length_buckets"):
+    assert "--data.kinds was replaced: use --data.length-buckets" in capsys.readouterr().err
+    with pytest.raises(RunError, match=r"data\.kinds was replaced: use --data\.length-buckets"):
         override(registry.get("lra/listops"), {"data.kinds": 4})
     assert from_plain(LRAData, {"kinds": 4}) == LRAData(length_buckets=4)
 
@@ -172,7 +171,7 @@ def test_sequences_are_cut_unless_padding_takes_part(published_padding, monkeypa
 def test_black_pixels_are_padding_only_on_request(tmp_path: Path):
     pathfinder.write(tmp_path, train=8, valid=2, test=2)
     for zero_is_padding in (False, True):
-        experiment = runner.build(small("lra/pathfinder", tmp_path, data__zero_is_padding=zero_is_padding).resolved())
+        experiment = loop.build(small("lra/pathfinder", tmp_path, data__zero_is_padding=zero_is_padding).resolved())
         assert experiment.module.padded == zero_is_padding
         assert (experiment.module.model.room is not None) == zero_is_padding
         assert experiment.train.lengths is None
@@ -188,7 +187,7 @@ def test_bad_input_is_one_line(expressions: Path, tmp_path: Path):
         assert "\n" not in str(caught.value)
     recipe = small(folder=expressions, model__attention=("nystrom",), model__published_padding=True)
     with pytest.raises(RunError, match="published_padding is known for primal and softmax layers only") as refused:
-        runner.train(recipe, tmp_path / "run")
+        loop.train(recipe, tmp_path / "run")
     assert "\n" not in str(refused.value)
     assert not (tmp_path / "run").exists()
 
@@ -290,7 +289,7 @@ def test_batches_reach_the_device():
 def test_a_run_counts_steps_validation_chooses_and_a_cut_off_one_resumes(expressions: Path, tmp_path: Path):
     assert_resumes_to_the_same(small(folder=expressions), tmp_path, step=4)
     run = next(place.parent for place in tmp_path.rglob("summary.json"))
-    summary = runner.read_summary(run)
+    summary = loop.read_summary(run)
     with (run / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [int(row["step"]) for row in rows] == [3, 6]
@@ -299,18 +298,18 @@ def test_a_run_counts_steps_validation_chooses_and_a_cut_off_one_resumes(express
     assert summary["data"]["max_length"] == 2000
     for row in rows:  # J is squared after the batch's mean; the mean of squares is at least the square of the mean
         assert float(row["ksvd_loss"]) >= float(row["J"]) ** 2 - 1e-6
-    assert runner.evaluate(run)[""] == summary["test"]
+    assert loop.evaluate(run)[""] == summary["test"]
 
 
 SPLIT = """
 import sys
 from pathlib import Path
 import test_lra
-from primal_attention.train import lra, runner
+from primal_attention.train import lra, loop
 
 lra.load = lambda config: test_lra.made_up(64)
 shared = {"trainer__devices": 2, "trainer__context": 2, "trainer__strategy": "ddp"}
-runner.train(test_lra.small(model__sampling="random", **shared), Path(sys.argv[1]))
+loop.train(test_lra.small(model__sampling="random", **shared), Path(sys.argv[1]))
 """
 
 
@@ -323,7 +322,7 @@ def test_landmarks_move_where_two_processes_share_each_sequence(tmp_path: Path):
     words = [*launch, str(script), str(tmp_path / "run")]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert runner.read_summary(tmp_path / "run")["scores"]
+    assert loop.read_summary(tmp_path / "run")["scores"]
 
 
 # Compiled runs
@@ -348,7 +347,7 @@ def test_a_compiled_training_is_the_training(
     compile_with(backend, monkeypatch)
     changes = {"trainer__graph": graph, "model__attention": (attention,), "trainer__epochs": 1}
     for mode in ("off", "on"):
-        runner.train(small("lra-short/listops", expressions, trainer__compile=mode, **changes), tmp_path / mode)
+        loop.train(small("lra-short/listops", expressions, trainer__compile=mode, **changes), tmp_path / mode)
     for file in ("metrics.csv", "model.safetensors"):
         assert (tmp_path / "on" / file).read_bytes() == (tmp_path / "off" / file).read_bytes()
     assert len(needs_gradients) == 2 + blocks, "stem, mean and each kind of block: one graph for all widths"
@@ -361,7 +360,7 @@ def test_a_compiler_that_fails_is_one_line(expressions: Path, tmp_path: Path, mo
 
     compile_with(backend, monkeypatch)
     with pytest.raises(RunError, match=r"no compiler here.*add --trainer.compile off"):
-        runner.train(small(folder=expressions, trainer__compile="on"), tmp_path / "run")
+        loop.train(small(folder=expressions, trainer__compile="on"), tmp_path / "run")
 
 
 @gpu
@@ -386,7 +385,7 @@ def test_on_a_gpu_compiled_steps_are_recorded_and_train_alike(
         counters.clear()
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "steps run without a CUDA graph")
-            runner.train(small("lra-short/listops", expressions, trainer__compile=mode, **settings), tmp_path / mode)
+            loop.train(small("lra-short/listops", expressions, trainer__compile=mode, **settings), tmp_path / mode)
         with (tmp_path / mode / "metrics.csv").open() as file:
             losses.append([float(row["loss"]) for row in csv.DictReader(file)])
     assert losses[1] == pytest.approx(losses[0], rel=2e-2)  # bfloat16, rounded in other places
@@ -397,4 +396,4 @@ def test_on_a_gpu_compiled_steps_are_recorded_and_train_alike(
 def test_a_short_training_of_fewer_samples_than_a_batch(expressions: Path, tmp_path: Path):
     recipe = small("lra-short/listops", expressions, trainer__batch_size=64, trainer__epochs=1)
     assert recipe.data.length_buckets > 1
-    assert runner.train(recipe, tmp_path / "run")["data"]["train_cases"] < 64
+    assert loop.train(recipe, tmp_path / "run")["data"]["train_cases"] < 64

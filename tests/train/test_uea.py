@@ -14,7 +14,7 @@ import yaml
 from closeness import assert_close
 from primal_attention.cli import main as cli
 from primal_attention.data.uea import PrincipalChannels, stratified_holdout
-from primal_attention.train import folder, registry, runner
+from primal_attention.train import checkpoint, loop, registry
 from primal_attention.train.config import override
 from primal_attention.train.uea import build_from, jitter, mix, scale_and_shift, warp_time
 from primal_attention.utils.errors import RunError
@@ -32,7 +32,7 @@ def test_principal_channels_reach_the_network_and_only_training_samples_decide_t
 
 
 def test_a_run_folder_of_an_earlier_version_is_evaluated_as_it_was_trained(toy_folder: Path, tmp_path: Path):
-    summary = runner.train(toy.recipe(toy_folder, trainer__epochs=1, data__principal=False), tmp_path / "run")
+    summary = loop.train(toy.recipe(toy_folder, trainer__epochs=1, data__principal=False), tmp_path / "run")
     file = tmp_path / "run" / "config.yaml"
     content = yaml.safe_load(file.read_text())
     config = content["config"]
@@ -40,11 +40,11 @@ def test_a_run_folder_of_an_earlier_version_is_evaluated_as_it_was_trained(toy_f
     config["data"]["held"], config["model"]["differences"] = "random", False
     config["augment"] |= {"crop": 0.1, "unequal": True}
     file.write_text(yaml.safe_dump(content))
-    assert runner.evaluate(tmp_path / "run")[""]["accuracy"] == summary["scores"]["last"]["accuracy"]
+    assert loop.evaluate(tmp_path / "run")[""]["accuracy"] == summary["scores"]["last"]["accuracy"]
     config["data"]["held"] = "edge"
     file.write_text(yaml.safe_dump(content))
     with pytest.raises(RunError, match=r"data\.held 'edge' was removed"):
-        folder.read(tmp_path / "run")
+        checkpoint.read_run(tmp_path / "run")
 
 
 # Data of one's own

@@ -3,7 +3,7 @@
     primal table lra-efficiency                                  all tasks, every attention of the paper's table
     python -m primal_attention.bench.lra_cost --tasks listops text --results results
 
-The step is the trainings' own (`graphed.RecordedStep`, compiled where the recipe compiles), at the paper's batch size,
+The step is the trainings' own (`RecordedStep`, compiled where the recipe compiles), at the paper's batch size,
 on random tokens. One attention is known here alone: "published", Primal-Attention as the research code computes it,
 padding included; it is never compiled.
 """
@@ -26,12 +26,12 @@ from primal_attention.bench.timing import GRAPH, measure
 from primal_attention.data.lra.tokens import TokenData, TokenSplit
 from primal_attention.report import paper_lra as paper
 from primal_attention.report.lra import PUBLISHED
-from primal_attention.train import compiling, lra
+from primal_attention.train import lra
 from primal_attention.train.config import override
 from primal_attention.train.cuda_graph import RecordedStep
 from primal_attention.train.lra import SequenceModule
-from primal_attention.train.module import Batch
 from primal_attention.train.optimizer import make_optimizer
+from primal_attention.train.task import Batch, run_eagerly
 from primal_attention.utils.files import COUNT, Number, read_json, write_json
 from primal_attention.utils.provenance import git_commit
 
@@ -168,7 +168,7 @@ def recorded_cost(step: Step, repeats: int) -> dict[str, Any]:
 def cost_of(step: Step, *, repeats: int = 20) -> dict[str, Any]:
     """What a step costs: `recorded_cost`, and its seconds as written."""
     found = recorded_cost(step, repeats)
-    with compiling.eagerly(step.compiled):
+    with run_eagerly(step.compiled):
         eager = measure(step, step.device, eager=True, repeats=repeats)
     return {
         "kind": KIND,

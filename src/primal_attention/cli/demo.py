@@ -71,9 +71,7 @@ def recipe(attention: str, *, epochs: int, seed: int) -> UEARecipe:
         ),
         augment=AugmentConfig(scale=0.1, jitter=0.03, mixup=0.2, label_smoothing=0.1),
         optim=OptimConfig(name="adamw", lr=1e-3, weight_decay=0.05, schedule="onecycle", clip=1.0),
-        trainer=TrainerConfig(
-            epochs=epochs, batch_size=32, ema=0.99, evaluate_every=epochs, accelerator="cpu", tensorboard=False
-        ),
+        trainer=TrainerConfig(epochs=epochs, batch_size=32, ema=0.99, evaluate_every=epochs, accelerator="cpu"),
     )
 
 
@@ -114,16 +112,15 @@ def main(args: Sequence[str]) -> int:
 def run(recipe: UEARecipe, out: Path) -> tuple[Result, list[float]]:
     """Train one network; its line of the table and its singular values."""
     from primal_attention.report import look
-    from primal_attention.train import folder as run_folder
-    from primal_attention.train import runner
+    from primal_attention.train import checkpoint, loop
     from primal_attention.train.batches import Batches
 
-    experiment = runner.build(recipe)
+    experiment = loop.build(recipe)
     before = look.mean_objective(experiment.module.model, experiment.train)
-    place = run_folder.fresh(out / recipe.label())
-    summary = runner.train(recipe, place, name=f"demo/{recipe.label()}")
+    place = checkpoint.unused_folder(out / recipe.label())
+    summary = loop.train(recipe, place, name=f"demo/{recipe.label()}")
     model = experiment.module.final_model
-    runner.load_weights(model, place / "model.safetensors")
+    loop.load_weights(model, place / "model.safetensors")
     after = look.mean_objective(model, experiment.train)
     x, mask, _ = next(iter(Batches(experiment.test.tensors, batch_size=64)))
     series = [case[~padding] for case, padding in zip(x, mask, strict=True)]

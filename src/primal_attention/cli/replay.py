@@ -13,19 +13,19 @@ from typing import Annotated, Any
 
 from primal_attention.cli.flags import parse
 from primal_attention.report.headline import in_full
-from primal_attention.train import d4rl, runner
-from primal_attention.train import folder as run_folder
+from primal_attention.train import checkpoint, d4rl, loop
 from primal_attention.train.config import to_plain
 from primal_attention.train.d4rl import measure
-from primal_attention.train.readers import Schema, check_fields
 from primal_attention.utils.errors import RunError
-from primal_attention.utils.files import write_json
+from primal_attention.utils.files import COUNT, check, write_json
 
 ABOUT = """Play episodes with a finished run's weights.
 
 Example: primal evaluate runs/d4rl/hopper-medium/primal+-seed0 --episodes 20 --streaming rolling --video hopper.gif"""
 
-SUMMARY: Schema = {"scores.last": dict, "data.state_dim": int, "data.action_dim": int, "config.evaluation": dict}
+SUMMARY = {
+    "scores": {"last": dict}, "data": {"state_dim": COUNT, "action_dim": COUNT}, "config": {"evaluation": dict},
+}  # fmt: skip
 
 
 def main(folder: Path, args: Sequence[str]) -> int:
@@ -38,15 +38,15 @@ def main(folder: Path, args: Sequence[str]) -> int:
     return 0
 
 
-def read_summary(folder: Path) -> runner.Summary:
+def read_summary(folder: Path) -> loop.Summary:
     """The summary of a run that is measured by playing."""
-    summary = runner.read_summary(folder)
-    check_fields(summary, SUMMARY, folder / "summary.json")
+    summary = loop.read_summary(folder)
+    check(summary, SUMMARY, folder / "summary.json")
     return summary
 
 
 def read(folder: Path) -> d4rl.D4RLRecipe:
-    _, recipe = run_folder.read(folder)
+    _, recipe = checkpoint.read_run(folder)
     if not isinstance(recipe, d4rl.D4RLRecipe):
         raise RunError(f"{folder} is not a run of d4rl but of {recipe.benchmark}")
     return recipe
@@ -69,8 +69,8 @@ def replay(folder: Path, evaluation: d4rl.EvaluationConfig, *, progress: bool = 
     recipe = dataclasses.replace(recipe, trainer=dataclasses.replace(recipe.trainer, progress=progress))
     data = summary["data"]
     model = d4rl.make_model(recipe.resolved().model, data["state_dim"], data["action_dim"])
-    runner.load_weights(model, folder / "model.safetensors")
-    score = measure(model.to(runner.pick_device(recipe.trainer)), recipe)
+    loop.load_weights(model, folder / "model.safetensors")
+    score = measure(model.to(loop.pick_device(recipe.trainer)), recipe)
     if "score" not in summary["scores"]["last"]:
         summary["scores"]["last"].update(score)
         summary["test"] = score

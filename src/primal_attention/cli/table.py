@@ -51,7 +51,6 @@ from primal_attention.train.grid import (
 from primal_attention.utils.errors import DataError, RunError
 from primal_attention.utils.files import write_csv, write_text
 
-
 LOCAL: dict[str, Any] = {"conv": 4, "gate": True}
 DELTA: dict[str, Any] = {"primal_mode": "delta", "primal_heads": 4, "rank": 64, **LOCAL}
 BEYOND = {

@@ -11,9 +11,8 @@ from typing import Annotated, Any
 
 from primal_attention.cli.flags import parse
 from primal_attention.report.headline import headline, in_full
-from primal_attention.train import folder as run_folder
-from primal_attention.train import registry
-from primal_attention.train.config import Recipe, check_renamed
+from primal_attention.train import checkpoint, registry
+from primal_attention.train.config import RENAMED, Recipe
 from primal_attention.utils.errors import RunError, WriteError
 
 TRAIN = """Train a recipe; every field of it is a flag.
@@ -45,20 +44,20 @@ def train(args: Sequence[str]) -> int:
     if name.startswith("-"):
         raise RunError(f"the recipe comes first: primal train RECIPE {name} … ('primal recipes' lists them)")
     recipe, out, resume = parse_run(name, registry.get(name), rest)
-    from primal_attention.train import distributed, runner
-    from primal_attention.train import distributed as preempt
+    from primal_attention.train import distributed, loop
 
     named = out is not None
     if out is None:
-        place = run_folder.default(name, recipe)
-        out = run_folder.newest(place) if resume else run_folder.fresh(place)
+        place = checkpoint.default_folder(name, recipe)
+        out = checkpoint.newest_folder(place) if resume else checkpoint.unused_folder(place)
     out = distributed.agree_on_folder(out, named=named)
     if distributed.is_main():
         print(f"run folder: {out}")
     command = shlex.join(["primal", "train", *args])
-    with preempt.leave_at_once():
+    with distributed.leave_at_once():
         try:
-            summary = runner.train(recipe, out, name=name, resume=resume, command=command)
+            given = any(word.partition("=")[0] == "--optim.schedule" for word in rest)
+            summary = loop.train(recipe, out, name=name, resume=resume, command=command, new_schedule=given)
         except WriteError as error:
             raise RunError(f"{error}; free some space and continue with --resume") from error
     if distributed.is_main():
@@ -73,9 +72,10 @@ def parse_run(name: str, recipe: Recipe, args: Sequence[str]) -> tuple[Recipe, P
     except ImportError:
         raise RunError("the command line needs tyro: pip install 'primal-attention[train]'") from None
 
-    for word in args:
-        if word.startswith("--"):
-            check_renamed(recipe, word[2:].partition("=")[0], "--")
+    for old, new in RENAMED.items():
+        group, _, field = old.rpartition(".")
+        if {f"--{old}", f"--{group}.no-{field}"} & {word.partition("=")[0].replace("_", "-") for word in args}:
+            raise RunError(f"--{old} was replaced: use {new}")
     kind = type(recipe)
     fields: list[Any] = [
         ("recipe", Annotated[kind, tyro.conf.arg(name="")]),
@@ -116,15 +116,15 @@ class NoArguments:
 
 
 def evaluate(args: Sequence[str]) -> int:
-    if args and (Path(args[0]) / "config.yaml").exists() and run_folder.read(Path(args[0]))[1].benchmark == "d4rl":
+    if args and (Path(args[0]) / "config.yaml").exists() and checkpoint.read_run(Path(args[0]))[1].benchmark == "d4rl":
         from primal_attention.cli import replay  # measured by playing, which has flags of its own
 
         return replay.main(Path(args[0]), args[1:])
     place = parse(RunArguments, args, prog="primal evaluate", about=EVALUATE).run
-    from primal_attention.train import runner
+    from primal_attention.train import loop
 
-    summary = runner.read_summary(place)
-    measured = runner.evaluate(place)
+    summary = loop.read_summary(place)
+    measured = loop.evaluate(place)
     for part, scores in measured.items():
         # A single training that held cases out has kept the weights that they chose.
         chosen = part or (len(measured) == 1 and "validation_chosen" in summary["scores"])

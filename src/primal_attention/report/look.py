@@ -14,7 +14,7 @@ from primal_attention.nn.baselines.softmax import SoftmaxAttention
 from primal_attention.nn.objective import primal_layers
 from primal_attention.nn.primal import PrimalAttention
 from primal_attention.train.batches import Batches
-from primal_attention.train.module import objective
+from primal_attention.train.task import objective
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ PROTOCOLS = (
     ("best_on_test", "BEST ON TEST", "open"),
 )
 # Changes no number of a run, or says only where it ran.
-ASIDE = ("seed", "trainer.progress", "trainer.tensorboard", "trainer.checkpoint_every", "data.folder")
+ASIDE = ("seed", "trainer.progress", "trainer.logger", "trainer.checkpoint_every", "data.folder")
 FIXED_SLOTS = {"primal": 0, "primal-fused": 0, "softmax": 1, "sdpa": 1, "primal+": 2, "primal-cpu": 2, "primal-lean": 2}
 
 

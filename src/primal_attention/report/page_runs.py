@@ -27,7 +27,7 @@ from primal_attention.report.page_numbers import (
     read_spectrum,
 )
 from primal_attention.report.results import SUMMARY, complete
-from primal_attention.train.readers import Table, read_metrics
+from primal_attention.train.checkpoint import Table, read_metrics
 from primal_attention.utils.errors import RunError
 from primal_attention.utils.files import Number, check, read_json, read_yaml
 
@@ -187,7 +187,7 @@ def read_run(folder: Path) -> Run:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    from primal_attention.train.folder import check_format
+    from primal_attention.train.checkpoint import check_format
 
     file = folder / "config.yaml"
     if not file.exists():
@@ -208,8 +208,8 @@ def label_of(config: Mapping[str, Any]) -> str:
 def command_of(recipe: str, config: Mapping[str, Any]) -> str:
     """The command that would start the same run, for one that was started from Python."""
     from primal_attention.train import registry
+    from primal_attention.train.checkpoint import FREE, differences
     from primal_attention.train.config import to_plain
-    from primal_attention.train.folder import FREE, differences
 
     try:
         default = to_plain(registry.get(recipe))
@@ -229,7 +229,7 @@ def command_of(recipe: str, config: Mapping[str, Any]) -> str:
 
 
 def check_summary(content: Any, schema: Any, file: Path) -> None:
-    from primal_attention.train.folder import check_format
+    from primal_attention.train.checkpoint import check_format
 
     check(content, {"format": ...}, file)
     check_format(content, file)

@@ -11,7 +11,7 @@ from primal_attention.report.page_blocks import Cell, legend, mean, note, number
 from primal_attention.report.page_groups import PROTOCOLS, Group, Palette, by_task, flat
 from primal_attention.report.page_numbers import number_at
 from primal_attention.report.page_runs import Run
-from primal_attention.train.readers import Table
+from primal_attention.train.checkpoint import Table
 
 MIB = 1024**2
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from primal_attention.train.folder import check_format
+from primal_attention.train.checkpoint import check_format
 from primal_attention.utils.errors import RunError
 from primal_attention.utils.files import Number, check, read_json
 

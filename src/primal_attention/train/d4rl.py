@@ -32,8 +32,7 @@ from primal_attention.data.d4rl import HORIZON, Trajectories, normalized_score
 from primal_attention.models.d4rl import DecisionTransformer, Memory, select
 from primal_attention.train.batches import Batches, derive_seed
 from primal_attention.train.config import NetworkConfig, OptimConfig, Recipe, TrainerConfig, require
-from primal_attention.train.experiment import Experiment
-from primal_attention.train.module import Batch, TrainingModule, precision_context
+from primal_attention.train.task import Batch, Experiment, TrainingModule, precision_context
 from primal_attention.utils.errors import RunError
 
 ETA = 0.05

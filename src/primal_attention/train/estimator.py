@@ -15,33 +15,28 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import lightning.pytorch as pl
 import numpy as np
 import torch
 from aeon.classification.base import BaseClassifier
-from lightning.pytorch.callbacks import Callback
 from sklearn.utils import check_random_state
 
 from primal_attention.data.uea import PrincipalChannels, SeriesData, Split, Standardizer, interpolate_missing, pad
-from primal_attention.train import runner
+from primal_attention.train import loop
 from primal_attention.train.batches import derive_seed
-from primal_attention.train.callbacks import Bar, Row
+from primal_attention.train.checkpoint import read_weights
 from primal_attention.train.config import from_plain, to_plain
-from primal_attention.train.experiment import Experiment
-from primal_attention.train.module import TrainingModule
-from primal_attention.train.readers import Schema, check_fields, read_weights
 from primal_attention.train.uea import AugmentConfig, ClassifierConfig, UEARecipe, build_from, make_model, modern_recipe
 from primal_attention.utils.errors import DataError, RunError
-from primal_attention.utils.files import write_atomically
+from primal_attention.utils.files import COUNT, check, write_atomically
 
 FORMAT = 2
-SAVED: Schema = {
+SAVED = {
     "parameters": dict,
     "network": dict,
     "classes": list,
     "classes_dtype": str,
-    "n_channels": int,
-    "max_length": int,
+    "n_channels": COUNT,
+    "max_length": COUNT,
 }
 T = TypeVar("T")
 EVALUATED_SAMPLES = 256  # in one batch
@@ -192,16 +187,16 @@ class PrimalClassifier(BaseClassifier):
         with torch.random.fork_rng():
             torch.manual_seed(derive_seed("weights", seed))
             experiment = _checked(build_from, recipe, data)
-            memory = Memory(experiment)
-            callbacks = [Bar("PrimalClassifier", memory), memory] if self.verbose else [memory]
-            trainer = runner.trainer_for(recipe, experiment, callbacks, None)
-            trainer.fit(experiment.module, train_dataloaders=experiment.train)
-        state = memory.best_state or experiment.module.final_model.state_dict()
+            if experiment.select is None:
+                experiment.watched = {}  # there is no test set
+            training = loop.Training(recipe, experiment, title="PrimalClassifier")
+            training.fit()
+        state = training.state.chosen or experiment.module.final_model.state_dict()
         self.network_ = recipe.model
         self.n_channels_, self.max_length_ = data.channels, data.max_length
         self.standard_ = experiment.standardizer
         self.weights_ = {name: tensor.detach().cpu().numpy().copy() for name, tensor in state.items()}
-        self.history_ = memory.rows
+        self.history_ = training.state.rows
         return self
 
     def _predict(self, X: Sequence[np.ndarray]) -> np.ndarray:
@@ -215,7 +210,7 @@ class PrimalClassifier(BaseClassifier):
         with torch.random.fork_rng():
             model = make_model(self.network_, values.shape[-1], self.n_classes_, self.max_length_)
         model.load_state_dict({name: torch.from_numpy(array.copy()) for name, array in self.weights_.items()})
-        where = runner.pick_device(self.recipe().trainer)
+        where = loop.pick_device(self.recipe().trainer)
         model.to(where).eval()
         parts = []
         with torch.no_grad():
@@ -264,8 +259,8 @@ class PrimalClassifier(BaseClassifier):
             about = json.loads((opened.metadata() or {}).get("primal_attention", "{}"))
         if about.get("kind") != "PrimalClassifier" or about.get("format") != FORMAT:
             raise RunError(f"{file} is not a PrimalClassifier of format {FORMAT} (got format {about.get('format')})")
-        check_fields(about, SAVED, file)
-        check_fields(arrays, {"mean": np.ndarray, "std": np.ndarray}, file)
+        check(about, SAVED, file)
+        check(arrays, {"mean": ..., "std": ...}, file)
         known = inspect.signature(cls.__init__).parameters
         self = cls(**{name: value for name, value in about["parameters"].items() if name in known})
         self.network_ = from_plain(ClassifierConfig, about["network"], f"{file}: network.")
@@ -307,32 +302,3 @@ def to_series(X: Sequence[np.ndarray]) -> list[np.ndarray]:
     if not any(np.isfinite(s).any() for s in series):
         raise DataError("X has no value that is a finite number")
     return series
-
-
-class Memory(Callback):
-    """Record the losses per epoch, and the weights of the epoch that the holdout chooses, without a run folder."""
-
-    def __init__(self, experiment: Experiment) -> None:
-        self.experiment = experiment
-        self.rows: list[Row] = []
-        self.best: tuple[tuple[float, float], int] | None = None
-        self.best_state: dict[str, torch.Tensor] | None = None
-
-    def on_fit_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        for batches in (self.experiment.train, *self.experiment.watched.values()):
-            batches.to(module.device)
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        assert isinstance(module, TrainingModule)
-        epoch = trainer.current_epoch + 1
-        row: Row = {"epoch": epoch, **module.epoch_means()}
-        if self.experiment.select is not None:
-            name, score = self.experiment.select
-            found = module.evaluate(self.experiment.watched[name])
-            row |= {f"{name}_{key}": value for key, value in found.items()}
-            rank = (found[score], -found["loss"])
-            if self.best is None or rank > self.best[0]:
-                self.best = (rank, epoch)
-                self.best_state = {k: v.detach().clone() for k, v in module.final_model.state_dict().items()}
-            trainer.should_stop = epoch - self.best[1] >= module.recipe.trainer.early_stop
-        self.rows.append(row)

@@ -36,8 +36,7 @@ from typing import TYPE_CHECKING, Any
 from primal_attention.data.uea import available, default_folder
 from primal_attention.report import paper_tables as paper
 from primal_attention.report.headline import headline
-from primal_attention.train import folder as run_folder
-from primal_attention.train import registry
+from primal_attention.train import checkpoint, registry
 from primal_attention.train.config import from_plain, override, to_plain
 from primal_attention.utils.errors import DataError, RunError
 from primal_attention.utils.files import read_json, write_json
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
 
 
 # The protocol decides which scores a result has, which is asked for separately; the others say nothing about a number.
-NOT_COMPARED = {*run_folder.FREE, "protocol", "watch_test", "seed"}
+NOT_COMPARED = {*checkpoint.FREE, "protocol", "watch_test", "seed"}
 NOT_COMPARED |= {"trainer.accelerator", "trainer.graph", "trainer.compile", "trainer.tf32"}  # how a device computes
 NOT_COMPARED |= {"trainer.checkpoint_every", "trainer.checkpoint_steps"}  # what is kept on the way
 # How long a training was and how often it was measured: left out of the comparison only where that is asked for.
@@ -259,7 +258,7 @@ class Outcome:
     error: str | None = None
 
 
-QUIET = {"trainer.progress": False, "trainer.tensorboard": False}
+QUIET = {"trainer.progress": False, "trainer.logger": ("csv",)}
 
 
 def flag(name: str, value: Any) -> list[str]:
@@ -302,15 +301,15 @@ class Grid:
 
 @functools.cache
 def _engine() -> tuple[Any, Any]:
-    """Registry and runner. Their imports make half a million objects, which are there to stay: the garbage collector
+    """Registry and loop. Their imports make half a million objects, which are there to stay: the garbage collector
     would look through all of them several times meanwhile, and again in every run."""
     gc.disable()
     try:
-        from primal_attention.train import registry, runner
+        from primal_attention.train import loop, registry
     finally:
         gc.freeze()
         gc.enable()
-    return registry, runner
+    return registry, loop
 
 
 def run_job(job: Job) -> Outcome:
@@ -320,13 +319,13 @@ def run_job(job: Job) -> Outcome:
             return Outcome(job, summary=read_json(job.result, {"scores": {...: dict}}))
         except RunError as error:
             return Outcome(job, error=str(error))
-    registry, runner = _engine()
+    registry, loop = _engine()
     from primal_attention.train.config import override
 
     gc.collect()  # what the last run of this process left behind would count as this one's memory
     try:
         recipe = override(registry.get(job.recipe), {**QUIET, **job.changes})
-        summary = runner.train(recipe, job.run, name=job.recipe, resume=True, command=job.command, commit=job.commit)
+        summary = loop.train(recipe, job.run, name=job.recipe, resume=True, command=job.command, commit=job.commit)
         write_json(job.result, summary)
         return Outcome(job, summary=summary)
     except (RunError, DataError) as error:

@@ -40,8 +40,7 @@ from primal_attention.data.uea import stratified_holdout
 from primal_attention.models.image import ImageClassifier, deit
 from primal_attention.train.batches import Batches, derive_seed, set_seed
 from primal_attention.train.config import NetworkConfig, OptimConfig, Recipe, TrainerConfig, require
-from primal_attention.train.experiment import Experiment
-from primal_attention.train.module import Batch, TrainingModule
+from primal_attention.train.task import Batch, Experiment, TrainingModule
 from primal_attention.train.uea import classification_scores
 
 ETA, RANK = 0.05, 96  # the paper's

@@ -29,15 +29,13 @@ from torch import Tensor, nn
 from primal_attention.data import lm as text
 from primal_attention.data.lm import TextData, TextSplit, Vocabulary, load_vocabulary
 from primal_attention.models.lm import LanguageConfig, LanguageModel
-from primal_attention.train import folder as run_folder
 from primal_attention.train.batches import Batches, derive_seed
+from primal_attention.train.checkpoint import read_run, read_weights
 from primal_attention.train.config import NetworkConfig, OptimConfig, Recipe, TrainerConfig, require
-from primal_attention.train.experiment import Experiment
-from primal_attention.train.module import Batch, TrainingModule
-from primal_attention.train.readers import check_fields, read_weights
-from primal_attention.train.runner import load_weights, read_summary
+from primal_attention.train.loop import load_weights, read_summary
+from primal_attention.train.task import Batch, Experiment, TrainingModule
 from primal_attention.utils.errors import DataError, RunError
-from primal_attention.utils.files import write_text
+from primal_attention.utils.files import check, write_text
 
 WIDTH_MULTIPLE = 8  # of the feed-forward width
 SMALLEST_VOCABULARY = 257  # one token for each byte, and the end
@@ -292,10 +290,8 @@ class LanguageModule(TrainingModule):
         super().__init__(model, recipe)
         self.vocabulary = vocabulary
 
-    def on_fit_start(self) -> None:
-        if self.global_rank == 0:
-            for folder in {Path(c.folder) for c in self.trainer.callbacks if hasattr(c, "folder")}:  # type: ignore[attr-defined]
-                write_text(folder / VOCABULARY, self.vocabulary.text())
+    def write_files(self, folder: Path) -> None:
+        write_text(folder / VOCABULARY, self.vocabulary.text())
 
     def task_loss(self, batch: Batch) -> Tensor:
         (windows,) = batch
@@ -319,7 +315,7 @@ class LanguageModule(TrainingModule):
 def load_language(folder: Path) -> tuple[LanguageModel, Vocabulary]:
     """Read the model of a run folder, in evaluation mode, and its vocabulary; the two must belong together."""
     summary, file = read_summary(folder), folder / "model.safetensors"
-    _, recipe = run_folder.read(folder)
+    _, recipe = read_run(folder)
     if not isinstance(recipe, LanguageRecipe):
         raise RunError(f"{folder} is a run of {recipe.benchmark}, not of a language model")
     vocabulary = load_vocabulary(folder / VOCABULARY)
@@ -331,7 +327,7 @@ def load_language(folder: Path) -> tuple[LanguageModel, Vocabulary]:
         raise RunError(
             f"{folder / VOCABULARY} has {len(vocabulary)} tokens and the checkpoint {rows}: not the run's own"
         )
-    check_fields(summary, {"data.vocabulary_sha256": str}, folder / "summary.json")
+    check(summary, {"data": {"vocabulary_sha256": str}}, folder / "summary.json")
     if vocabulary.digest != summary["data"]["vocabulary_sha256"]:
         raise RunError(f"{folder / VOCABULARY} is not the vocabulary that the run was trained with")
     model = LanguageModel(network(recipe.resolved(), len(vocabulary)))

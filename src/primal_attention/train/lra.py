@@ -32,8 +32,7 @@ from primal_attention.models.lra import LRAClassifier
 from primal_attention.models.uea import without_r_scores
 from primal_attention.train.batches import Batches, derive_seed, send
 from primal_attention.train.config import NetworkConfig, OptimConfig, Recipe, TrainerConfig, require
-from primal_attention.train.experiment import Experiment
-from primal_attention.train.module import Batch, TrainingModule
+from primal_attention.train.task import Batch, Experiment, TrainingModule
 from primal_attention.train.uea import classification_scores
 
 READERS = {

@@ -24,8 +24,7 @@ from primal_attention.data.uea import PrincipalChannels, SeriesData, Split, Stan
 from primal_attention.models.uea import modern_classifier, paper_classifier, without_r_scores
 from primal_attention.train.batches import Batches
 from primal_attention.train.config import NetworkConfig, OptimConfig, Recipe, TrainerConfig, require
-from primal_attention.train.experiment import Experiment
-from primal_attention.train.module import Batch, TrainingModule
+from primal_attention.train.task import Batch, Experiment, TrainingModule
 
 EVALUATED_TOKENS = 2**16  # in one evaluation batch
 
