@@ -11,14 +11,15 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import lzma
 import os
 import pickle
-import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,10 +29,8 @@ from typing import Any
 import numpy as np
 
 import image_files
-from primal_attention.data import d4rl, uea
+from primal_attention.data import d4rl, lm, uea
 from primal_attention.data import image as images
-from primal_attention.data import lm as text
-from primal_attention.data import lm as vocabulary
 from primal_attention.data.lra import image as pixels
 from primal_attention.data.lra import listops, pathfinder, retrieval
 from primal_attention.data.lra import text as reviews
@@ -78,28 +77,19 @@ def damages(kind: Kind) -> dict[str, Damage]:
 # Damages that any file can suffer
 
 
-def truncate(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2 - 3])
-
-
 def replace_by_folder(file: Path) -> None:
     file.unlink()
     file.mkdir()
 
 
-def foreign_image(file: Path) -> None:
-    file.write_bytes(pathfinder.png(np.zeros((20, 30), dtype=np.uint8)))
-
-
-def foreign_archive(file: Path) -> None:
+def archive(**arrays: Any) -> bytes:
     out = io.BytesIO()
-    np.savez(out, other=np.zeros(3))
-    file.write_bytes(out.getvalue())
+    np.savez(out, **arrays)
+    return out.getvalue()
 
 
 GENERIC: dict[str, Damage] = {
-    "truncated": truncate,
-    "first-bytes-only": lambda file: file.write_bytes(file.read_bytes()[:7]),
+    "truncated": lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2 - 3]),
     "empty": lambda file: file.write_bytes(b""),
     "random-bytes": lambda file: file.write_bytes(np.random.default_rng(0).bytes(4096)),
     "zero-bytes": lambda file: file.write_bytes(bytes(4096)),
@@ -107,18 +97,18 @@ GENERIC: dict[str, Damage] = {
     "deep-objects": lambda file: file.write_bytes(b'{"words":' * 100_000),
     "huge-number": lambda file: file.write_bytes(b"9" * 10_000),
     "other-text": lambda file: file.write_text("@data\nit: was, a dark\tand stormy night\n\n"),
-    "foreign-image": foreign_image,
-    "foreign-archive": foreign_archive,
+    "foreign-image": lambda file: file.write_bytes(pathfinder.to_png(np.zeros((20, 30), dtype=np.uint8))),
+    "foreign-archive": lambda file: file.write_bytes(archive(other=np.zeros(3))),
     "pickle": lambda file: file.write_bytes(pickle.dumps(Payload(file.parent))),
     "folder": replace_by_folder,
 }
 
 
-# Arrays: UEA's saved sets and trajectories
+# Arrays: saved series, one's own series, trajectories
 
 
-def write_npz(write: Callable[[], Mapping[str, np.ndarray]], name: str, folder: Path) -> Path:
-    np.savez(folder / name, **write())
+def write_npz(make: Callable[[], Mapping[str, np.ndarray]], name: str, folder: Path) -> Path:
+    np.savez(folder / name, **make())
     return folder / name
 
 
@@ -139,15 +129,8 @@ def pickled_array(key: str, file: Path) -> None:
     edit_npz(lambda arrays: arrays.update({key: object_array(file)}), file)
 
 
-def series() -> dict[str, np.ndarray]:
-    draw = np.random.default_rng(0)
-    arrays: dict[str, np.ndarray] = {"classes": np.array(["a", "b"])}
-    for half in ("train", "test"):
-        lengths = np.array([4, 3, 5, 4, 3, 5])
-        arrays[f"{half}_lengths"] = lengths
-        arrays[f"{half}_values"] = draw.normal(size=(lengths.sum(), 2))
-        arrays[f"{half}_labels"] = np.array([0, 1, 0, 1, 0, 1])
-    return arrays
+def _drop(key: str) -> Damage:
+    return partial(edit_npz, lambda arrays: arrays.pop(key))
 
 
 def _set(**values: Any) -> Damage:
@@ -158,17 +141,25 @@ def _apply(key: str, change: Callable[[np.ndarray], np.ndarray]) -> Damage:
     return partial(edit_npz, lambda arrays: arrays.update({key: change(arrays[key])}))
 
 
+def series() -> dict[str, np.ndarray]:
+    draw = np.random.default_rng(0)
+    arrays: dict[str, np.ndarray] = {"classes": np.array(["a", "b"])}
+    for part in ("train", "test"):
+        lengths = np.array([4, 3, 5, 4, 3, 5])
+        arrays[f"{part}_lengths"] = lengths
+        arrays[f"{part}_values"] = draw.normal(size=(lengths.sum(), 2))
+        arrays[f"{part}_labels"] = np.array([0, 1, 0, 1, 0, 1])
+    return arrays
+
+
 SERIES_DAMAGES: dict[str, Damage] = {
-    **{f"without-{key}": partial(edit_npz, lambda a, key=key: a.pop(key)) for key in series()},
-    "lengths-too-long": _apply("train_lengths", lambda a: a + 1),
-    "lengths-too-short": _apply("test_lengths", lambda a: a - 1),
+    "without-classes": _drop("classes"),
+    "without-values": _drop("test_values"),
     "lengths-that-cancel": _set(train_lengths=[24, -2, 2, -2, 1, 1]),
     "huge-lengths": _set(train_lengths=[2**62, 2**62, 2**62, 2**62, 12, 12]),
     "float-lengths": _apply("train_lengths", lambda a: a.astype(float)),
     "no-samples": _set(test_lengths=np.zeros(0, int), test_labels=np.zeros(0, int), test_values=np.zeros((0, 2))),
-    "nan-only": _apply("train_values", lambda a: np.full_like(a, np.nan)),
     "infinity-only": _apply("test_values", lambda a: np.full_like(a, np.inf)),
-    "string-values": _apply("train_values", lambda a: a.astype(str)),
     "complex-values": _apply("train_values", lambda a: a.astype(complex)),
     "flat-values": _apply("train_values", np.ravel),
     "no-channels": _apply("train_values", lambda a: a[:, :0]),
@@ -186,6 +177,10 @@ SERIES_DAMAGES: dict[str, Damage] = {
 }
 
 
+def own_series() -> dict[str, np.ndarray]:
+    return {"X": np.random.default_rng(0).normal(size=(8, 2, 5)), "y": np.arange(8) % 2}
+
+
 def transitions() -> dict[str, np.ndarray]:
     draw = np.random.default_rng(0)
     return {
@@ -197,82 +192,53 @@ def transitions() -> dict[str, np.ndarray]:
     }
 
 
-def write_hdf5(folder: Path, content: Mapping[str, np.ndarray] | None = None) -> Path:
-    import h5py
-
-    file = folder / "hopper-medium.hdf5"
-    with h5py.File(file, "w") as out:
-        for key, value in (content or transitions()).items():
-            out[key] = value
-    return file
-
-
-def _columns(change: Callable[[dict[str, np.ndarray]], object], file: Path) -> None:
-    """Rewrite trajectories, in either format, with changed columns."""
-    content = transitions()
-    change(content)
-    if file.suffix == ".npz":
-        np.savez(file, **content)
-    else:
-        write_hdf5(file.parent, content)
-
-
-def _column(key: str, change: Callable[[np.ndarray], np.ndarray]) -> Damage:
-    return partial(_columns, lambda content: content.update({key: change(content[key])}))
-
-
 TRANSITION_DAMAGES: dict[str, Damage] = {
-    **{f"without-{key}": partial(_columns, lambda c, key=key: c.pop(key)) for key in d4rl.KEYS},
-    "string-terminals": _column("terminals", lambda a: a.astype(str).astype(bytes)),
-    "string-timeouts": _column("timeouts", lambda a: np.array([b"false"] * len(a))),
-    "numbered-terminals": _column("terminals", lambda a: np.arange(len(a))),
-    "nan-terminals": _column("terminals", lambda a: np.where(a, np.nan, 0.0)),
-    "wide-terminals": _column("terminals", lambda a: np.stack([a, a], axis=1)),
-    "short-rewards": _column("rewards", lambda a: a[:-1]),
-    "wide-rewards": _column("rewards", lambda a: np.stack([a, a], axis=1)),
-    "flat-observations": _column("observations", np.ravel),
-    "deep-actions": _column("actions", lambda a: a[None]),
-    "no-width": _column("actions", lambda a: a[:, :0]),
-    "scalar-rewards": _column("rewards", lambda a: np.float64(1.0)),
-    "nan-observations": _column("observations", lambda a: np.full_like(a, np.nan)),
-    "beyond-float32": _column("rewards", lambda a: a + 1e300),
-    "complex-actions": _column("actions", lambda a: a.astype(complex)),
-    "boolean-observations": _column("observations", lambda a: a > 0),
-    "no-rows": partial(_columns, lambda c: c.update({key: value[:0] for key, value in c.items()})),
+    **{f"without-{key}": _drop(key) for key in d4rl.KEYS},
+    "string-terminals": _apply("terminals", lambda a: a.astype(str).astype(bytes)),
+    "numbered-terminals": _apply("terminals", lambda a: np.arange(len(a))),
+    "nan-terminals": _apply("terminals", lambda a: np.where(a, np.nan, 0.0)),
+    "wide-terminals": _apply("terminals", lambda a: np.stack([a, a], axis=1)),
+    "short-rewards": _apply("rewards", lambda a: a[:-1]),
+    "flat-observations": _apply("observations", np.ravel),
+    "no-width": _apply("actions", lambda a: a[:, :0]),
+    "scalar-rewards": _apply("rewards", lambda a: np.float64(1.0)),
+    "nan-observations": _apply("observations", lambda a: np.full_like(a, np.nan)),
+    "beyond-float32": _apply("rewards", lambda a: a + 1e300),
+    "complex-actions": _apply("actions", lambda a: a.astype(complex)),
+    "boolean-observations": _apply("observations", lambda a: a > 0),
+    "no-rows": partial(edit_npz, lambda c: c.update({key: value[:0] for key, value in c.items()})),
+    "pickled-rewards": partial(pickled_array, "rewards"),
 }
 
 
-def _hdf5_group(file: Path) -> None:
+def write_hdf5(folder: Path) -> Path:
     import h5py
 
-    with h5py.File(file, "a") as out:
-        del out["actions"]
-        out.create_group("actions")["x"] = np.zeros(3)
+    with h5py.File(folder / "hopper-medium.hdf5", "w") as out:
+        for key, value in transitions().items():
+            out[key] = value
+    return folder / "hopper-medium.hdf5"
 
 
-def _hdf5_claim(file: Path) -> None:
-    """A column that claims petabytes without holding any."""
-    import h5py
+def _hdf5(key: str, replace: Callable[[Any], object]) -> Damage:
+    def damage(file: Path) -> None:
+        import h5py
 
-    with h5py.File(file, "a") as out:
-        del out["observations"]
-        out.create_dataset("observations", shape=(10**13, 11), dtype="f8", chunks=(1000, 11))
+        with h5py.File(file, "a") as out:
+            del out[key]
+            replace(out)
+
+    return damage
 
 
 # Text tables
 
 
-def write_listops(folder: Path) -> Path:
-    for name in listops.FILES.values():
-        rows = "".join(f"[MAX {i} {i + 1} ]\t{i + 1}\n" for i in range(8))
-        (folder / name).write_text(f"Source\tTarget\n{rows}")
-    return folder / listops.FILES["train"]
-
-
-def write_retrieval(folder: Path) -> Path:
-    for name in retrieval.FILES.values():
-        (folder / name).write_text("".join(f"{i % 2}\tP{i}\tQ{i}\tone text\tother text\n" for i in range(6)))
-    return folder / retrieval.FILES["train"]
+def write_lines(names: Mapping[str, str], lines: list[str], folder: Path) -> Path:
+    """The same lines in the file of every split; the training file is the one to damage."""
+    for name in names.values():
+        (folder / name).write_text("\n".join(lines) + "\n")
+    return folder / names["train"]
 
 
 def _line(text: str, number: int = 2) -> Damage:
@@ -284,29 +250,36 @@ def _line(text: str, number: int = 2) -> Damage:
     return damage
 
 
-def write_ts(folder: Path) -> Path:
-    (folder / "Toy").mkdir()
-    for half in ("TEST", "TRAIN"):
-        rows = [f"{i},2,{i}:4,5,6:{'ab'[i % 2]}" for i in range(6)]
-        header = "@problemName Toy\n@timeStamps false\n@missing true\n@univariate false\n@equalLength false\n"
-        file = folder / "Toy" / f"Toy_{half}.ts"
-        file.write_text(f"{header}@classLabel true a b\n@data\n" + "\n".join(rows) + "\n")
-    return file
+LISTOPS = ["Source\tTarget", *(f"[MAX {i} {i + 1} ]\t{i + 1}" for i in range(8))]
+write_listops = partial(write_lines, listops.FILES, LISTOPS)
+PAIRS = [f"{i % 2}\tP{i}\tQ{i}\tone text\tother text" for i in range(6)]
+TS_FILES = {"test": "Toy_TEST.ts", "train": "Toy_TRAIN.ts"}
+TS_HEADER = "@problemName Toy\n@timeStamps false\n@missing true\n@univariate false\n@equalLength false"
+TS = [*TS_HEADER.splitlines(), "@classLabel true a b", "@data", *(f"{i},2,{i}:4,5,6:{'ab'[i % 2]}" for i in range(6))]
 
 
 def write_parquet(folder: Path, changes: Mapping[str, Any] | None = None) -> Path:
     import pyarrow
     import pyarrow.parquet
 
-    for half in ("test", "train"):
+    for part in ("test", "train"):
         table = {"text": [f"review {i}" for i in range(12)], "label": [("neg", "pos")[i % 2] for i in range(12)]}
-        file = folder / f"{half}.parquet"
+        file = folder / f"{part}.parquet"
         pyarrow.parquet.write_table(pyarrow.table({**table, **(changes or {})}), file)
     return file
 
 
 def _parquet(**changes: Any) -> Damage:
     return lambda file: write_parquet(file.parent, changes)
+
+
+def write_own_parquet(folder: Path) -> Path:
+    import pyarrow
+    import pyarrow.parquet
+
+    table = {"t0": np.arange(8.0), "t1": np.arange(8.0), "label": ["a", "b"] * 4}
+    pyarrow.parquet.write_table(pyarrow.table(table), folder / "own.parquet")
+    return folder / "own.parquet"
 
 
 def write_wiki(folder: Path) -> Path:
@@ -319,20 +292,19 @@ def write_wiki(folder: Path) -> Path:
 # Images
 
 
+@functools.cache
+def pathfinder_files() -> dict[Path, bytes]:
+    """Drawing takes a moment, so that it is done once."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = pathfinder.write(Path(place) / "set", train=6, valid=3, test=3)
+        return {file.relative_to(folder): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
 def write_pathfinder(file: str, folder: Path) -> Path:
-    """Written once and copied, without the cache: drawing takes a moment."""
-    global _pathfinder
-    if _pathfinder is None:
-        pathfinder.write(folder, train=6, valid=3, test=3)
-        shutil.rmtree(folder / ".cache")
-        _pathfinder = {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-    for name, content in _pathfinder.items():
+    for name, content in pathfinder_files().items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
     return folder / file
-
-
-_pathfinder: dict[Path, bytes] | None = None
 
 
 def write_cifar(folder: Path) -> Path:
@@ -344,9 +316,9 @@ def write_cifar(folder: Path) -> Path:
 
 
 def write_gray(damaged: str, folder: Path) -> Path:
-    for half in ("train", "test"):
-        np.save(folder / f"{half}_images.npy", np.zeros((20, 32, 32), dtype=np.uint8))
-        np.save(folder / f"{half}_labels.npy", np.arange(20) % 10)
+    for part in ("train", "test"):
+        np.save(folder / f"{part}_images.npy", np.zeros((20, 32, 32), dtype=np.uint8))
+        np.save(folder / f"{part}_labels.npy", np.arange(20) % 10)
     return folder / damaged
 
 
@@ -370,24 +342,15 @@ def write_images(folder: Path) -> Path:
 
 def load_images(folder: Path) -> object:
     data = images.load(folder)
-    return [images.decode_once(folder, "train", half, 16, strict=True) for half in (data.train, data.test)]
+    return [images.decode_once(folder, "train", split, 16, strict=True) for split in (data.train, data.test)]
 
 
 # Vocabularies
 
 
-def write_words(folder: Path) -> Path:
-    vocabulary.WordVocabulary.build("a b <unk>\n").save(folder / "vocabulary.json")
+def write_vocabulary(make: Callable[[], lm.Vocabulary], folder: Path) -> Path:
+    make().save(folder / "vocabulary.json")
     return folder / "vocabulary.json"
-
-
-def write_pairs(folder: Path) -> Path:
-    vocabulary.SubwordVocabulary.train(["some text to learn from"] * 3, 270).save(folder / "vocabulary.json")
-    return folder / "vocabulary.json"
-
-
-def load_vocabulary(folder: Path) -> object:
-    return vocabulary.load_vocabulary(folder / "vocabulary.json")
 
 
 def _json(change: Callable[[dict[str, Any]], object]) -> Damage:
@@ -409,7 +372,7 @@ def run_and_kill(words: list[str], errors: Path, kill_at: int = -1, largest: int
     from primal_attention.cli import main as cli
 
     sys.stderr = errors.open("w")
-    pathfinder.FOLDER_SIZE, pathfinder.DRAWN_AT_ONCE = 10, 32  # several folders and sheets for few images
+    pathfinder.FOLDER_SIZE, pathfinder.DRAWN_AT_ONCE = 10, 32  # several folders and batches for few images
     rename, left = Path.replace, [kill_at]
 
     def replace(self: Path, target: Path) -> Path:
@@ -437,28 +400,42 @@ def _train(recipe: str) -> tuple[str, ...]:
 KINDS: dict[str, Kind] = {
     "uea-npz": Kind(partial(write_npz, series, "Toy.npz"), partial(uea.load, "Toy"), _train("uea/Toy"), SERIES_DAMAGES),
     "uea-ts": Kind(
-        write_ts,
+        partial(write_lines, TS_FILES, TS),
         partial(uea.load, "Toy"),
         _train("uea/Toy"),
         {"one-class": _line("@classLabel true a", 6), "no-data": _line("", 7), "bad-number": _line("1,x:2,3:a", 8)},
         needs=("aeon",),
     ),
+    "own-npz": Kind(
+        partial(write_npz, own_series, "own.npz"),
+        lambda folder: uea.load_file(folder / "own.npz"),
+        damages={"pickled-values": partial(pickled_array, "X"), "pickled-labels": partial(pickled_array, "y")},
+    ),
+    "own-parquet": Kind(
+        write_own_parquet, lambda folder: uea.load_file(folder / "own.parquet"), needs=("pyarrow.parquet",)
+    ),
     "d4rl-hdf5": Kind(
         write_hdf5,
         partial(d4rl.load, "hopper-medium"),
         _train("d4rl/hopper-medium"),
-        {**TRANSITION_DAMAGES, "group-for-column": _hdf5_group, "huge-claim": _hdf5_claim},
+        {
+            "string-timeouts": _hdf5("timeouts", lambda out: out.update(timeouts=np.array([b"false"] * 20))),
+            "group-for-column": _hdf5("actions", lambda out: out.create_group("actions").update(x=np.zeros(3))),
+            "huge-claim": _hdf5(
+                "observations",
+                lambda out: out.create_dataset("observations", shape=(10**13, 11), dtype="f8", chunks=(1000, 11)),
+            ),
+        },
         needs=("h5py",),
     ),
     "d4rl-npz": Kind(
         partial(write_npz, transitions, "hopper-medium.npz"),
         partial(d4rl.load, "hopper-medium"),
-        _train("d4rl/hopper-medium"),
-        {**TRANSITION_DAMAGES, "pickled-rewards": partial(pickled_array, "rewards")},
+        damages=TRANSITION_DAMAGES,
     ),
     "word-vocabulary": Kind(
-        write_words,
-        load_vocabulary,
+        partial(write_vocabulary, partial(lm.Vocabulary.from_words, "a b <unk>\n")),
+        lambda folder: lm.load_vocabulary(folder / "vocabulary.json"),
         damages={
             "list": lambda file: file.write_text('["a", "b"]'),
             "numbers": _json(lambda c: c.update(words=[1, 2])),
@@ -470,8 +447,8 @@ KINDS: dict[str, Kind] = {
         needs=("tokenizers",),
     ),
     "pair-vocabulary": Kind(
-        write_pairs,
-        load_vocabulary,
+        partial(write_vocabulary, partial(lm.Vocabulary.train_byte_pairs, ["some text to learn from"] * 3, 270)),
+        lambda folder: lm.load_vocabulary(folder / "vocabulary.json"),
         damages={
             "no-model": _json(lambda c: c.pop("model")),
             "model-of-wrong-type": _json(lambda c: c.update(model=3)),
@@ -487,24 +464,13 @@ KINDS: dict[str, Kind] = {
         write_listops,
         listops.load,
         _train("lra/listops"),
-        {
-            "unknown-word": _line("[RUN 1 2 ]\t1"),
-            "unclosed": _line("[MAX 1 2\t1"),
-            "deep-brackets": _line("[MAX " * 100_000 + "\t1"),
-            "label-12": _line("[MAX 1 2 ]\t12"),
-            "huge-label": _line("[MAX 1 2 ]\t" + "9" * 10_000),
-            "no-rows": lambda file: file.write_text("Source\tTarget\n"),
-        },
+        {"deep-brackets": _line("[MAX " * 100_000 + "\t1"), "huge-label": _line("[MAX 1 2 ]\t" + "9" * 10_000)},
     ),
     "retrieval": Kind(
-        write_retrieval,
+        partial(write_lines, retrieval.FILES, PAIRS),
         retrieval.load,
         _train("lra/retrieval"),
-        {
-            "too-few-columns": _line("1\ta\tb\tc"),
-            "label-2": _line("2\ta\tb\tc\td"),
-            "open-quote": _line('1\ta\tb\t"c\td'),
-        },
+        {"label-2": _line("2\ta\tb\tc\td"), "open-quote": _line('1\ta\tb\t"c\td')},
         harmless=("truncated",),  # a text may end anywhere
     ),
     "parquet": Kind(
@@ -520,9 +486,9 @@ KINDS: dict[str, Kind] = {
             "one-class": _parquet(label=["pos"] * 12),
             "no-rows": _parquet(text=[], label=[]),
         },
-        needs=("pyarrow",),
+        needs=("pyarrow.parquet",),
     ),
-    "wiki-xz": Kind(write_wiki, text.load, _train("lm/wikitext-103")),
+    "wiki-xz": Kind(write_wiki, lm.load, _train("lm/wikitext-103"), needs=("tokenizers",)),
     "cifar-bin": Kind(
         write_cifar,
         pixels.load,
@@ -535,10 +501,10 @@ KINDS: dict[str, Kind] = {
     "gray-images": Kind(
         partial(write_gray, "train_images.npy"),
         pixels.load,
-        _train("lra/image"),
-        {
+        damages={
             "other-dtype": _array(lambda a: a.astype(np.float32)),
             "other-size": _array(lambda a: a[:, :28, :28]),
+            "colour": _array(lambda a: np.stack([a] * 3, axis=-1)),
             "fewer": _array(lambda a: a[:5]),
             "none": _array(lambda a: a[:0]),
             "pickled": _npy_objects,
@@ -548,8 +514,7 @@ KINDS: dict[str, Kind] = {
     "gray-labels": Kind(
         partial(write_gray, "train_labels.npy"),
         pixels.load,
-        _train("lra/image"),
-        {
+        damages={
             "fractions": _array(lambda a: a + 0.5),
             "nan": _array(lambda a: np.full(len(a), np.nan)),
             "words": _array(lambda a: a.astype(str)),
@@ -564,19 +529,16 @@ KINDS: dict[str, Kind] = {
     "pathfinder-metadata": Kind(
         partial(write_pathfinder, "metadata/0.npy"),
         pathfinder.load,
-        _train("lra/pathfinder"),
-        {"label-2": _line("imgs/0 sample_1.png 1 2"), "missing-image": _line("imgs/0 sample_99.png 1 1")},
+        damages={"label-2": _line("imgs/0 sample_1.png 1 2"), "missing-image": _line("imgs/0 sample_99.png 1 1")},
         needs=("PIL",),
     ),
     "pathfinder-splits": Kind(
         partial(write_pathfinder, "splits.json"),
         pathfinder.load,
-        _train("lra/pathfinder"),
-        {
+        damages={
             "list": lambda file: file.write_text("[6, 3, 3]"),
             "missing-split": _json(lambda c: c.pop("valid")),
             "words": _json(lambda c: c.update(train="6")),
-            "fractions": _json(lambda c: c.update(train=6.5)),
             "infinity": _json(lambda c: c.update(train=float("inf"))),
             "booleans": _json(lambda c: c.update(train=True)),
             "other-sum": _json(lambda c: c.update(train=7)),

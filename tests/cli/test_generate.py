@@ -10,7 +10,7 @@ import torch
 
 from primal_attention.cli import main as cli
 from primal_attention.cli.generate import TextStream
-from primal_attention.data.lm import SubwordVocabulary, WordVocabulary
+from primal_attention.data.lm import Vocabulary
 from primal_attention.train import registry, runner
 from primal_attention.train.config import override
 from primal_attention.train.lm import load_language
@@ -113,10 +113,11 @@ def test_an_unknown_word_is_one_line(run: Path, capsys: pytest.CaptureFixture[st
     from primal_attention.train import lm as language_run
 
     model, _ = load_language(run)
-    monkeypatch.setattr(language_run, "load_language", lambda folder: (model, WordVocabulary(["<eos>", "cat"])))
+    words = Vocabulary('{"words": ["<eos>", "cat"]}')
+    monkeypatch.setattr(language_run, "load_language", lambda folder: (model, words))
     assert cli.main(["generate", str(run), "--prompt", "the cat"]) == 2
     assert "the word 'the' is not in the vocabulary, and the vocabulary has no <unk>" in capsys.readouterr().err
-    known = WordVocabulary(["<eos>", "cat", "<unk>", "sat"])
+    known = Vocabulary('{"words": ["<eos>", "cat", "<unk>", "sat"]}')
     monkeypatch.setattr(language_run, "load_language", lambda folder: (model, known))
     monkeypatch.setattr(known, "decode", lambda tokens: "")  # the model knows more tokens than these words
     assert cli.main(["generate", str(run), "--prompt", "the cat the mat", "--tokens", "1"]) == 0
@@ -127,7 +128,7 @@ def test_an_unknown_word_is_one_line(run: Path, capsys: pytest.CaptureFixture[st
 
 @pytest.mark.parametrize("text", ["naïve café", "日本語 text 🙂🙂 end", "plain"])
 def test_pieces_add_up_to_the_text(text: str) -> None:
-    vocabulary = SubwordVocabulary.train(["no such letters"], 260)  # every byte of the others is a token of its own
+    vocabulary = Vocabulary.train_byte_pairs(["no such letters"], 260)  # every byte of the others is a token of its own
     (tokens,) = vocabulary.encode([text])
     stream = TextStream(vocabulary)
     pieces = [stream.add(token) for token in tokens]
@@ -136,13 +137,13 @@ def test_pieces_add_up_to_the_text(text: str) -> None:
 
 
 def test_words_come_with_their_spaces() -> None:
-    vocabulary = WordVocabulary(["<eos>", "a", "b"])
+    vocabulary = Vocabulary('{"words": ["<eos>", "a", "b"]}')
     stream = TextStream(vocabulary, [1])
     assert [stream.add(token) for token in (2, 0, 0, 1, 2)] == [" b", "\n", "\n", "a", " b"]
 
 
 def test_bytes_that_are_no_character_do_not_wait_for_ever() -> None:
-    vocabulary = SubwordVocabulary.train(["no such letters"], 260)
+    vocabulary = Vocabulary.train_byte_pairs(["no such letters"], 260)
     (tokens,) = vocabulary.encode(["é"])
     stream = TextStream(vocabulary)
     pieces = [stream.add(tokens[0]) for _ in range(8)]  # first halves only

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,6 @@ import pytest
 import torch
 
 from image_files import COLOURS, spoil, write
-from primal_attention.data import image as image_crops
 from primal_attention.data import image as images
 from primal_attention.utils.errors import DataError
 
@@ -59,93 +59,83 @@ def test_a_wrong_layout_is_one_line(folder: Path, tmp_path: Path) -> None:
         images.load(tmp_path / "nowhere")
     (tmp_path / "bare" / "train").mkdir(parents=True)
     (tmp_path / "bare" / "val").mkdir()
-    with pytest.raises(DataError, match="holds no class folders"):
+    with pytest.raises(DataError, match="has no class folders"):
         images.load(tmp_path / "bare")
     for file in (folder / "val" / "n02").iterdir():
         file.unlink()
-    with pytest.raises(DataError, match="n02 holds no images"):
+    with pytest.raises(DataError, match="n02 has no images"):
         images.load(folder)
 
 
-def test_decoding_keeps_the_middle_of_the_short_side(tmp_path: Path) -> None:
+def split(*files: Path) -> images.ImageSplit:
+    return images.ImageSplit(files, np.arange(len(files)))
+
+
+def test_decoding_takes_the_centre_of_the_short_side(tmp_path: Path) -> None:
     from PIL import Image
 
     wide = np.zeros((20, 60, 3), dtype=np.uint8)
     wide[:, 20:40] = (10, 20, 30)
     Image.fromarray(wide).save(tmp_path / "wide.png")
     Image.fromarray(wide).convert("L").save(tmp_path / "gray.png")
-    pixels, kept = images.decode_all([tmp_path / "wide.png", tmp_path / "gray.png"], 20)
+    files = split(tmp_path / "wide.png", tmp_path / "gray.png")
+    pixels, labels = images.decode_once(tmp_path, "x", files, 20, strict=True)
     assert pixels.shape == (2, 3, 20, 20)
-    assert kept.tolist() == [0, 1]
+    assert labels.tolist() == [0, 1]
     assert (pixels[0] == np.array([10, 20, 30])[:, None, None]).all()
     assert len(np.unique(pixels[1])) == 1
 
 
-def test_broken_files_are_named_and_counted_or_an_error(folder: Path) -> None:
+def test_broken_files_are_skipped_with_a_warning_or_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = images.load(folder)
     bad = spoil(data.train.files[4])
     data.train.files[6].write_text("no picture")
-    with pytest.warns(UserWarning, match=rf"2 of 9 images do not decode and are skipped, first {bad}"):
-        pixels, kept = images.decode_all(data.train.files, 16)
-    assert kept.tolist() == [0, 1, 2, 3, 5, 7, 8]
-    assert len(pixels) == 7
+    with pytest.raises(DataError, match=rf"{bad} does not decode as an image \(1 of 1 do not\)"):
+        images.decode_once(folder, "one", split(bad), 16, strict=False)
+    found = []
+    for _ in range(2):  # the second time from the cache, with the same warning
+        with pytest.warns(UserWarning, match=rf"2 of 9 images do not decode and are skipped, first {bad}"):
+            found.append(images.decode_once(folder, "train", data.train, 16, strict=False))
+        monkeypatch.setattr(images, "read", lambda file: pytest.fail("decoded again"))
+    assert all(np.array_equal(a, b) for a, b in zip(*found, strict=True))
+    assert found[0][1].tolist() == [0, 0, 0, 1, 1, 2, 2]
+    assert len(found[0][0]) == 7
     with pytest.raises(DataError, match=rf"{bad} does not decode as an image \(2 of 9 do not\)"):
-        images.decode_all(data.train.files, 16, strict=True)
-    with pytest.raises(DataError, match="none of 1 images decodes"):
-        images.decode_all([bad], 16)
-
-
-def test_the_second_reading_takes_the_arrays_of_the_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = images.load(folder)
-    spoil(data.train.files[4])
-    with pytest.warns(UserWarning, match="1 of 9"):
-        first = images.decode_once(folder, "train", data.train, 16, strict=False)
-    monkeypatch.setattr(images, "read", lambda file: pytest.fail("decoded again"))
-    with pytest.warns(UserWarning, match="1 of 9"):  # said again: it is about this run too
-        again = images.decode_once(folder, "train", data.train, 16, strict=False)
-    assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
-    assert first[1].tolist() == [0, 0, 0, 1, 1, 2, 2, 2]
-    with pytest.raises(DataError, match="does not decode"):
         images.decode_once(folder, "train", data.train, 16, strict=True)
 
 
-def test_evaluation_sees_seven_eighths(folder: Path) -> None:
+def test_evaluation_crops_seven_eighths(folder: Path) -> None:
     image = images.read(images.load(folder).train.files[0])
     assert images.whole_side(224) == 256
-    assert image_crops.evaluation(28)(image).shape == (3, 28, 28)
-    whole = images.square(image, 32)
-    assert np.array_equal(image_crops.evaluation(28)(image), whole[:, 2:30, 2:30])
+    assert np.array_equal(images.evaluation(28)(image), images.crop_centre(image, 32, 32)[:, 2:30, 2:30])
 
 
-def test_random_parts_lie_inside_and_have_the_area_asked_for() -> None:
-    torch.manual_seed(0)
-    for _ in range(200):
-        left, top, right, bottom = image_crops.random_box(60, 40, 0.08)
-        assert 0 <= left < right <= 60
-        assert 0 <= top < bottom <= 40
-        assert 0.079 < (right - left) * (bottom - top) / 2400 <= 1
-        assert 0.74 < (right - left) / (bottom - top) < 1.34
+def test_a_dataset_keeps_the_index_of_broken_files(folder: Path) -> None:
+    data = images.load(folder)
+    spoil(data.train.files[1])
+    files = images.ImageFiles(data.train, images.evaluation(28))
+    pixels, labels, broken = images.collate([files[i] for i in (0, 1, 8)])
+    assert pixels.shape == (2, 3, 28, 28)
+    assert (labels.tolist(), broken) == ([0, 2], [1])
+    assert images.collate([files[1]]) == (None, None, [1])
 
 
-def test_training_crops_follow_torchs_generator(folder: Path) -> None:
+@pytest.mark.parametrize("ops", [0, 2])
+def test_training_crops_follow_torchs_generator(folder: Path, ops: int) -> None:
+    pytest.importorskip("torchvision", reason="random crops and RandAugment are torchvision's")
     image = images.read(images.load(folder).train.files[0])
-    cut = image_crops.training(24, smallest=0.3, ops=0, magnitude=0.0)
+    crop = images.training(24, smallest=0.3, ops=ops, magnitude=0.9)
 
     def four(seed: int) -> np.ndarray:
         torch.manual_seed(seed)
-        return np.stack([cut(image) for _ in range(4)])
+        return np.stack([crop(image) for _ in range(4)])
 
     assert four(0).shape == (4, 3, 24, 24)
     assert np.array_equal(four(0), four(0))
     assert not np.array_equal(four(0), four(1))
 
 
-def test_rand_augment_is_torchvisions_or_one_clear_line(folder: Path) -> None:
-    image = images.read(images.load(folder).train.files[0])
-    try:
-        import torchvision  # noqa: F401
-    except ImportError:
-        with pytest.raises(DataError, match=r"needs torchvision: pip install 'primal-attention\[vision\]', or use"):
-            image_crops.training(24, smallest=0.3, ops=2, magnitude=0.9)
-    else:
-        assert image_crops.training(24, smallest=0.3, ops=2, magnitude=0.9)(image).shape == (3, 24, 24)
+def test_without_torchvision_training_crops_are_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchvision.transforms.v2", None)
+    with pytest.raises(DataError, match=r"needs torchvision: pip install 'primal-attention\[vision\]', or use"):
+        images.training(24, smallest=0.3, ops=2, magnitude=0.9)

@@ -62,16 +62,6 @@ def test_parquet_gives_the_same(folder: Path, tmp_path: Path):
     for name, split in from_folders.splits.items():
         np.testing.assert_array_equal(split.tokens, from_parquet.splits[name].tokens)
         np.testing.assert_array_equal(split.labels, from_parquet.splits[name].labels)
-    (place / "train.parquet").write_bytes(b"text")
-    with pytest.raises(DataError, match="not a parquet file"):
-        text.load(place)
-
-
-def test_a_missing_package_is_named(tmp_path: Path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
-    (tmp_path / "train.parquet").write_bytes(b"PAR1")
-    with pytest.raises(DataError, match=r"needs pyarrow: pip install 'primal-attention\[lra\]'"):
-        text.load(tmp_path)
 
 
 def test_a_review_that_is_not_utf8_is_named(folder: Path):

@@ -14,7 +14,7 @@ hf = pytest.importorskip("transformers", minversion="5")
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 from hf.kinds import KINDS, batch, make  # noqa: E402
-from primal_attention.data.lm import SubwordVocabulary, Vocabulary, WordVocabulary  # noqa: E402
+from primal_attention.data.lm import Vocabulary  # noqa: E402
 from primal_attention.hf import PrimalCache, from_run, tokenizer_of  # noqa: E402
 from primal_attention.models.lm import (  # noqa: E402
     LanguageConfig,
@@ -134,9 +134,9 @@ WORDS = ["The cat sat on the mat.", "The dog sat on the cat, and the mat was gon
 @pytest.fixture(params=["subwords", "words"])
 def folder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Path, Vocabulary]:
     """What stands for a finished run: its model and vocabulary."""
-    made: Vocabulary = SubwordVocabulary.train(WORDS, 280)
+    made: Vocabulary = Vocabulary.train_byte_pairs(WORDS, 280)
     if request.param == "words":
-        made = WordVocabulary.build("\n".join([*WORDS, "<unk>", ""]))
+        made = Vocabulary.from_words("\n".join([*WORDS, "<unk>", ""]))
     torch.manual_seed(0)
     model = LanguageModel(LanguageConfig(len(made), ("primal",), 16, 2, 2, 16, rank=4, primal_mode="decay")).eval()
     monkeypatch.setattr(language_run, "load_language", lambda folder: (model, made))
@@ -174,5 +174,5 @@ def test_a_pipeline_writes(folder: tuple[Path, Vocabulary]) -> None:
 
 
 def test_an_unknown_word_is_the_unknown_token() -> None:
-    tokenizer = tokenizer_of(WordVocabulary(["<eos>", "<unk>", "cat"]))
+    tokenizer = tokenizer_of(Vocabulary('{"words": ["<eos>", "<unk>", "cat"]}'))
     assert tokenizer("the cat\n")["input_ids"] == [0, 1, 2, 0]

@@ -1,4 +1,4 @@
-"""The language model: padding and streaming change nothing, nothing is seen early, bad input is told in one line."""
+"""The language model: padding, streaming and generation equal the full pass; bad input is one line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,17 @@ import pytest
 import torch
 
 from primal_attention import ksvd_loss
-from primal_attention.models.lm import LanguageConfig, LanguageModel
+from primal_attention.models import lm
+from primal_attention.models.lm import (
+    GREEDY,
+    STOPPED,
+    LanguageConfig,
+    LanguageModel,
+    Sampler,
+    Sampling,
+    generate,
+    probabilities,
+)
 
 SMALL = LanguageConfig(
     50, embed_dim=16, num_heads=2, layers=2, ffn_dim=16, rank=4, landmarks=6, max_length=40, positions="none"
@@ -28,9 +38,11 @@ KINDS = {
     "linear": {"attention": ("linear",)},
     "performer": {"attention": ("performer",)},
     "cosformer": {"attention": ("cosformer",)},
-    "flow": {"attention": ("flow",), "positions": "sinusoidal"},
+    "flow": {"attention": ("flow",), "positions": "sinusoidal"},  # no state: generation reads the whole text again
 }
 STREAMING = [kind for kind in KINDS if kind != "flow"]
+PRIMAL = ["mean", "landmarks-conv", "decay-conv-gate", "decay-before", "delta"]
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5], [7], [2, 7, 1, 8]]
 
 
 def make(kind: str) -> LanguageModel:
@@ -46,65 +58,69 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randint(0, 50, (3, 12), generator=generator), mask
 
 
+def texts(model: LanguageModel, prompts: list[list[int]], count: int, *args, **keywords) -> list[list[int]]:
+    steps = list(generate(model, prompts, count, *args, **keywords))
+    return [[t for t in row if t != STOPPED] for row in zip(*steps, strict=True)]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_padded_equals_alone(kind: str) -> None:
+def test_padded_equals_alone_and_nothing_is_seen_early(kind: str) -> None:
     model, (tokens, mask) = make(kind), batch()
     together, last = model(tokens, mask), model(tokens, mask, only_last=True)
     for row, padding, logits, final in zip(tokens, mask, together, last, strict=True):
         alone = model(row[~padding][None])[0]
         torch.testing.assert_close(logits[~padding], alone, **EXACT)
         torch.testing.assert_close(final, alone[-1], **EXACT)
+    changed = tokens.clone()
+    changed[:, 8] = (tokens[:, 8] + 1) % 50
+    a, b = model(tokens), model(changed)
+    torch.testing.assert_close(a[:, :8], b[:, :8], **EXACT)
+    assert not torch.allclose(a[:, 8], b[:, 8])
 
 
 @pytest.mark.parametrize("kind", STREAMING)
 @torch.no_grad()
-def test_going_on_from_a_padded_prompt_equals_one_pass(kind: str) -> None:
+def test_continuing_from_a_padded_prompt_equals_one_pass(kind: str) -> None:
     model, (tokens, mask) = make(kind), batch()
     following = tokens[:, :3].flip(0)
     _, state = model(tokens, mask, return_state=True)
     at_once, _ = model(following, state=state, return_state=True)
     stepped = []
-    for token in following.T:
+    for i, token in enumerate(following.T):
+        if i == 2:  # a step in which no sequence has a token changes nothing
+            _, state = model.step(token, state, torch.ones(3, dtype=torch.bool))
         logits, state = model.step(token, state)
         stepped.append(logits)
     for i in range(3):
         alone = model(torch.cat([tokens[i][~mask[i]], following[i]])[None])[0, -3:]
         torch.testing.assert_close(at_once[i], alone, **EXACT)
         torch.testing.assert_close(torch.stack(stepped, dim=1)[i], alone, **EXACT)
+    assert state.position.tolist() == ((~mask).sum(dim=1) + 3).tolist()
 
 
-@pytest.mark.parametrize("kind", STREAMING)
+@pytest.mark.parametrize("kind", PRIMAL)
 @torch.no_grad()
-def test_stepping_equals_one_pass_and_a_pause_changes_nothing(kind: str) -> None:
+def test_stepping_from_the_start_equals_one_pass_with_a_state_of_constant_size(kind: str) -> None:
+    def numbers(state: object) -> int:
+        if isinstance(state, torch.Tensor):
+            return state.numel()
+        return sum(map(numbers, state)) if isinstance(state, tuple) else 0
+
     model, (tokens, _) = make(kind), batch()
     state = model.initial_state(3)
-    for i, token in enumerate(tokens.T):
-        if i == 5:  # only the second sequence gets a token
-            _, state = model.step(token, state, torch.tensor([True, False, True]))
+    size = numbers(state)
+    for token in tokens[:, :6].T:
         logits, state = model.step(token, state)
-    full = model(tokens)[:, -1]
-    torch.testing.assert_close(logits[[0, 2]], full[[0, 2]], **EXACT)
-    repeated = torch.cat([tokens[1, :6], tokens[1, 5:]])[None]
-    torch.testing.assert_close(logits[1], model(repeated)[0, -1], **EXACT)
-    assert state.position.tolist() == [12, 13, 12]
+        assert numbers(state) == size
+    torch.testing.assert_close(logits, model(tokens[:, :6])[:, -1], **EXACT)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_nothing_is_seen_early(kind: str) -> None:
-    model, (tokens, _) = make(kind), batch()
-    changed = tokens.clone()
-    changed[:, 8] = (tokens[:, 8] + 1) % 50
-    with torch.no_grad():
-        a, b = model(tokens), model(changed)
-    torch.testing.assert_close(a[:, :8], b[:, :8], **EXACT)
-    assert not torch.allclose(a[:, 8], b[:, 8])
-
-
-@pytest.mark.parametrize("kind", ["mean", "landmarks-conv", "decay-conv-gate", "decay-before", "delta", "hybrid"])
-def test_every_parameter_learns(kind: str) -> None:
+@pytest.mark.parametrize("kind", [*PRIMAL, "hybrid"])
+def test_every_parameter_has_a_gradient(kind: str) -> None:
     model, (tokens, _) = make(kind).train(), batch()
     loss = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+    torch.testing.assert_close(model(tokens, targets=tokens), loss, **EXACT)
     (loss + 0.1 * ksvd_loss(model)).backward()
     silent = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
     assert silent == []
@@ -118,22 +134,7 @@ def test_the_papers_sizes() -> None:
     assert model.blocks[0].feed_forward[0].weight.shape == (2048, 512)
 
 
-@pytest.mark.parametrize("kind", ["mean", "decay-conv-gate", "landmarks-conv", "decay-before", "delta"])
-@torch.no_grad()
-def test_the_state_of_a_primal_model_does_not_grow(kind: str) -> None:
-    model, (tokens, _) = make(kind), batch()
-
-    def numbers(state: object) -> int:
-        if isinstance(state, torch.Tensor):
-            return state.numel()
-        return sum(map(numbers, state)) if isinstance(state, tuple) else 0
-
-    _, short = model(tokens[:, :5], return_state=True)
-    _, long = model(tokens, return_state=True)
-    assert numbers(short) == numbers(long) == numbers(model.initial_state(3))
-
-
-def test_bad_input_is_told_in_one_line() -> None:
+def test_bad_input_is_one_line() -> None:
     model = make("landmarks-conv")
     with pytest.raises(ValueError, match="max_length=40 is exceeded by a sequence of 41 tokens"):
         model(torch.zeros(1, 41, dtype=torch.int64))
@@ -150,9 +151,95 @@ def test_bad_input_is_told_in_one_line() -> None:
         model.step(torch.zeros(2, dtype=torch.int64), state)
     with pytest.raises(ValueError, match="attention flow has no streaming state"):
         make("flow").initial_state(1)
-    with pytest.raises(ValueError, match="attention 'selective' was removed; use 'decay' or 'delta'"):
-        LanguageModel(dataclasses.replace(SMALL, attention=("primal",), primal_mode="selective"))
-    with pytest.raises(ValueError, match="unknown attention 'sofmax'"):
-        LanguageModel(dataclasses.replace(SMALL, attention=("sofmax",)))
-    with pytest.raises(ValueError, match="causal=True is not defined for attention 'nystrom'"):
-        LanguageModel(dataclasses.replace(SMALL, attention=("nystrom",)))
+    for changes, message in {
+        ("primal", "selective"): "attention 'selective' was removed; use 'decay' or 'delta'",
+        ("sofmax", "mean"): "unknown attention 'sofmax'",
+        ("nystrom", "mean"): "causal=True is not defined for attention 'nystrom'",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            LanguageModel(dataclasses.replace(SMALL, attention=changes[:1], primal_mode=changes[1]))
+
+
+# Generation
+
+
+@pytest.mark.parametrize("kind", ["mean", "delta", "landmarks-conv", "hybrid", "linear", "flow"])
+@torch.no_grad()
+def test_greedy_generation_is_the_argmax_of_the_full_pass(kind: str) -> None:
+    model = make(kind)
+    for prompt, added in zip(PROMPTS, texts(model, PROMPTS, 5), strict=True):
+        text = list(prompt)
+        for token in added:
+            assert token == int(model(torch.tensor([text]))[0, -1].argmax())
+            text.append(token)
+
+
+@pytest.mark.parametrize("kind", ["mean", "decay-conv-gate", "delta", "landmarks-conv", "linear"])
+@torch.no_grad()
+def test_a_long_prompt_is_read_in_chunks(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make(kind)
+    whole = lm.Stream(model).read(*lm.pad(PROMPTS))
+    monkeypatch.setattr(lm, "PROMPT_CHUNK", 2)
+    torch.testing.assert_close(lm.Stream(model).read(*lm.pad(PROMPTS)), whole, **EXACT)
+
+
+@torch.no_grad()
+def test_float32_logits_of_the_papers_size_equal_the_full_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")  # interpreted kernels are slow at this size
+    config = LanguageConfig(200, ("primal",), primal_mode="delta", primal_heads=4, rank=64, conv=4, gate=True, layers=2)
+    model, text = LanguageModel(config).eval(), torch.randint(200, (2, 130))
+    reader = lm.Stream(model)
+    found = [reader.read(*lm.pad([text[0, :125].tolist(), text[1, :37].tolist()]))]
+    found += [reader.read(token[:, None], None) for token in torch.stack([text[0, 125:], text[1, 37:42]]).T]
+    for row, length, logits in zip(text, (130, 42), torch.stack(found, dim=1), strict=True):
+        full = model(row[None, :length])[0, -6:]
+        torch.testing.assert_close(logits, full, rtol=1e-5, atol=1e-5)  # logits are up to 20
+
+
+def test_a_batch_stops_row_by_row_and_one_seed_draws_one_text() -> None:
+    model = make("decay-conv-gate")
+    stop = texts(model, PROMPTS[:1], 3)[0][2]
+    together = texts(model, PROMPTS, 8, stop=stop)
+    assert together == [texts(model, [prompt], 8, stop=stop)[0] for prompt in PROMPTS]
+    assert together[0][-1] == stop
+    assert len(together[0]) <= 3
+    first, again, other = (texts(model, PROMPTS, 8, Sampling(seed=seed)) for seed in (5, 5, 6))
+    assert first == again != other
+
+
+def test_the_distribution_that_a_token_is_drawn_from() -> None:
+    logits = torch.tensor([[0.1, 0.5, 0.2, 0.15, 0.05]]).log()
+    squared = logits.exp().square()
+    for sampling, expected in (
+        (Sampling(), logits.exp()),
+        (Sampling(top_k=2), torch.tensor([[0.0, 5 / 7, 2 / 7, 0.0, 0.0]])),
+        (Sampling(top_p=0.75), torch.tensor([[0.0, 0.5, 0.2, 0.15, 0.0]]) / 0.85),  # 0.5 + 0.2 are too few
+        (Sampling(temperature=0.5), squared / squared.sum()),
+        (Sampling(top_k=3, top_p=0.5), torch.tensor([[0.0, 1.0, 0.0, 0.0, 0.0]])),  # of the three, 0.5 / 0.85 suffices
+    ):
+        torch.testing.assert_close(probabilities(logits, sampling), expected)
+    cold = probabilities(1e4 * logits, Sampling(temperature=1e-30))
+    torch.testing.assert_close(cold, torch.tensor([[0.0, 1.0, 0.0, 0.0, 0.0]]))
+    logits = torch.tensor([0.6, 0.3, 0.1]).log().expand(4000, 3)
+    counts = Sampler(Sampling(seed=1), torch.device("cpu"))(logits).bincount(minlength=3) / 4000
+    assert (counts - torch.tensor([0.6, 0.3, 0.1])).abs().max() < 0.03  # four standard deviations
+    assert Sampler(GREEDY, torch.device("cpu"))(logits).eq(0).all()
+
+
+def test_bad_input_of_generation_is_refused_before_the_first_token() -> None:
+    model = make("landmarks-conv")
+    for prompts, count, message in (
+        (PROMPTS, 33, r"9 tokens and 33 new ones are more than max_length=40 .*: at most 32"),
+        ([[1] * 41], 1, "max_length=40 of this model: a shorter prompt"),
+        ([[1], []], 1, "every prompt must have at least one token"),
+        ([], 1, "prompts must not be empty"),
+        ([[1, 50]], 1, r"tokens must lie in 0 … 49.*got 1 … 50"),
+        (PROMPTS, 0, r"count must be at least 1 \(got 0\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            generate(model, prompts, count)
+    with pytest.raises(ValueError, match="training mode"):
+        generate(make("mean").train(), PROMPTS, 1)
+    for wrong in ({"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} must"):
+            Sampling(**wrong)

@@ -1,11 +1,15 @@
-"""Classifiers of token sequences: padding is invisible, pairs share one encoder, bad input is named."""
+"""Classifiers of token sequences: padding is invisible, pairs share one encoder, compilation changes nothing."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch._dynamo import lookup_backend
+from torch._dynamo.utils import counters
 
 from closeness import assert_close
 from primal_attention.models.lra import Lookup, LRAClassifier
@@ -20,25 +24,20 @@ def make(**changes: Any) -> LRAClassifier:
     return LRAClassifier(11, 3, 24, **settings).double()
 
 
-def tokens(cases: int = 2, length: int = 24) -> torch.Tensor:
-    return torch.randint(1, 11, (cases, length))
+def tokens(samples: int = 2, length: int = 24) -> torch.Tensor:
+    return torch.randint(1, 11, (samples, length))
 
 
 @pytest.mark.parametrize("attention", [*attention_names(), "primal+"])
-def test_padding_changes_nothing(attention):
+def test_padding_changes_nothing_and_may_be_dropped(attention):
     model = make(attention=attention).eval()
     ids = tokens()
     ids[1, 9:] = 0
     assert_close(model(ids, ids == 0)[1:], model(ids[1:, :9]), 1e-9)
-
-
-@pytest.mark.parametrize("attention", [*attention_names(), "primal+"])
-def test_leaving_out_the_padding_between_tokens_changes_nothing(attention):
-    model = make(attention=attention).eval()
     ids = tokens(3) * (torch.rand(3, 24) < torch.tensor([[0.3], [0.6], [0.0]]))
     whole = model(ids, ids == 0)
     model.room = int((ids != 0).sum(dim=1).max())
-    assert_close(model(ids, ids == 0), whole, 1e-9)
+    assert_close(model(ids, ids == 0), whole, 1e-9, "padding between tokens dropped")
 
 
 def test_gradients_are_those_of_the_whole_sequence():
@@ -124,7 +123,7 @@ def test_the_objective_of_pairs_is_about_both_sequences():
     assert_close(both, ((each[0] + each[1]) / 2).square().mean(), 1e-12)
 
 
-def test_the_published_way_of_padding_is_a_switch():
+def test_the_authors_padding_is_a_switch():
     model = make(attention="primal+").eval()
     ids = tokens()
     ids[:, 15:] = 0
@@ -132,15 +131,10 @@ def test_the_published_way_of_padding_is_a_switch():
     model.published_padding = True
     published = model(ids, ids == 0)
     assert not torch.allclose(published, honest)
-    assert_close(model(ids[:, :15]), make_like(model)(ids[:, :15]), 1e-12)
+    without_padding = model(ids[:, :15])
     model.published_padding = False
     assert torch.equal(model(ids, ids == 0), honest)
-
-
-def make_like(model: LRAClassifier) -> LRAClassifier:
-    other = make(attention="primal+").eval()
-    other.load_state_dict(model.state_dict())
-    return other
+    assert torch.equal(model(ids[:, :15]), without_padding)
 
 
 def test_what_cannot_work_is_one_clear_line():
@@ -157,3 +151,80 @@ def test_what_cannot_work_is_one_clear_line():
         make(attention="linear", published_padding=True)
     with pytest.raises(ValueError, match="primal and softmax layers only"):
         make(attention="nystrom+").published_padding = True
+
+
+# Compilation. That every attention compiles as one graph is tested in tests/nn/test_attention_contract.py.
+
+
+@pytest.fixture
+def graphs() -> Iterator[list[torch.fx.GraphModule]]:
+    """The graphs that were compiled since the test began."""
+    torch.compiler.reset()
+    counters.clear()
+    yield []
+    torch.compiler.reset()
+
+
+def counting(graphs: list[torch.fx.GraphModule], backend: str) -> Callable[..., Any]:
+    def compiler(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        graphs.append(graph)
+        return lookup_backend(backend)(graph, inputs)
+
+    return compiler
+
+
+def train_model(attention: str, **changes: Any) -> LRAClassifier:
+    torch.manual_seed(0)
+    return make(attention=attention, **changes).train()
+
+
+def step(model: LRAClassifier, ids: Tensor) -> dict[str, Tensor]:
+    """Logits, J and gradients of a training step."""
+    model.zero_grad(set_to_none=True)
+    logits = model(ids, ids == 0)
+    loss = logits.square().mean()
+    found = {"logits": logits.detach()}
+    if primal_layers(model):
+        ksvd = ksvd_loss(model, "batch")
+        loss, found["ksvd"] = loss + ksvd, ksvd.detach()
+    loss.backward()
+    return found | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def batch(length: int, samples: int = 3) -> Tensor:
+    ids = torch.randint(1, 11, (samples, length), generator=torch.Generator().manual_seed(length))
+    ids[0, length // 2 :] = 0
+    return ids
+
+
+@pytest.mark.parametrize(("attention", "kinds", "room"), [("softmax", 1, None), ("primal+", 2, 24)])
+def test_a_compiled_step_is_the_step(attention: str, kinds: int, room: int | None, graphs):
+    plain, compiled = train_model(attention), train_model(attention)
+    plain.room = compiled.room = room
+    compiled.compile(backend=counting(graphs, "aot_eager"))
+    assert list(compiled.state_dict()) == list(plain.state_dict())
+    expected, found = step(plain, batch(24)), step(compiled, batch(24))
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        assert_close(found[name], value, 1e-9, name)
+    assert not counters["graph_break"]
+    assert len(graphs) == 2 + kinds, "stem, mean, and a block of each kind"
+
+
+def test_all_lengths_share_one_graph_of_each_part(graphs):
+    model = train_model("primal+", dropout=0.1)
+    model.compile(backend=counting(graphs, "eager"), any_length=True)
+    for length in (24, 20, 12, 24):
+        step(model, batch(length))
+    assert len(graphs) == 4
+    assert not counters["graph_break"]
+
+
+def test_autocast_does_not_break_the_graphs(graphs):
+    model = train_model("primal", dropout=0.1).float()
+    model.compile(backend=counting(graphs, "eager"))
+    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+        step(model, batch(24))
+    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
+    assert len(graphs) == 3
+    assert not counters["graph_break"]

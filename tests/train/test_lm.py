@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from primal_attention.cli import main as cli
-from primal_attention.data.lm import SubwordVocabulary, TextSplit
+from primal_attention.data.lm import TextSplit, Vocabulary
 from primal_attention.train import lm as language
 from primal_attention.train import loop, registry
 from primal_attention.train.config import override
@@ -155,7 +155,7 @@ def test_a_run_is_evaluated_by_what_its_model_predicts_and_repeats(
 
 def refuse_foreign_vocabularies(run: Path) -> None:
     file = run / "vocabulary.json"
-    SubwordVocabulary.train(["Quite other words, and more of these words than of others."], 280).save(file)
+    Vocabulary.train_byte_pairs(["Quite other words, and more of these words than of others."], 280).save(file)
     with pytest.raises(RunError, match=r"vocabulary.json is not the vocabulary that the run was trained with"):
         load_language(run)
     file.write_text('{"words": ["<eos>", "a"]}')

@@ -69,7 +69,7 @@ def read(settings: GenerateSettings, keywords: dict[str, Any], cases: list[Case]
             state = random_cache(model, case)
         else:
             while length < case.length:
-                tokens = torch.randint(VOCABULARY, (case.batch, min(generation.STRETCH, case.length - length)))
+                tokens = torch.randint(VOCABULARY, (case.batch, min(generation.PROMPT_CHUNK, case.length - length)))
                 reader.read(tokens.to(case.device), None)
                 length += tokens.shape[1]
             assert reader.state is not None

@@ -11,7 +11,6 @@ from pathlib import Path
 from primal_attention.cli.flags import parse
 from primal_attention.data.lra import listops, pathfinder
 from primal_attention.data.lra.tokens import Progress
-from primal_attention.data.storage import write_file
 from primal_attention.utils.errors import RunError
 
 USAGE = """usage: primal data listops|pathfinder [OPTIONS]
@@ -61,8 +60,6 @@ class PathfinderArguments:
     """Short contours, as far as they find a place."""
     workers: int = 1
     """Processes that draw; their number changes nothing about the images."""
-    sheet: Path | None = None
-    """PNG file for forty of the training images on one picture: the upper twenty connected, the lower not."""
 
 
 def main(args: Sequence[str]) -> int:
@@ -101,8 +98,6 @@ def make_listops(wanted: ListOpsArguments) -> int:
 
 def make_pathfinder(wanted: PathfinderArguments) -> int:
     cases = _check(wanted)
-    if wanted.sheet is not None and wanted.sheet.suffix != ".png":
-        raise RunError(f"--sheet must name a .png file (got {wanted.sheet})")
     with _bar("pathfinder", 2 * cases) as progress:
         pathfinder.write(
             wanted.out,
@@ -116,10 +111,6 @@ def make_pathfinder(wanted: PathfinderArguments) -> int:
             workers=wanted.workers,
         )
     print(f"{cases:,} images in {wanted.out}")
-    if wanted.sheet is not None:
-        picture = pathfinder.png(pathfinder.sheet(pathfinder.load(wanted.out).train))
-        write_file(wanted.sheet, lambda out: out.write(picture))
-        print(f"forty of them in {wanted.sheet}")
     return 0
 
 

@@ -60,14 +60,13 @@ def main(args: Sequence[str]) -> int:
     texts = read_prompts(found)
     if found.tokens < 1:
         raise RunError(f"--tokens must be at least 1 (got {found.tokens})")
-    from primal_attention.data.lm import SubwordVocabulary
     from primal_attention.models.lm import Sampling, generate
     from primal_attention.train.lm import load_language
 
     device = read_device(found.device)
     model, vocabulary = load_language(found.run)
     prompts = encode(vocabulary, texts)
-    ends_documents = isinstance(vocabulary, SubwordVocabulary)
+    ends_documents = not vocabulary.is_word_level
     try:
         model = model.to(device)
         sampling = Sampling(0.0 if found.greedy else found.temperature, found.top_k, found.top_p, found.seed)

@@ -6,7 +6,7 @@
     normalized_score("hopper", 2174.0)             # 0 is D4RL's random policy, 100 its expert
 
 Row t is one transition, episodes follow one another, and an episode ends where `terminals` or `timeouts` is true. Rows
-behind the last end belong to no whole episode, so their return is unknown; they are left out.
+after the last end belong to an unfinished episode whose return is unknown; they are left out.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from primal_attention.data.storage import one_line, reading, write_file
-from primal_attention.data.storage import read_npz as read_arrays
+from primal_attention.data import storage
 from primal_attention.utils.errors import DataError, import_package
 
-# Mean returns of D4RL's random and expert policies, with which its scores are normalised.
+# Mean returns of D4RL's random and expert policies, which normalise its scores.
 REFERENCE = {
     "halfcheetah": (-280.178953, 12135.0),
     "hopper": (-20.272305, 3234.3),
@@ -35,9 +34,10 @@ LEVELS = ("medium-expert", "medium", "medium-replay")
 SETS = tuple(f"{env}-{level}" for level in LEVELS for env in REFERENCE)
 HORIZON = 1000
 """Steps after which these environments stop an episode."""
+ORIGINAL = "D4RL's layout"
+"""Source of trajectories that name no other."""
 KEYS = ("observations", "actions", "rewards", "terminals")
-MAX_COMPRESSION = 1100
-"""More than deflate can reach: a column that is larger than the file times this cannot be in it."""
+MAX_COMPRESSION = 1100  # above what deflate reaches: a column larger than the file times this cannot be in it
 
 
 def environment_of(name: str) -> str:
@@ -56,14 +56,14 @@ def normalized_score(env: str, mean_return: float) -> float:
 
 @dataclass(frozen=True)
 class Trajectories:
-    """Whole episodes, one after the other. `starts` holds each episode's first row; `source` says whose data it is."""
+    """Complete episodes, one after the other. `starts` has each episode's first row, `source` the data's origin."""
 
     name: str
     observations: np.ndarray  # (T, state_dim) float32
     actions: np.ndarray  # (T, action_dim) float32
     rewards: np.ndarray  # (T,) float32
     starts: np.ndarray  # (E,) int64
-    source: str = "D4RL's layout"
+    source: str = ORIGINAL
 
     def __len__(self) -> int:
         return len(self.rewards)
@@ -92,13 +92,13 @@ class Trajectories:
 
     @cached_property
     def timesteps(self) -> np.ndarray:
-        """Each row's place in its episode, (T,) int64."""
+        """Each row's position in its episode, (T,) int64."""
         return np.arange(len(self)) - np.repeat(self.starts, self.lengths)
 
     def state_moments(self) -> tuple[np.ndarray, np.ndarray]:
         """Mean and deviation of the states over all rows, for their normalisation."""
-        wide = self.observations.astype(np.float64)
-        return wide.mean(axis=0).astype(np.float32), wide.std(axis=0).astype(np.float32)
+        states = self.observations.astype(np.float64)
+        return states.mean(axis=0).astype(np.float32), states.std(axis=0).astype(np.float32)
 
 
 def default_folder() -> Path:
@@ -107,11 +107,10 @@ def default_folder() -> Path:
 
 
 def find(name: str, folder: str | Path | None = None) -> Path | None:
-    """The file of a set, under its own name or under the one that D4RL gave it."""
+    """The file of a set, under its own name or under D4RL's."""
     folder = default_folder() if folder is None else Path(folder)
     env, _, level = name.partition("-")
-    theirs = f"{env}_{level.replace('-', '_')}-v2"
-    stems = (name, f"{name}-v2", theirs)
+    stems = (name, f"{name}-v2", f"{env}_{level.replace('-', '_')}-v2")
     files = (folder / f"{stem}{end}" for stem in stems for end in (".hdf5", ".npz"))
     return next((file for file in files if file.is_file()), None)
 
@@ -134,7 +133,8 @@ def read_hdf5(file: str | Path, name: str | None = None) -> Trajectories:
     """Trajectories of an HDF5 file in D4RL's layout; keys that are not needed are not read."""
     h5py = import_package("h5py", f"reading {file}")
     file = Path(file)
-    with reading(file, "an HDF5 file, or cut off"), h5py.File(file) as content:
+    source = ORIGINAL
+    with storage.reading(file, "an HDF5 file, or truncated"), h5py.File(file) as content:
         columns = {}
         for key in (*KEYS, "timeouts"):
             column = content.get(key)
@@ -142,75 +142,59 @@ def read_hdf5(file: str | Path, name: str | None = None) -> Trajectories:
                 if column.nbytes > MAX_COMPRESSION * file.stat().st_size:
                     raise DataError(f"{file}: {key} claims {column.nbytes} bytes, more than the file can hold")
                 columns[key] = column[()]
-        has, attributes = list(content), dict(content.attrs)
-    return from_columns(name or file.stem, columns, has=has, where=str(file), source=_source(attributes))
+        if {"report", "level"} <= set(content.attrs):
+            env = content.attrs.get("env", "unknown environment")
+            source = f"collected anew in {ORIGINAL} ({content.attrs['level']}, {env})"
+    return from_columns(name or file.stem, columns, where=str(file), source=source)
 
 
 def read_npz(file: str | Path, name: str | None = None) -> Trajectories:
     """Trajectories of a `.npz` with the keys of D4RL's layout; needs numpy alone."""
     file = Path(file)
-    columns = read_arrays(file, "a .npz of plain arrays", (*KEYS, "timeouts", "source"))
-    source = str(columns["source"])[:200] if "source" in columns else _source({})
-    return from_columns(name or file.stem, columns, has=list(columns), where=str(file), source=source)
-
-
-def save_npz(data: Trajectories, file: str | Path) -> None:
-    """Write what `read_npz` reads. Every episode's end is kept, not whether it fell or ran out of time."""
-    ends = np.zeros(len(data), bool)
-    ends[data.ends - 1] = True
-    arrays = {
-        "observations": data.observations,
-        "actions": data.actions,
-        "rewards": data.rewards,
-        "terminals": np.zeros(len(data), bool),
-        "timeouts": ends,
-        "source": np.array(data.source),
-    }
-    write_file(Path(file), lambda out: np.savez_compressed(out, **arrays))  # type: ignore[arg-type]
+    columns = storage.read_npz(file, "a .npz of plain arrays", (*KEYS, "timeouts", "source"))
+    source = str(columns["source"])[:200] if "source" in columns else ORIGINAL
+    return from_columns(name or file.stem, columns, where=str(file), source=source)
 
 
 def read_minari(identifier: str, name: str | None = None) -> Trajectories:
     """Trajectories of a Minari data set that is on this machine, by its identifier."""
     minari = import_package("minari", "reading Minari data sets")
+    where = f"Minari set {identifier!r}"
     try:
         episodes = list(minari.load_dataset(identifier).iterate_episodes())
     except Exception as error:  # a missing set, or whatever h5py raises for a damaged one
         try:
-            there = ", ".join(sorted(minari.list_local_datasets())) or "none"
+            present = ", ".join(sorted(minari.list_local_datasets())) or "none"
         except Exception as damaged:
-            there = one_line(damaged)
+            present = storage.one_line(damaged)
         raise DataError(
-            f"Minari has no readable set {identifier!r} here ({there}): minari download {identifier}"
+            f"Minari has no readable set {identifier!r} here ({present}): minari download {identifier}"
         ) from error
     if not episodes:
-        raise DataError(f"Minari set {identifier!r} has no episodes")
+        raise DataError(f"{where} has no episodes")
     if not isinstance(episodes[0].observations, np.ndarray):
-        kind = type(episodes[0].observations).__name__
-        raise DataError(f"Minari set {identifier!r}: observations must be plain vectors (they are of type {kind})")
-    ends = [np.arange(len(e.rewards)) == len(e.rewards) - 1 for e in episodes]
+        got = type(episodes[0].observations).__name__
+        raise DataError(f"{where}: observations must be plain vectors (they are of type {got})")
     columns = {
-        # Minari keeps the state after the last action too.
+        # Minari stores the state after the last action too.
         "observations": np.concatenate([e.observations[: len(e.rewards)] for e in episodes]),
         "actions": np.concatenate([e.actions for e in episodes]),
         "rewards": np.concatenate([e.rewards for e in episodes]),
-        "terminals": np.concatenate(ends),
+        "terminals": np.concatenate([np.arange(len(e.rewards)) == len(e.rewards) - 1 for e in episodes]),
     }
-    where = f"Minari set {identifier!r}"
-    return from_columns(name or identifier, columns, has=list(columns), where=where, source=f"Minari {identifier}")
+    return from_columns(name or identifier, columns, where=where, source=f"Minari {identifier}")
 
 
-def from_columns(
-    name: str, columns: Mapping[str, Any], *, has: list[str], where: str, source: str = "D4RL's layout"
-) -> Trajectories:
+def from_columns(name: str, columns: Mapping[str, Any], *, where: str, source: str = ORIGINAL) -> Trajectories:
     """Checked trajectories from the columns of D4RL's layout."""
     for key in KEYS:
         if key not in columns:
-            raise DataError(f"{where}: lacks {key!r} (has {', '.join(has) or 'nothing'})")
-    tables = {key: _numbers(columns[key], key, where, width=2) for key in ("observations", "actions")}
-    rewards = _numbers(columns["rewards"], "rewards", where, width=1)
-    rows = len(tables["observations"])
-    flags = {key: _flags(columns[key], key, where) for key in ("terminals", "timeouts") if key in columns}
-    for key, column in {**tables, "rewards": rewards, **flags}.items():
+            raise DataError(f"{where}: lacks {key!r} (has {', '.join(columns) or 'none of the keys of D4RL'})")
+    observations, actions = (_to_floats(columns[key], key, where, axes=2) for key in ("observations", "actions"))
+    rewards = _to_floats(columns["rewards"], "rewards", where, axes=1)
+    flags = {key: _to_flags(columns[key], key, where) for key in ("terminals", "timeouts") if key in columns}
+    rows = len(observations)
+    for key, column in {"actions": actions, "rewards": rewards, **flags}.items():
         if len(column) != rows:
             raise DataError(f"{where}: {key} has {len(column)} rows where observations has {rows}")
     ended = flags["terminals"]
@@ -218,15 +202,13 @@ def from_columns(
     (last,) = np.nonzero(ended)
     if len(last) == 0:
         raise DataError(f"{where}: no episode ends in its {rows} rows (terminals and timeouts are all false)")
-    kept = int(last[-1]) + 1
-    starts = np.append(0, last[:-1] + 1)
-    return Trajectories(
-        name, tables["observations"][:kept], tables["actions"][:kept], rewards[:kept], starts.astype(np.int64), source
-    )
+    complete = slice(int(last[-1]) + 1)
+    starts = np.append(0, last[:-1] + 1).astype(np.int64)
+    return Trajectories(name, observations[complete], actions[complete], rewards[complete], starts, source)
 
 
 def _with_horizon(ended: np.ndarray) -> np.ndarray:
-    """Ends where a file without `timeouts` tells only the falls: an episode also ends when its time is up."""
+    """Add the ends by time limit to those of a file without `timeouts`."""
     ended, step = ended.copy(), 0
     for row in range(len(ended)):
         step += 1
@@ -236,15 +218,15 @@ def _with_horizon(ended: np.ndarray) -> np.ndarray:
     return ended
 
 
-def _numbers(values: Any, key: str, where: str, width: int) -> np.ndarray:
-    """A float32 array of the given number of axes, finite everywhere."""
+def _to_floats(values: Any, key: str, where: str, axes: int) -> np.ndarray:
+    """A finite float32 array of one or two axes."""
     array = np.asarray(values)
     if array.dtype.kind not in "fiu":
         raise DataError(f"{where}: {key} must be a table of numbers with rows of one width (its type is {array.dtype})")
-    if width == 1 and array.ndim == 2 and array.shape[1] == 1:
+    if axes == 1 and array.ndim == 2 and array.shape[1] == 1:
         array = array[:, 0]
-    if array.ndim != width or 0 in array.shape[1:]:
-        shape = "(rows, width)" if width == 2 else "(rows,)"
+    if array.ndim != axes or 0 in array.shape[1:]:
+        shape = "(rows, width)" if axes == 2 else "(rows,)"
         raise DataError(f"{where}: {key} must have shape {shape} (got {array.shape})")
     with np.errstate(over="ignore"):
         array = array.astype(np.float32)
@@ -254,7 +236,7 @@ def _numbers(values: Any, key: str, where: str, width: int) -> np.ndarray:
     return array
 
 
-def _flags(values: Any, key: str, where: str) -> np.ndarray:
+def _to_flags(values: Any, key: str, where: str) -> np.ndarray:
     """A column of booleans, stored as such or as numbers 0 and 1; the string "False" would count as true."""
     array = np.asarray(values)
     if array.ndim == 2 and array.shape[1] == 1:
@@ -264,12 +246,3 @@ def _flags(values: Any, key: str, where: str) -> np.ndarray:
             f"{where}: {key} must hold one boolean (or 0 or 1) per row (got {array.dtype} of shape {array.shape})"
         )
     return array.astype(bool)
-
-
-def _source(attributes: Mapping[str, Any]) -> str:
-    """Whose data it is, as far as the file says: sets that were collected anew tell their level and environment."""
-    if "report" in attributes and "level" in attributes:
-        return (
-            f"collected anew in D4RL's layout ({attributes['level']}, {attributes.get('env', 'unknown environment')})"
-        )
-    return "D4RL's layout"

@@ -1,20 +1,16 @@
 """Images in the ImageFolder layout: train/CLASS/*.jpg and val/CLASS/*.jpg, as ImageNet-1K and Imagenette have it.
 
-    data = load("data/imagenette", classes=None)           # files and labels; nothing is decoded yet
+    data = load("data/imagenette")                           # files and labels; nothing is decoded yet
     data = load("data/imagenet", classes="imagenet100.txt")  # of 1000 folders only those that the file names
-    pixels, kept = decode_all(data.train.files, side=128)   # uint8 (cases, 3, 128, 128), for sets that fit in memory
+    pixels, labels = decode_once(data.folder, "train-128", data.train, side=128, strict=False)   # small sets
+    ImageFiles(data.train, training(224, smallest=0.08, ops=2, magnitude=0.9))                   # for a DataLoader
 
-`val` is the test set. A file that does not decode is named and left out with a count, or an error if `strict`.
-
-What workers do to a picture: the middle of it for evaluation, random parts of it for training.
-
-Plain crops and flips need Pillow alone. DeiT's RandAugment is torchvision's. All draws come from torch's generator,
-which whoever reads images seeds for each of them.
+`val` is the test set. A file that does not decode is skipped with a warning, or is an error if `strict`. Decoding and
+central crops need Pillow alone. Random crops and RandAugment are torchvision's and draw from torch's global generator.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -25,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from primal_attention.data.storage import cached, read_text
 from primal_attention.utils.errors import DataError, import_package
@@ -33,18 +28,17 @@ from primal_attention.utils.errors import DataError, import_package
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-
 PICTURES = {".jpg", ".jpeg", ".png", ".bmp", ".webp"}
 FOLDERS = {"train": ("train",), "test": ("val", "validation", "test")}
-KEPT = 0.875  # part of the short side that the evaluated middle has
+CROP_FRACTION = 0.875  # of the short side, for evaluation
 
 
 @dataclass(frozen=True)
 class ImageSplit:
-    """Files and the integer labels of one half."""
+    """Files and integer labels of one split."""
 
     files: tuple[Path, ...]
-    labels: np.ndarray  # (cases,) int64
+    labels: np.ndarray  # (samples,) int64
 
     def __len__(self) -> int:
         return len(self.files)
@@ -55,7 +49,7 @@ class ImageSplit:
 
 @dataclass(frozen=True)
 class ImageData:
-    """A classification problem: class folders in the order that the labels count them."""
+    """A classification problem; label i is class folder i of `classes`."""
 
     folder: Path
     train: ImageSplit
@@ -64,53 +58,53 @@ class ImageData:
 
 
 def load(folder: str | Path, classes: str | Path | None = None) -> ImageData:
-    """List both halves. `classes`: a file with one class folder per line, to take those only and in that order."""
+    """List both splits. `classes`: a file with one class folder per line, to use only those and in that order."""
     folder = Path(folder)
-    homes = {}
-    for half, names in FOLDERS.items():
+    homes = []
+    for names in FOLDERS.values():
         home = next((folder / name for name in names if (folder / name).is_dir()), None)
         if home is None:
             raise DataError(f"{folder} has no folder {' or '.join(names)}: expected {names[0]}/CLASS/*.jpg in it")
-        homes[half] = home
-    found = class_list(Path(classes)) if classes is not None else _class_folders(homes["train"])
-    halves = {half: _list(home, found) for half, home in homes.items()}
-    return ImageData(folder, halves["train"], halves["test"], found)
+        homes.append(home)
+    listed = _class_folders(homes[0]) if classes is None else _read_class_list(Path(classes))
+    train, test = (_list_files(home, listed) for home in homes)
+    return ImageData(folder, train, test, listed)
 
 
-def class_list(file: Path) -> tuple[str, ...]:
-    """The first word of every line: class lists of ImageNet often have a description behind it."""
+def _read_class_list(file: Path) -> tuple[str, ...]:
+    """The first word of every line: class lists of ImageNet often have a description after it."""
     names = [line.split()[0] for line in read_text(file).splitlines() if line.strip()]
     if not names:
         raise DataError(f"{file} names no class: one class folder per line is expected")
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise DataError(f"{file} names class {twice!r} twice")
+    repeated = next((name for name in names if names.count(name) > 1), None)
+    if repeated is not None:
+        raise DataError(f"{file} names class {repeated!r} twice")
     return tuple(names)
 
 
 def _class_folders(home: Path) -> tuple[str, ...]:
     names = tuple(sorted(place.name for place in home.iterdir() if place.is_dir() and not place.name.startswith(".")))
     if not names:
-        raise DataError(f"{home} holds no class folders: expected {home.name}/CLASS/*.jpg")
+        raise DataError(f"{home} has no class folders: expected {home.name}/CLASS/*.jpg")
     return names
 
 
-def _list(home: Path, classes: Sequence[str]) -> ImageSplit:
+def _list_files(home: Path, classes: Sequence[str]) -> ImageSplit:
     files: list[Path] = []
     labels: list[int] = []
     for label, name in enumerate(classes):
         if not (home / name).is_dir():
             raise DataError(f"{home} has no class folder {name!r}")
-        found = sorted(f for f in (home / name).rglob("*") if f.suffix.lower() in PICTURES)
-        if not found:
-            raise DataError(f"{home / name} holds no images ({', '.join(sorted(PICTURES))})")
-        files += found
-        labels += [label] * len(found)
+        members = sorted(f for f in (home / name).rglob("*") if f.suffix.lower() in PICTURES)
+        if not members:
+            raise DataError(f"{home / name} has no images ({', '.join(sorted(PICTURES))})")
+        files += members
+        labels += [label] * len(members)
     return ImageSplit(tuple(files), np.array(labels, dtype=np.int64))
 
 
 def read(file: Path) -> Image | None:
-    """The picture in RGB, or None if it does not decode."""
+    """The image in RGB, or None if it does not decode."""
     pillow = import_package("PIL.Image", "reading images")
     try:
         with pillow.open(file) as image:
@@ -119,78 +113,60 @@ def read(file: Path) -> Image | None:
         return None
 
 
-def square(image: Image, side: int, size: int | None = None) -> np.ndarray:
-    """The short side made `side` long, then the middle of `size` (or `side`) pixels: uint8 (3, size, size)."""
+def to_array(image: Image) -> np.ndarray:
+    """uint8 (3, height, width)."""
+    return np.ascontiguousarray(np.asarray(image, dtype=np.uint8).transpose(2, 0, 1))
+
+
+def crop_centre(image: Image, side: int, size: int) -> np.ndarray:
+    """Resize the short side to `side`, then crop the central `size` × `size` pixels: uint8 (3, size, size)."""
     from PIL import Image
 
     short = min(image.size)
     if short != side:
         width, height = (max(side, round(length * side / short)) for length in image.size)
         image = image.resize((width, height), Image.Resampling.BICUBIC)
-    size = size or side
     left, top = (image.width - size) // 2, (image.height - size) // 2
     return to_array(image.crop((left, top, left + size, top + size)))
 
 
-def to_array(image: Image) -> np.ndarray:
-    return np.ascontiguousarray(np.asarray(image, dtype=np.uint8).transpose(2, 0, 1))
-
-
 def whole_side(size: int) -> int:
-    """The short side of which the middle of `size` pixels is evaluated: 256 for 224."""
-    return round(size / KEPT)
-
-
-def decode_all(files: Sequence[Path], side: int, *, strict: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """Middle squares of all images, uint8 (kept, 3, side, side), and the numbers of the files that decode."""
-    pixels, kept = _decode(files, side)
-    complain(_others(files, kept), len(files), strict=strict)
-    return pixels, kept
+    """The short side before the central crop of `size` pixels: 256 for 224."""
+    return round(size / CROP_FRACTION)
 
 
 def decode_once(home: Path, name: str, split: ImageSplit, side: int, *, strict: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Pixels and labels of a half, from the arrays that an earlier reading left in `home/.cache`."""
+    """Central squares of a split, uint8 (decoded, 3, side, side), and their labels; cached in `home/.cache`."""
+
+    def decode(file: Path) -> np.ndarray | None:
+        image = read(file)
+        return None if image is None else crop_centre(image, side, side)
 
     def make() -> dict[str, np.ndarray]:
-        pixels, kept = _decode(split.files, side)
-        return {"pixels": pixels, "kept": kept}
+        # Threads are enough: Pillow decodes and resizes without the interpreter lock.
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            squares = list(pool.map(decode, split.files))
+        kept = [i for i, square in enumerate(squares) if square is not None]
+        pixels = np.array([squares[i] for i in kept], dtype=np.uint8).reshape(-1, 3, side, side)
+        return {"pixels": pixels, "kept": np.array(kept, dtype=np.int64)}
 
     arrays = cached(home, name, split.files, {"side": side}, make)
-    complain(_others(split.files, arrays["kept"]), len(split), strict=strict)
+    broken = np.setdiff1d(np.arange(len(split)), arrays["kept"])
+    complain([split.files[i] for i in broken], len(split), strict=strict)
     return arrays["pixels"], split.labels[arrays["kept"]]
 
 
-def _decode(files: Sequence[Path], side: int) -> tuple[np.ndarray, np.ndarray]:
-    def one(file: Path) -> np.ndarray | None:
-        image = read(file)
-        return None if image is None else square(image, side)
-
-    # Threads are enough: Pillow decodes and resizes without holding the interpreter.
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        pictures = list(pool.map(one, files))
-    kept = [i for i, picture in enumerate(pictures) if picture is not None]
-    pixels = np.array([pictures[i] for i in kept], dtype=np.uint8).reshape(-1, 3, side, side)
-    return pixels, np.array(kept, dtype=np.int64)
-
-
-def _others(files: Sequence[Path], kept: np.ndarray) -> list[Path]:
-    good = set(kept.tolist())
-    return [file for i, file in enumerate(files) if i not in good]
-
-
 def complain(broken: Sequence[Path], total: int, *, strict: bool) -> None:
-    """Name what does not decode: an error if `strict` or if nothing is left, else a warning with the count."""
+    """Report files that do not decode: an error if `strict` or if nothing is left, else a warning with the count."""
     if not broken:
         return
-    if strict:
+    if strict or len(broken) == total:
         raise DataError(f"{broken[0]} does not decode as an image ({len(broken)} of {total} do not)")
-    if len(broken) == total:
-        raise DataError(f"none of {total} images decodes, {broken[0]} for one")
     warnings.warn(f"{len(broken)} of {total} images do not decode and are skipped, first {broken[0]}", stacklevel=3)
 
 
 class ImageFiles:
-    """A map from a number to (uint8 pixels, label, number), for torch's DataLoader; pixels None where broken."""
+    """A map-style dataset of (uint8 pixels, label, index); pixels are None for a file that does not decode."""
 
     def __init__(self, split: ImageSplit, transform: Callable[[Image], np.ndarray]) -> None:
         self.split = split
@@ -204,66 +180,37 @@ class ImageFiles:
         return None if image is None else self.transform(image), int(self.split.labels[i]), i
 
 
-def collate(cases: Sequence[tuple[np.ndarray | None, int, int]]) -> Any:
-    """(pixels, labels) of what decoded, as tensors, and the numbers of what did not."""
+def collate(samples: Sequence[tuple[np.ndarray | None, int, int]]) -> Any:
+    """Pixels and labels of the decoded samples as tensors, and the indices of the others."""
     import torch
 
-    good = [(pixels, label) for pixels, label, _ in cases if pixels is not None]
-    broken = [i for pixels, _, i in cases if pixels is None]
-    if not good:
+    decoded = [(pixels, label) for pixels, label, _ in samples if pixels is not None]
+    broken = [i for pixels, _, i in samples if pixels is None]
+    if not decoded:
         return None, None, broken
-    pixels = torch.from_numpy(np.stack([p for p, _ in good]))
-    return pixels, torch.tensor([label for _, label in good]), broken
-
-
-RATIO = (3 / 4, 4 / 3)  # of width to height, of random parts
-
-
-def uniform(low: float, high: float) -> float:
-    return low + (high - low) * float(torch.rand(()))
+    pixels, labels = zip(*decoded, strict=True)
+    return torch.from_numpy(np.stack(pixels)), torch.tensor(labels), broken
 
 
 def evaluation(size: int) -> Callable[[Image], np.ndarray]:
-    return partial(square, side=whole_side(size), size=size)
+    """The central crop that evaluation uses."""
+    return partial(crop_centre, side=whole_side(size), size=size)
 
 
 def training(size: int, *, smallest: float, ops: int, magnitude: float) -> Callable[[Image], np.ndarray]:
-    """Random part, flip, and `ops` operations of RandAugment of this strength (from 0 to 1); 0 ops need no torchvision.
+    """Random resized crop of at least `smallest` of the area, random flip, and `ops` operations of RandAugment.
 
-    smallest: least part of the picture's area.
+    magnitude: of RandAugment, from 0 to 1.
     """
-    augment = rand_augment(ops, magnitude) if ops else None
-    return partial(_part_and_flip, size=size, smallest=smallest, augment=augment)
-
-
-def _part_and_flip(image: Image, *, size: int, smallest: float, augment: Any) -> np.ndarray:
-    from PIL import Image
-
-    image = image.resize((size, size), Image.Resampling.BICUBIC, box=random_box(*image.size, smallest))
-    if torch.rand(()) < 0.5:
-        image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-    return to_array(image if augment is None else augment(image))
-
-
-def random_box(width: int, height: int, smallest: float) -> tuple[float, float, float, float]:
-    """Left, top, right, bottom of a part with a random area and shape; the middle square where ten tries fail."""
-    for _ in range(10):
-        area = width * height * uniform(smallest, 1.0)
-        ratio = math.exp(uniform(*map(math.log, RATIO)))
-        w, h = math.sqrt(area * ratio), math.sqrt(area / ratio)
-        if w <= width and h <= height:
-            left, top = uniform(0, width - w), uniform(0, height - h)
-            return left, top, left + w, top + h
-    side = min(width, height)
-    left, top = (width - side) / 2, (height - side) / 2
-    return left, top, left + side, top + side
-
-
-def rand_augment(ops: int, magnitude: float) -> Any:
     v2 = import_package(
         "torchvision.transforms.v2",
-        "RandAugment of streamed images",
-        ", or use --augment none, or --data.cache device for sets that fit in memory",
+        "reading training images from files",
+        ", or use --data.cache device for sets that fit in memory",
     )
-    # torchvision's strongest of 31 levels is DeiT's level 10.
-    return v2.RandAugment(num_ops=ops, magnitude=round(30 * magnitude), num_magnitude_bins=31, fill=[124, 116, 104])
+    bicubic = v2.InterpolationMode.BICUBIC
+    steps = [v2.RandomResizedCrop(size, scale=(smallest, 1.0), interpolation=bicubic), v2.RandomHorizontalFlip()]
+    if ops:
+        # torchvision's strongest of 31 levels is DeiT's level 10.
+        level = round(30 * magnitude)
+        steps.append(v2.RandAugment(ops, magnitude=level, num_magnitude_bins=31, fill=[124, 116, 104]))
+    return v2.Compose([*steps, to_array])

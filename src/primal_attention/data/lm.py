@@ -1,17 +1,10 @@
-"""Vocabularies of language models: words as they stand in a tokenised text, or byte pairs learned from plain text.
-
-    vocabulary = WordVocabulary.build(text)            # WikiText-103: words and <eos> at the end of each line
-    vocabulary = SubwordVocabulary.train(documents, 8192)
-    vocabulary.save(file);  load_vocabulary(file)
-
-Either one turns text into numbers and back; byte pairs give back every byte.
-
-Text for language models: three splits in one folder, turned once into a stream of tokens that is memory-mapped.
+"""Text for language models: three splits in one folder, encoded once into a memory-mapped stream of tokens.
 
     data = load("data/wikipedia", 8192)      # wiki.train.txt, wiki.valid.txt, wiki.test.txt, plain or .xz
     data = load("data/wikitext-103")         # wiki.train.tokens, …: words between spaces, as the release has them
+    data.vocabulary.decode(data.valid.tokens[:50])
 
-A line ` = Title = ` begins a document. No document may stand in two splits, and the vocabulary is made of train alone.
+A line ` = Title = ` begins a document. No document may be in two splits, and the vocabulary is made of train alone.
 Every split's stream begins with the vocabulary's end token, so that the first word is predicted too.
 """
 
@@ -30,124 +23,62 @@ from typing import Any
 
 import numpy as np
 
-from primal_attention.data.storage import Arrays, cached, one_line, reading, write_file
+from primal_attention.data.storage import Arrays, cached, one_line, read_text, reading, write_file
 from primal_attention.utils.errors import DataError, import_package
 
 END_OF_LINE, UNKNOWN = "<eos>", "<unk>"
 END_OF_DOCUMENT = "<|end|>"
+SPLITS = ("train", "valid", "test")
+DOCUMENT = re.compile(r"^(?= = [^=\n].* = $)", re.MULTILINE)
+BATCH = 256  # documents encoded at once: the library's results take far more memory than the tokens
 
 
 class Vocabulary:
-    """What a model must know of its tokens. `end` is the token before every beginning."""
+    """Words between spaces with <eos> after every line, or byte pairs, both by the tokenizers library.
 
-    end: int
+    Args:
+        text: What `text` of another vocabulary returned: {"words": […]}, or the library's own JSON.
 
-    def __len__(self) -> int:
-        raise NotImplementedError
-
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """The tokens of each text, without an end."""
-        raise NotImplementedError
-
-    def unknown(self, texts: Sequence[str]) -> list[str]:
-        """The words that the vocabulary does not have, each once; byte pairs have them all."""
-        return []
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        raise NotImplementedError
-
-    def text(self) -> str:
-        """All of it, as `save` writes and `read` reads it."""
-        raise NotImplementedError
-
-    def save(self, file: Path) -> None:
-        write_file(file, lambda out: out.write(self.text().encode()))
-
-    @property
-    def digest(self) -> str:
-        """Tells two vocabularies apart: a checkpoint belongs to one of them."""
-        return hashlib.sha256(self.text().encode()).hexdigest()
-
-    def _check(self, tokens: Sequence[int]) -> None:
-        wrong = next((t for t in tokens if not 0 <= t < len(self)), None)
-        if wrong is not None:
-            raise DataError(f"token {wrong} is not in the vocabulary, which has 0 … {len(self) - 1}")
-
-
-class WordVocabulary(Vocabulary):
-    """Words between spaces, the most frequent first; every line ends with <eos>."""
-
-    def __init__(self, words: Sequence[str]) -> None:
-        self.words = list(words)
-        self._number = {word: i for i, word in enumerate(self.words)}
-        if END_OF_LINE not in self._number or len(self._number) != len(self.words):
-            raise DataError(f"a vocabulary of words needs {END_OF_LINE} and no word twice")
-        self.end = self._number[END_OF_LINE]
-
-    @classmethod
-    def build(cls, text: str) -> WordVocabulary:
-        """All words of a text; equally frequent ones in the order of the alphabet."""
-        lines = text.splitlines()
-        counts = Counter(word for line in lines for word in line.split())
-        counts[END_OF_LINE] += len(lines)
-        return cls(sorted(counts, key=lambda word: (-counts[word], word)))
-
-    def __len__(self) -> int:
-        return len(self.words)
-
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        return [[n for line in text.splitlines(keepends=True) for n in self._line(line)] for text in texts]
-
-    def unknown(self, texts: Sequence[str]) -> list[str]:
-        return [word for word in dict.fromkeys(" ".join(texts).split()) if word not in self._number]
-
-    def _line(self, line: str) -> list[int]:
-        words = line.split() + ([END_OF_LINE] if line.endswith("\n") else [])
-        try:
-            return [self._number[word] for word in words]
-        except KeyError:
-            return [self._number[word] if word in self._number else self._unknown(word) for word in words]
-
-    def _unknown(self, word: str) -> int:
-        if UNKNOWN not in self._number:
-            raise DataError(f"the word {word!r} is not in the vocabulary, and the vocabulary has no {UNKNOWN}")
-        return self._number[UNKNOWN]
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        self._check(tokens)
-        words = " ".join("\n" if t == self.end else self.words[t] for t in tokens)
-        return words.replace(" \n ", "\n").replace(" \n", "\n").replace("\n ", "\n")
-
-    def text(self) -> str:
-        return json.dumps({"words": self.words}, ensure_ascii=False)
-
-
-class SubwordVocabulary(Vocabulary):
-    """Byte pairs, through the tokenizers library. No text is unknown: every byte is a token."""
+    Attributes:
+        end: The token before every beginning.
+        is_word_level: True for words. Byte pairs encode any text and decode to the same bytes.
+        tokenizer: The library's tokenizer.
+    """
 
     def __init__(self, text: str) -> None:
-        library = _library()
+        library = _import_tokenizers()
         try:
-            self._tokenizer = library.Tokenizer.from_str(text)
-            numbers = self._tokenizer.get_vocab().values()
+            content = json.loads(text)
+            self.is_word_level = "words" in content
+            self.tokenizer = (
+                _word_tokenizer(content["words"]) if self.is_word_level else library.Tokenizer.from_str(text)
+            )
+            numbers = self.tokenizer.get_vocab().values()
         except Exception as error:  # the library raises Exception itself
-            raise DataError(f"this is no vocabulary of the tokenizers library ({one_line(error)})") from None
+            raise DataError(f"not a vocabulary of words or of the tokenizers library ({one_line(error)})") from None
         if sorted(numbers) != list(range(len(numbers))):
             raise DataError(f"the {len(numbers)} tokens of the vocabulary must have the numbers 0 … {len(numbers) - 1}")
-        end = self._tokenizer.token_to_id(END_OF_DOCUMENT)
-        if end is None:
-            raise DataError(f"the vocabulary has no {END_OF_DOCUMENT}, which stands between documents")
-        self.end = end
+        name = END_OF_LINE if self.is_word_level else END_OF_DOCUMENT
+        self.end = self.tokenizer.token_to_id(name)
+        if self.end is None:
+            raise DataError(f"the vocabulary lacks its end token {name}")
+        self._text = text if self.is_word_level else self.tokenizer.to_str()
 
     @classmethod
-    def train(cls, documents: Iterable[str], size: int) -> SubwordVocabulary:
-        """The `size` most useful pieces of the documents, found by merging the most frequent pairs."""
-        library = _library()
+    def from_words(cls, text: str) -> Vocabulary:
+        """All words of a text, the most frequent first; equally frequent ones in alphabetical order."""
+        counts = Counter(text.split())
+        counts[END_OF_LINE] += len(text.splitlines())
+        words = sorted(counts, key=lambda word: (-counts[word], word))
+        return cls(json.dumps({"words": words}, ensure_ascii=False))
+
+    @classmethod
+    def train_byte_pairs(cls, documents: Iterable[str], size: int) -> Vocabulary:
+        """`size` tokens from merges of the most frequent pairs."""
+        library = _import_tokenizers()
         alphabet = library.pre_tokenizers.ByteLevel.alphabet()
         if size <= len(alphabet):
-            raise DataError(
-                f"the vocabulary must hold more than {len(alphabet)} tokens, one for each byte (got {size})"
-            )
+            raise DataError(f"a vocabulary needs more than {len(alphabet)} tokens, one for each byte (got {size})")
         tokenizer = library.Tokenizer(library.models.BPE())
         tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = library.decoders.ByteLevel()
@@ -158,59 +89,66 @@ class SubwordVocabulary(Vocabulary):
         return cls(tokenizer.to_str())
 
     def __len__(self) -> int:
-        return self._tokenizer.get_vocab_size()
+        return self.tokenizer.get_vocab_size()
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        return [found.ids for found in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+        """The tokens of each text, without an end token."""
+        if self.is_word_level and self.tokenizer.token_to_id(UNKNOWN) is None and (unknown := self.unknown(texts)):
+            raise DataError(f"the word {unknown[0]!r} is not in the vocabulary, and the vocabulary has no {UNKNOWN}")
+        return [encoding.ids for encoding in self.tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+
+    def unknown(self, texts: Sequence[str]) -> list[str]:
+        """The words that are not in the vocabulary, each once; none for byte pairs."""
+        words = dict.fromkeys(" ".join(texts).split()) if self.is_word_level else ()
+        return [word for word in words if self.tokenizer.token_to_id(word) is None]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        self._check(tokens)
-        return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+        """The text of the tokens."""
+        wrong = next((t for t in tokens if not 0 <= t < len(self)), None)
+        if wrong is not None:
+            raise DataError(f"token {wrong} is not in the vocabulary, which has 0 … {len(self) - 1}")
+        text = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
+        return re.sub(f" ?{END_OF_LINE} ?", "\n", text) if self.is_word_level else text
 
     def text(self) -> str:
-        return self._tokenizer.to_str()
+        """The vocabulary as JSON."""
+        return self._text
+
+    def save(self, file: Path) -> None:
+        write_file(file, lambda out: out.write(self._text.encode()))
+
+    @property
+    def digest(self) -> str:
+        """Hash that tells two vocabularies apart: a checkpoint belongs to one of them."""
+        return hashlib.sha256(self._text.encode()).hexdigest()
 
 
-def read_vocabulary(text: str) -> Vocabulary:
-    """A vocabulary from what its `text` gave."""
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"a vocabulary is JSON ({one_line(error)})") from None
-    if not isinstance(content, dict):
-        raise DataError(f"a vocabulary is a JSON object (got {type(content).__name__})")
-    if "words" not in content:
-        return SubwordVocabulary(text)
-    words = content["words"]
-    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-        raise DataError("words must be a list of strings")
-    if any("\ud800" <= letter <= "\udfff" for word in words for letter in word):
-        raise DataError("words must be valid Unicode (one holds half of a surrogate pair)")
-    return WordVocabulary(words)
+def _word_tokenizer(words: Any) -> Any:
+    library = _import_tokenizers()
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words) or len(set(words)) < len(words):
+        raise ValueError("words must be a list of different texts")
+    numbers = {word: i for i, word in enumerate(words)}
+    tokenizer = library.Tokenizer(library.models.WordLevel(numbers, unk_token=UNKNOWN))
+    tokenizer.normalizer = library.normalizers.Replace("\n", f" {END_OF_LINE} ")
+    tokenizer.pre_tokenizer = library.pre_tokenizers.WhitespaceSplit()
+    return tokenizer
 
 
 def load_vocabulary(file: Path) -> Vocabulary:
-    """A vocabulary from its file; one that cannot be read is one clear line."""
-    with reading(file, "a vocabulary"):
-        text = file.read_bytes().decode("utf-8")
+    """Read a vocabulary from its file."""
     try:
-        return read_vocabulary(text)
+        return Vocabulary(read_text(file))
     except DataError as error:
-        raise DataError(f"{file}: {error}") from None
+        raise error if str(file) in str(error) else DataError(f"{file}: {error}") from None
 
 
-def _library() -> Any:
-    return import_package("tokenizers", "a byte-pair vocabulary")
-
-
-SPLITS = ("train", "valid", "test")
-DOCUMENT = re.compile(r"^(?= = [^=\n].* = $)", re.MULTILINE)
-BATCH = 256  # documents encoded at once: what the library returns takes far more room than the tokens
+def _import_tokenizers() -> Any:
+    return import_package("tokenizers", "a vocabulary")
 
 
 @dataclass(frozen=True)
 class TextSplit:
-    """One split: its tokens in a row, and how much text they stand for."""
+    """One split: its stream of tokens, and the size of the text."""
 
     tokens: np.ndarray  # uint16 or int32
     bytes: int
@@ -231,9 +169,10 @@ def load(
     """Read a folder's splits.
 
     Args:
-        size: of a byte-pair vocabulary to learn from train; None takes the words as they stand.
-        vocabulary: one that exists already, instead of a new one.
-        cache: folder for the tokens; None keeps them beside the text, or in memory where that cannot be written.
+        folder: Has one file per split; see `find`.
+        size: Of a byte-pair vocabulary to learn from train; None uses the words of the text.
+        vocabulary: An existing one, instead of a new one.
+        cache: Folder for the tokens; None stores them beside the text, or in memory where that cannot be written.
     """
     folder = Path(folder)
     files = [find(folder, split) for split in SPLITS]
@@ -241,7 +180,7 @@ def load(
     name = "words" if settings is None else f"pairs-{str(settings)[:12]}"
     arrays = cached(cache or folder, name, files, settings, partial(_encode_all, files, size, vocabulary))
     return TextData(
-        read_vocabulary(arrays["vocabulary"].tobytes().decode()),
+        Vocabulary(arrays["vocabulary"].tobytes().decode()),
         *(TextSplit(arrays[split], *map(int, arrays[f"{split}_sizes"])) for split in SPLITS),
     )
 
@@ -256,19 +195,20 @@ def find(folder: Path, split: str) -> Path:
 
 
 def read(file: Path) -> str:
-    """A file's text, unpacked if need be."""
-    with reading(file, "a text file" + (" packed by xz" if file.suffix == ".xz" else "")):
-        data = lzma.decompress(file.read_bytes()) if file.suffix == ".xz" else file.read_bytes()
-        return data.decode("utf-8")
+    """A file's text, decompressed if it ends in .xz."""
+    if file.suffix != ".xz":
+        return read_text(file)
+    with reading(file, "a text file packed by xz"):
+        return lzma.decompress(file.read_bytes()).decode("utf-8")
 
 
 def documents(text: str) -> list[str]:
-    """The text cut before every title; together they are the text again."""
+    """Cut the text before every title; the pieces joined are the text again."""
     return [piece for piece in DOCUMENT.split(text) if piece]
 
 
 def check_no_leak(splits: Sequence[Sequence[str]]) -> None:
-    """Refuse a document that stands in two splits, whatever its title there."""
+    """Refuse a document that is in two splits, whatever its title there."""
     seen: dict[bytes, str] = {}
     for name, pieces in zip(SPLITS, splits, strict=True):
         own = {}
@@ -276,9 +216,7 @@ def check_no_leak(splits: Sequence[Sequence[str]]) -> None:
             title, body = _title_and_body(piece)
             key = hashlib.sha256(body.encode()).digest()
             if body and key in seen:
-                raise DataError(
-                    f"the document {title!r} stands in {seen[key]} and in {name}: splits must not share text"
-                )
+                raise DataError(f"the document {title!r} is in {seen[key]} and in {name}: splits must not share text")
             own[key] = name
         seen |= own
 
@@ -295,11 +233,11 @@ def _encode_all(files: Sequence[Path], size: int | None, vocabulary: Vocabulary 
     splits = [documents(read(file)) for file in files]
     for file, pieces in zip(files, splits, strict=True):
         if not any(piece.strip() for piece in pieces):
-            raise DataError(f"{file} holds no text")
+            raise DataError(f"{file} has no text")
     check_no_leak(splits)
     if vocabulary is None:
         train = splits[0]
-        vocabulary = WordVocabulary.build("".join(train)) if size is None else SubwordVocabulary.train(train, size)
+        vocabulary = Vocabulary.from_words("".join(train)) if size is None else Vocabulary.train_byte_pairs(train, size)
     arrays = {"vocabulary": np.frombuffer(vocabulary.text().encode(), dtype=np.uint8)}
     for name, pieces in zip(SPLITS, splits, strict=True):
         arrays[name] = encode(pieces, vocabulary)
@@ -310,7 +248,7 @@ def _encode_all(files: Sequence[Path], size: int | None, vocabulary: Vocabulary 
 def encode(pieces: Sequence[str], vocabulary: Vocabulary) -> np.ndarray:
     """The stream of tokens of some documents, an end token before the first and, for byte pairs, after each."""
     dtype = np.uint16 if len(vocabulary) <= 2**16 else np.int32
-    ends = [] if isinstance(vocabulary, WordVocabulary) else [vocabulary.end]  # there every line has its own
+    ends = [] if vocabulary.is_word_level else [vocabulary.end]  # every line of words has its own
 
     def parts() -> Iterator[np.ndarray]:
         yield np.array([vocabulary.end], dtype=dtype)

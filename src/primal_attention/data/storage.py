@@ -1,9 +1,9 @@
-"""Data files on disk: guarded reading, writing that leaves no partial files, caches, and sets that can be resumed.
+"""Data files on disk: guarded reading, writing that leaves no partial files, caches, and generated sets.
 
 with reading(file, "an HDF5 file"): …                 # any failure of the parser becomes one DataError line
 write_file(path, lambda out: out.write(data))          # temporary name, fsync, rename
 arrays = cached(folder, "train", [file], settings, make)
-with generated_set(folder, "listops", settings, product) as state: …  # incomplete.json exists until the end
+with generated_set(folder, "listops", settings, product): …  # incomplete.json exists until the end
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ def read_text(file: Path) -> str:
 
 
 def read_npz(file: Path, expected: str, wanted: Sequence[str] | None = None) -> dict[str, np.ndarray]:
-    """Arrays of a `.npz`, all or those that are wanted; object arrays are refused, so nothing is unpickled."""
+    """Read the arrays of a `.npz`, all or the `wanted` ones; object arrays are refused, so nothing is unpickled."""
     with reading(file, expected):
         if not zipfile.is_zipfile(file):
-            raise OSError("it is cut off, or no .npz")
+            raise OSError("it is truncated, or not a .npz file")
         with np.load(file, allow_pickle=False) as content:
             return {key: content[key] for key in content.files if wanted is None or key in wanted}
 
@@ -87,7 +87,7 @@ def write_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary name for a file or folder; rename it to `path` at the end, remove it if anything fails."""
-    # The process id keeps two writers apart.
+    # The process id separates two writers.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -98,11 +98,10 @@ def replacing(path: Path) -> Iterator[Path]:
     except OSError as error:
         raise WriteError(f"cannot write {path} ({one_line(error)}); no partial file is left there") from error
     finally:
-        remove(temporary)
+        _remove(temporary)
 
 
-def remove(path: Path) -> None:
-    """Delete a file or a folder, if it exists."""
+def _remove(path: Path) -> None:
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -116,23 +115,25 @@ def remove(path: Path) -> None:
 def cached(
     home: Path, name: str, sources: Sequence[Path | str], settings: object, make: Callable[[], Arrays]
 ) -> Arrays:
-    """Memory-mapped arrays from `<home>/.cache`, made again if a source's content or the settings changed.
+    """Memory-map the arrays of `<home>/.cache`; make them if they are missing, damaged, or made of other sources.
 
-    Damaged caches are made again too. The arrays stay in memory where the folder is not writable.
+    Sources are compared by content. The arrays stay in memory where the folder is not writable.
     """
-    key = {"sources": fingerprint(home, sources), "settings": settings}
-    arrays = load_cache(home, name, key)
+    folder = home / ".cache"
+    text = json.dumps({"sources": _hash_sources(home, sources), "settings": settings}, sort_keys=True)
+    key = hashlib.sha256(text.encode()).hexdigest()
+    arrays = _load_cache(folder, name, key)
     if arrays is not None:
         return arrays
     arrays = make()
     try:
-        save_cache(home, name, key, arrays)
+        _save_cache(folder, name, key, arrays)
     except WriteError:
         return arrays
-    return load_cache(home, name, key) or arrays
+    return _load_cache(folder, name, key) or arrays
 
 
-def fingerprint(home: Path, files: Iterable[Path | str]) -> str:
+def _hash_sources(home: Path, files: Iterable[Path | str]) -> str:
     """Hash of the names (relative to `home`) and contents of some files, in their order."""
     digest, start = hashlib.sha256(), f"{home}{os.sep}"
     for file in files:
@@ -142,7 +143,7 @@ def fingerprint(home: Path, files: Iterable[Path | str]) -> str:
 
 
 def _hash_file(file: Path | str) -> str:
-    """SHA-256 of a file, or an empty string if it cannot be read: reading the data names the reason."""
+    """SHA-256 of a file, or an empty string if it cannot be read: reading the data reports the reason."""
     digest = hashlib.sha256()
     try:
         with open(file, "rb", buffering=0) as content:
@@ -153,10 +154,9 @@ def _hash_file(file: Path | str) -> str:
     return digest.hexdigest()
 
 
-def save_cache(home: Path, name: str, key: object, arrays: Arrays) -> None:
+def _save_cache(folder: Path, name: str, key: str, arrays: Arrays) -> None:
     """Write the arrays, then the file that lists them with their hashes."""
-    folder = home / ".cache"
-    parts = {}
+    hashes = {}
     for part, array in sorted(arrays.items()):
         file = folder / f"{name}-{part}.npy"
 
@@ -165,53 +165,29 @@ def save_cache(home: Path, name: str, key: object, arrays: Arrays) -> None:
             np.save(SimpleNamespace(write=out.write), array, allow_pickle=False)  # type: ignore[call-overload]
 
         write_file(file, write)
-        parts[part] = _hash_file(file)
-    mark = json.dumps({"key": _hash_json(key), "parts": parts})
-    write_file(folder / f"{name}.json", lambda out: out.write(mark.encode()))
+        hashes[part] = _hash_file(file)
+    index = json.dumps({"key": key, "parts": hashes})
+    write_file(folder / f"{name}.json", lambda out: out.write(index.encode()))
 
 
-def load_cache(home: Path, name: str, key: object) -> Arrays | None:
-    """The arrays of a cache, or None if it is missing, damaged, or belongs to another key."""
-    folder = home / ".cache"
+def _load_cache(folder: Path, name: str, key: str) -> Arrays | None:
+    """The arrays of a cache, or None if it is missing, damaged, or has another key."""
     try:
-        mark = json.loads((folder / f"{name}.json").read_bytes())
-        if mark["key"] != _hash_json(key):
-            return None
-        files = {part: folder / f"{name}-{part}.npy" for part in mark["parts"]}
-        if any(_hash_file(file) != mark["parts"][part] for part, file in files.items()):
+        index = json.loads((folder / f"{name}.json").read_bytes())
+        files = {part: folder / f"{name}-{part}.npy" for part in index["parts"]}
+        if index["key"] != key or any(_hash_file(file) != index["parts"][part] for part, file in files.items()):
             return None
         return {part: map_array(file) for part, file in files.items()}
-    except Exception:  # whatever is wrong with a cache, it is made again
+    except Exception:  # a cache is made again whatever is wrong with it
         return None
-
-
-def _hash_json(key: object) -> str:
-    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
 
 
 # Generated sets
 
 
-class GenerationState:
-    """State of an unfinished set. `position` is what `save` stored last, None at the start."""
-
-    def __init__(self, mark: Path, content: dict[str, Any]) -> None:
-        self._mark, self._content = mark, content
-
-    @property
-    def position(self) -> Any:
-        return self._content.get("position")
-
-    def save(self, position: Any = None) -> None:
-        """Store where to continue after an interruption."""
-        self._content["position"] = position
-        text = json.dumps(self._content, indent=2) + "\n"
-        write_file(self._mark, lambda out: out.write(text.encode()))
-
-
 @contextlib.contextmanager
-def generated_set(folder: Path, name: str, settings: Mapping[str, Any], product: str) -> Iterator[GenerationState]:
-    """Mark `folder` as incomplete until the block has finished; continue an interrupted set of the same settings.
+def generated_set(folder: Path, name: str, settings: Mapping[str, Any], product: str) -> Iterator[None]:
+    """Mark `folder` as incomplete until the block has finished. An interrupted set is made again.
 
     Args:
         folder: Where the set is written.
@@ -219,52 +195,42 @@ def generated_set(folder: Path, name: str, settings: Mapping[str, Any], product:
         settings: Everything that the content depends on; the marker stores it.
         product: A file or folder that every finished set has. A complete set is not overwritten.
     """
-    mark = folder / INCOMPLETE
-    _make_folder(folder)
+    marker = folder / INCOMPLETE
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise WriteError(f"cannot create the folder {folder} ({one_line(error)})") from error
     with _locked(folder):
-        content: dict[str, Any] = {"set": name, "settings": dict(settings)}
-        if mark.exists():
-            before = _read_mark(mark)
-            for key in content:
-                if before.get(key) != content[key]:
-                    raise DataError(
-                        f"{folder} holds an interrupted set with other settings ({before.get(key)}): "
-                        f"repeat its command ({_command(folder, before)}), or remove the folder"
-                    )
-            content = before
+        if marker.exists():
+            before = _read_marker(marker)
+            if (before.get("set"), before["settings"]) != (name, dict(settings)):
+                raise DataError(
+                    f"{folder} holds an interrupted set with other settings: "
+                    f"repeat its command ({_command(folder, before)}), or remove the folder"
+                )
             for leftover in [*folder.rglob(".*.partial")]:
-                remove(leftover)
+                _remove(leftover)
         elif (folder / product).exists():
             raise DataError(f"{folder} already holds a set ({product}): choose another --out, or remove it first")
-        state = GenerationState(mark, content)
-        if not mark.exists():
-            state.save()
-        yield state
+        text = json.dumps({"set": name, "settings": dict(settings)}, indent=2) + "\n"
+        write_file(marker, lambda out: out.write(text.encode()))
+        yield
         if hasattr(os, "sync"):
             os.sync()  # all files must be on disk before the marker goes
-        mark.unlink()
+        marker.unlink()
 
 
 def require_complete(folder: Path) -> None:
     """Refuse a set whose generation was interrupted."""
-    mark = folder / INCOMPLETE
-    if mark.exists():
-        raise DataError(f"{folder} is incomplete, its generation was interrupted: {_command(folder, _read_mark(mark))}")
+    marker = folder / INCOMPLETE
+    if marker.exists():
+        command = _command(folder, _read_marker(marker))
+        raise DataError(f"{folder} is incomplete, its generation was interrupted: {command}")
 
 
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError):
-        file = next(place for place in (folder, *folder.parents) if place.exists())
-        raise WriteError(f"{file} is a file where a folder is needed") from None
-    except OSError as error:
-        raise WriteError(f"cannot create {folder} ({one_line(error)})") from error
-
-
-def _read_mark(mark: Path) -> dict[str, Any]:
-    with reading(mark, "the marker of an interrupted set: remove the folder and make the set again"):
-        content = json.loads(mark.read_bytes().decode(errors="replace"))
+def _read_marker(marker: Path) -> dict[str, Any]:
+    with reading(marker, "the marker of an interrupted set: remove the folder and make the set again"):
+        content = json.loads(marker.read_bytes().decode(errors="replace"))
         if not isinstance(content, dict) or not isinstance(content.get("settings"), dict):
             raise ValueError("it must hold an object with settings")
         return content
@@ -285,13 +251,11 @@ def _locked(folder: Path) -> Iterator[None]:
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise DataError(f"{folder}: another process is writing a set there") from None
-    except OSError:
-        pass  # file systems without locks
-    try:
+        with contextlib.suppress(OSError):  # file systems without locks
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise DataError(f"{folder}: another process is writing a set there") from None
         yield
     finally:
         os.close(descriptor)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from primal_attention.data.lm import END_OF_DOCUMENT, END_OF_LINE, UNKNOWN, Vocabulary, WordVocabulary
+from primal_attention.data.lm import END_OF_DOCUMENT, END_OF_LINE, UNKNOWN, Vocabulary
 from primal_attention.hf.configuration import PrimalConfig
 from primal_attention.hf.model import PrimalForCausalLM
 from primal_attention.models.lm import LanguageModel
@@ -34,15 +33,18 @@ def from_model(model: LanguageModel, **settings: Any) -> PrimalForCausalLM:
 
 def tokenizer_of(vocabulary: Vocabulary) -> PreTrainedTokenizerFast:
     """The vocabulary as a tokenizer that pads on the left and puts the end token before a text, as training did."""
-    from tokenizers import Tokenizer, processors
+    from tokenizers import Regex, Tokenizer, decoders, processors
 
-    words = isinstance(vocabulary, WordVocabulary)
+    words = vocabulary.is_word_level
     end = END_OF_LINE if words else END_OF_DOCUMENT
-    fast = _words(vocabulary) if isinstance(vocabulary, WordVocabulary) else Tokenizer.from_str(vocabulary.text())
+    fast = Tokenizer.from_str(vocabulary.tokenizer.to_str())
+    if words:
+        # Every word brings the space before it: a pipeline puts new words behind a prompt that has none at its end.
+        fast.decoder = decoders.Sequence([decoders.Replace(Regex("^"), " "), decoders.Fuse()])
     fast.post_processor = processors.TemplateProcessing(single=f"{end} $A", special_tokens=[(end, vocabulary.end)])
     # The end of a line is no end of a text: with words nothing stops a generation.
     ends = {} if words else {"eos_token": end}
-    known = {"unk_token": UNKNOWN} if words and UNKNOWN in json.loads(vocabulary.text())["words"] else {}
+    known = {"unk_token": UNKNOWN} if words and fast.token_to_id(UNKNOWN) is not None else {}
     return PreTrainedTokenizerFast(
         tokenizer_object=fast,
         bos_token=end,
@@ -52,15 +54,3 @@ def tokenizer_of(vocabulary: Vocabulary) -> PreTrainedTokenizerFast:
         **ends,
         **known,
     )
-
-
-def _words(vocabulary: WordVocabulary) -> Any:
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-
-    numbers = {word: i for i, word in enumerate(vocabulary.words)}
-    fast = Tokenizer(models.WordLevel(numbers, unk_token=UNKNOWN))
-    fast.normalizer = normalizers.Replace("\n", f" {END_OF_LINE} ")
-    fast.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    # Every word brings the space before it: a pipeline puts new words behind a prompt that has none at its end.
-    fast.decoder = decoders.Sequence([decoders.Replace(Regex("^"), " "), decoders.Fuse()])
-    return fast

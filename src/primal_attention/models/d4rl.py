@@ -25,12 +25,12 @@ from primal_attention.nn.blocks import DecoderBlock, attention_names
 from primal_attention.nn.primal import PrimalAttention
 
 Memory = tuple[Any, ...]
-"""What each block remembers of an episode."""
+"""State of each block within an episode."""
 INITIAL_SCALE = 0.02  # GPT-2's, which Decision Transformer is built on
 
 
 class DecisionBlock(DecoderBlock):
-    """GPT-2's block as Decision Transformer has it: ReLU between the two maps, dropout once behind them."""
+    """GPT-2's block as in Decision Transformer: ReLU between the two linear maps, one dropout after them."""
 
     def __init__(self, embed_dim: int, num_heads: int, attention: nn.Module, dropout: float = 0.0) -> None:
         super().__init__(embed_dim, num_heads, attention, dropout=dropout)
@@ -46,13 +46,15 @@ class DecisionTransformer(nn.Module):
     """Predicts the actions of an episode from the returns to go, the states and the actions before.
 
     Args:
-        attention: a name, a name with a plus (last layer only, softmax before it), or one name per layer.
+        state_dim: Width of a state.
+        action_dim: Width of an action.
+        attention: A name, a name with a plus (last layer only, softmax before it), or one name per layer.
         context: K, the steps of a window.
-        max_episode: time stamps that have an embedding; later steps share the last one.
-        return_scale: returns are divided by it.
-        attention_kwargs: keywords by attention name. Primal layers keep W_e and W_r as they are unless told otherwise.
+        max_episode: Time steps that have an embedding; later steps share the last one.
+        return_scale: Divisor of returns.
+        attention_kwargs: Keywords by attention name. The default of Primal layers is data_dependent=False.
 
-    States come as they are: the model holds their mean and deviation (`set_state_moments`) and normalises them itself.
+    States are passed as they are: the model stores their mean and deviation (`set_state_moments`) and normalises them.
     """
 
     state_mean: Tensor
@@ -100,9 +102,9 @@ class DecisionTransformer(nn.Module):
                 nn.init.zeros_(layer.bias)
 
     def set_state_moments(self, mean: Tensor, std: Tensor) -> None:
-        """Normalise states by these from now on; they are saved with the weights."""
+        """Set the moments that normalise states; they are saved with the weights."""
         self.state_mean.copy_(mean)
-        self.state_std.copy_(std + 1e-6)  # a coordinate that never moves
+        self.state_std.copy_(std + 1e-6)  # a coordinate may be constant
 
     def embed(self, states: Tensor, actions: Tensor, returns: Tensor, timesteps: Tensor) -> Tensor:
         """Tokens R̂_1, s_1, a_1, R̂_2, …: (B, K, …) → (B, 3K, d)."""
@@ -125,7 +127,7 @@ class DecisionTransformer(nn.Module):
     ) -> Tensor:
         """The action of every step, (B, K, action_dim), in [−1, 1].
 
-        padding_mask: (B, K) bool, True at padding, which may stand anywhere; what is predicted there means nothing.
+        padding_mask: (B, K) bool, True at padding, which may be anywhere; predictions there are meaningless.
         """
         if padding_mask is None:
             return self.predict(states, actions, returns, timesteps)
@@ -136,9 +138,9 @@ class DecisionTransformer(nn.Module):
     def predict(
         self, states: Tensor, actions: Tensor, returns: Tensor, timesteps: Tensor, padding_mask: Tensor | None = None
     ) -> Tensor:
-        """As `forward` for windows whose padding stands behind their steps, where no causal layer sees it.
+        """As `forward` for windows whose padding is after their steps, where no causal layer sees it.
 
-        Only what Primal-Attention's objective averages over has to be told about it.
+        Only the average of Primal-Attention's objective needs the mask.
         """
         x = self.embed(states, actions, returns, timesteps)
         mask = None if padding_mask is None else padding_mask.repeat_interleave(3, dim=1)
@@ -153,7 +155,7 @@ class DecisionTransformer(nn.Module):
 
     @property
     def streams(self) -> bool:
-        """Whether every layer can go on from a state."""
+        """Whether every layer has a state to continue from."""
         return all(block.streams for block in self.blocks)  # type: ignore[misc]
 
     def initial_state(self, batch_size: int) -> Memory:
@@ -161,35 +163,35 @@ class DecisionTransformer(nn.Module):
         for i, (name, block) in enumerate(zip(self.attention_names, self.blocks, strict=True)):
             if not block.streams:
                 raise ValueError(
-                    f"layer {i + 1}'s attention {name!r} keeps no state to go on from: run windows instead"
+                    f"layer {i + 1}'s attention {name!r} has no state to continue from: pass windows instead"
                 )
         return tuple(block.initial_state(batch_size) for block in self.blocks)  # type: ignore[operator]
 
     def act(
         self, state: Tensor, togo: Tensor, timestep: Tensor, previous: Tensor | None, memory: Memory
     ) -> tuple[Tensor, Memory]:
-        """The next action (B, action_dim) of each episode and the memory after reading what is new.
+        """The next action (B, action_dim) of each episode, and the memory after it.
 
-        state: (B, state_dim); togo, timestep: (B,); previous: the action before, None at an episode's first step.
+        state: (B, state_dim); togo, timestep: (B,); previous: The last action, None at an episode's first step.
         """
         action = state.new_zeros(len(state), self.action_dim) if previous is None else previous
-        # The step before and this one; of the former only its action has not been read.
+        # The previous step and this one; of the previous step only the action is new.
         pairs = [torch.stack(pair, dim=1) for pair in ((state, state), (action, action), (togo, togo))]
         pairs.append(torch.stack([timestep - 1, timestep], dim=1))
         tokens = self.embed(*pairs)
         x, after = tokens[:, 3 if previous is None else 2 : 5], []
-        for block, held in zip(self.blocks, memory, strict=True):
-            x, held = block.resume(x, state=held)  # type: ignore[operator]
-            after.append(held)
+        for block, before in zip(self.blocks, memory, strict=True):
+            x, state_after = block.resume(x, state=before)  # type: ignore[operator]
+            after.append(state_after)
         return self.read_action(x[:, -1]), tuple(after)
 
 
 def causal_attention(
     name: str, embed_dim: int, num_heads: int, dropout: float, keywords: Mapping[str, Mapping[str, Any]]
 ) -> nn.Module:
-    """The attention of a name in its causal form, with a state to go on from where there is one."""
+    """The causal attention of a name, with a state where it has one."""
     own = dict(keywords.get(name, {}))
-    if name == "softmax":  # on the weights, as GPT-2 drops them; the block drops from every kind's output
+    if name == "softmax":  # dropout on the weights, as in GPT-2; the block has one on the output
         return CachedSoftmaxAttention(embed_dim, num_heads, **{"rotary": False, "dropout": dropout, **own})
     if name == "primal":
         own = {"data_dependent": False, **own}

@@ -1,6 +1,6 @@
 """Image classifiers: DeiT (Touvron et al., 2021) with Primal-Attention in the last layer, in all layers, or in none.
 
-The network is timm's or transformers' own, and `primalize` puts the new attention in. Images of 224 pixels in patches
+The network is timm's or transformers' own; `primalize` replaces the attention. Images of 224 pixels in patches
 of 16 make N = 197 tokens, the class token included.
 
     model = deit(1000, attention="primal+", rank=96)
@@ -25,13 +25,13 @@ Library = Literal["auto", "timm", "transformers"]
 
 
 class StochasticDepth(nn.Module):
-    """Leaves a residual branch out for some of the samples in training, and scales up what stays."""
+    """Drop a residual branch for some of the samples in training, and scale up the others."""
 
     keep: Tensor
 
     def __init__(self, rate: float) -> None:
         super().__init__()
-        # A buffer and not a number, or torch.compile would compile each layer for its own rate.
+        # A buffer, because torch.compile would compile each layer for its own number.
         self.register_buffer("keep", torch.tensor(1.0 - rate), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -69,13 +69,13 @@ class ImageClassifier(nn.Module):
         return output if isinstance(output, Tensor) else output.logits
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """torch.compile block by block: the blocks are alike, so one of each kind is compiled and not all twelve."""
+        """torch.compile block by block: equal blocks are compiled once."""
         for block in self.blocks:
             block.compile(*args, **kwargs)
 
 
 def centre(images: Tensor, size: int) -> Tensor:
-    """The middle of size × size pixels."""
+    """The central size × size pixels."""
     height, width = images.shape[-2:]
     if min(height, width) < size:
         raise ValueError(f"images must have at least {size}×{size} pixels (got {height}×{width})")
@@ -99,13 +99,13 @@ def deit(
     data_dependent: bool = True,
     library: Library = "auto",
 ) -> ImageClassifier:
-    """DeiT with one class token, as DeiT-Small/16 where nothing else is said.
+    """DeiT with one class token; the default sizes are those of DeiT-Small/16.
 
     Args:
         attention: "softmax", "primal" in all layers, "primal+" in the last layer, or one name per layer.
-        drop_path: rate of stochastic depth in the last layer; it grows from zero along the layers.
+        drop_path: Rate of stochastic depth in the last layer; it grows from zero along the layers.
         landmarks: None is ten times the rank, at most the number of tokens, as in the paper.
-        library: whose network; auto takes timm where it is installed.
+        library: Source of the network; "auto" uses timm where it is installed.
     """
     if image_size % patch_size:
         raise ValueError(f"patch_size must divide image_size (patch_size={patch_size}, image_size={image_size})")
@@ -127,32 +127,29 @@ def deit(
 
 
 def primal_numbers(attention: str | Sequence[str], layers: int) -> list[int]:
-    """Which layers are Primal."""
+    """Indices of the Primal layers."""
     names = (attention,) if isinstance(attention, str) else tuple(attention)
     whole = {("softmax",): [], ("primal",): list(range(layers)), ("primal+",): [layers - 1]}
     if names in whole:
         return whole[names]
     if len(names) == layers and set(names) <= {"softmax", "primal"}:
         return [i for i, name in enumerate(names) if name == "primal"]
-    said = " ".join(names)
-    raise ValueError(f"attention must be softmax, primal, primal+ or {layers} names of the first two (got {said!r})")
+    got = " ".join(names)
+    raise ValueError(f"attention must be softmax, primal, primal+ or {layers} names of the first two (got {got!r})")
 
 
 def which(library: Library) -> Literal["timm", "transformers"]:
     """The library to take the network from."""
     if library not in ("auto", "timm", "transformers"):
         raise ValueError(f"library must be auto, timm or transformers (got {library!r})")
-    here: list[Literal["timm", "transformers"]] = []
-    if find_spec("timm") and find_spec("torchvision"):  # timm does not import without it
-        here.append("timm")
-    if find_spec("transformers"):
-        here.append("transformers")
+    needs = {"timm": ("timm", "torchvision"), "transformers": ("transformers",)}
+    here = [name for name, packages in needs.items() if all(map(find_spec, packages))]
     if library != "auto" and library not in here:
         extra = {"timm": "vision", "transformers": "hf"}[library]
         raise ValueError(f"library={library!r} is not installed: pip install 'primal-attention[{extra}]'")
     if not here:
         raise ValueError("image models need timm or transformers: pip install 'primal-attention[vision]'")
-    return here[0] if library == "auto" else library
+    return here[0] if library == "auto" else library  # type: ignore[return-value]
 
 
 def _timm(classes: int, size: int, patch: int, width: int, heads: int, layers: int, ratio: int) -> nn.Module:
@@ -168,11 +165,10 @@ def _transformers(classes: int, size: int, patch: int, width: int, heads: int, l
     # Its DeiT has a second token, for distillation; its ViT is the DeiT without it, and what DeiT's weights load into.
     from transformers import ViTConfig, ViTForImageClassification
 
-    shape: dict[str, Any] = {
-        "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads,
-        "intermediate_size": ratio * width, "layer_norm_eps": 1e-6, "num_labels": classes,
-    }  # fmt: skip
-    config = ViTConfig(image_size=size, patch_size=patch, **shape)
+    config = ViTConfig(
+        image_size=size, patch_size=patch, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads,
+        intermediate_size=ratio * width, layer_norm_eps=1e-6, num_labels=classes,
+    )  # fmt: skip
     return ViTForImageClassification(config)
 
 
@@ -188,7 +184,7 @@ def blocks_of(backbone: nn.Module) -> Sequence[nn.Module]:
 def _add_stochastic_depth(blocks: Sequence[nn.Module], rate: float) -> None:
     for i, block in enumerate(blocks):
         dropped = StochasticDepth(rate * i / max(1, len(blocks) - 1))
-        # timm has a place behind each branch; transformers sends both branches through one dropout, which is off.
+        # timm has a module after each branch; transformers uses one dropout, which is off, for both branches.
         places = [name for name in ("drop_path1", "drop_path2", "dropout") if hasattr(block, name)]
         if not places:
             kind = type(block).__name__

@@ -5,20 +5,17 @@
     logits, state = model(prompt, mask, return_state=True)      # prompts of different lengths, padded anywhere
     logits, state = model.step(token, state)                    # (B,) → (B, vocabulary), row t of the full pass
 
-The default sizes are the paper's for WikiText-103: 6 layers, width 512, 8 heads, 2048 hidden, tied embeddings.
-
-Text from a language model, token by token: prompts of different lengths are read together, then every step costs the
-same as the one before it, in time and in memory, where all layers keep a constant state.
-
     for tokens in generate(model, [[3, 1, 4], [1, 5]], 20, Sampling(temperature=0.8, top_p=0.95)):
-        ...                                                # [7, 2]: the next token of each sequence
+        ...                                                     # [7, 2]: the next token of each sequence
 
-A model with a layer that has no state (Flowformer) runs over the whole text again at every step.
+The default sizes are the paper's for WikiText-103: 6 layers, width 512, 8 heads, 2048 hidden, tied embeddings.
+Generation costs the same time and memory at every step where all layers have a state of constant size. A model with a
+layer without a state (Flowformer) reads the whole text again at every step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
@@ -38,8 +35,10 @@ if TYPE_CHECKING:
     from primal_attention.parallel.context import Context
 
 
-LOGITS = 2**29  # numbers: more logits than these are never held at once
-NOTHING = -100
+MAX_LOGITS = 2**29  # logits in memory at once
+IGNORED = -100
+PROMPT_CHUNK = 16_384  # tokens of a prompt that are read at once: a longer prompt needs no more memory
+STOPPED = -1
 
 PrimalMode = Literal["mean", "landmarks", "decay", "delta"]
 Positions = Literal["rotary", "sinusoidal", "none"]
@@ -47,7 +46,7 @@ Positions = Literal["rotary", "sinusoidal", "none"]
 
 @dataclass(frozen=True)
 class LanguageConfig:
-    """Everything that shapes the model, in plain values that a file can hold."""
+    """The hyperparameters of a `LanguageModel`, in plain values that a file can hold."""
 
     vocabulary: int
     attention: tuple[str, ...] = ("softmax",)
@@ -85,7 +84,7 @@ def check_primal_mode(mode: str) -> None:
 
 
 class LanguageState(NamedTuple):
-    """Where the sequences of a batch stand."""
+    """State of the sequences of a batch after some tokens."""
 
     blocks: tuple[BlockState, ...]
     position: Tensor  # (B,): tokens read
@@ -118,7 +117,7 @@ class LanguageModel(nn.Module):
 
     context: Context | None = None
     gradient_checkpointing = False
-    """Training: make each block's inside again on the way back instead of keeping it. (transformers' name for it.)"""
+    """Recompute each block in the backward pass, in training; the name is that of transformers."""
 
     def __init__(self, config: LanguageConfig) -> None:
         super().__init__()
@@ -132,7 +131,7 @@ class LanguageModel(nn.Module):
 
     def _block(self, name: str) -> DecoderBlock:
         config = self.config
-        beside = name == "primal" and config.primal_mode != "delta"  # which has its own convolution and gate
+        beside = name == "primal" and config.primal_mode != "delta"  # delta layers have their own convolution and gate
         return DecoderBlock(
             config.embed_dim,
             config.num_heads,
@@ -147,7 +146,7 @@ class LanguageModel(nn.Module):
 
     @property
     def streams(self) -> bool:
-        """Whether every layer has a state; if not (flow), a longer context means running it all again."""
+        """Whether every layer has a state to continue from."""
         return all(block.streams for block in self.blocks)  # type: ignore[union-attr]
 
     def initial_state(self, batch_size: int) -> LanguageState:
@@ -169,11 +168,13 @@ class LanguageModel(nn.Module):
         """Logits (B, N, vocabulary), with `return_state` a pair with the state after the last token.
 
         Args:
-            key_padding_mask: (B, N) bool, True at padding, which may stand anywhere and changes nothing.
-            state: where an earlier stretch of the sequences ended.
-            only_last: logits (B, vocabulary) of each sequence's last token alone, as decoding needs them.
-            targets: (B, N), each token's successor, negative where there is none: instead of logits the mean loss over
-                them in nats. Takes far less room than the logits of a large vocabulary.
+            tokens: (B, N).
+            key_padding_mask: (B, N) bool, True at padding, which may be anywhere and changes nothing.
+            state: Of the tokens before these.
+            return_state: Return (logits, state).
+            only_last: Logits (B, vocabulary) of each sequence's last token alone, as decoding needs them.
+            targets: (B, N), each token's successor, negative where there is none. Returns the mean loss in nats
+                instead of logits, with far less memory than the logits of a large vocabulary.
         """
         x, padding, after = self._read(tokens, key_padding_mask, state, return_state)
         if targets is not None:
@@ -189,7 +190,7 @@ class LanguageModel(nn.Module):
         state: LanguageState | None = None,
         return_state: bool = False,
     ) -> tuple[Tensor, LanguageState | None]:
-        """What the logits are made of, (B, N, embed_dim), and the state after the last token if asked for."""
+        """The normalised outputs of the last block, (B, N, embed_dim), and with `return_state` the state."""
         x, padding, after = self._read(tokens, key_padding_mask, state, return_state)
         return self.norm(x if padding is None else padding.leave(x)), after
 
@@ -198,7 +199,7 @@ class LanguageModel(nn.Module):
     ) -> tuple[Tensor, LanguageState]:
         """One token of each sequence, (B,) → logits (B, vocabulary) and the state after it.
 
-        key_padding_mask: (B,) bool, True where a sequence has no token at this step; its state stays as it was.
+        key_padding_mask: (B,) bool, True where a sequence has no token at this step; its state does not change.
         """
         if tokens.ndim != 1:
             raise ValueError(f"tokens must have shape (batch,), one for each sequence (got {tuple(tokens.shape)})")
@@ -207,21 +208,26 @@ class LanguageModel(nn.Module):
         return logits[:, 0], state
 
     def check_vocabulary(self, tokens: Tensor) -> None:
-        """Refuse tokens that the embedding does not have, before a device does so in its own words."""
+        """Refuse tokens that the embedding does not have; a CUDA device would fail with an unclear error."""
         if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.config.vocabulary:
             raise ValueError(
                 f"tokens must lie in 0 … {self.config.vocabulary - 1}, the model's vocabulary "
                 f"(got {int(tokens.min())} … {int(tokens.max())}): were they made with its own vocabulary?"
             )
 
-    def _check(self, tokens: Tensor, state: LanguageState | None, masked: bool) -> None:
+    def _check(self, tokens: Tensor, mask: Tensor | None, state: LanguageState | None) -> None:
         if tokens.ndim != 2 or tokens.shape[1] == 0:
             raise ValueError(f"tokens must have shape (batch, at least one token) (got {tuple(tokens.shape)})")
-        if tokens.device.type == "cpu" and not torch.compiler.is_compiling():  # elsewhere a look costs a wait
+        if tokens.device.type == "cpu" and not torch.compiler.is_compiling():  # elsewhere it synchronises
             self.check_vocabulary(tokens)
-        if self.context is not None and masked:
+        if mask is not None and (mask.dtype != torch.bool or mask.shape != tokens.shape):
             raise ValueError(
-                "key_padding_mask needs whole sequences: under context parallelism give windows without it"
+                f"key_padding_mask must be a bool tensor of shape {tuple(tokens.shape)}, True at padding "
+                f"(got {mask.dtype}, {tuple(mask.shape)})"
+            )
+        if self.context is not None and mask is not None:
+            raise ValueError(
+                "key_padding_mask needs complete sequences: under context parallelism pass windows without it"
             )
         if state is not None and len(state.position) != len(tokens):
             raise ValueError(f"state holds {len(state.position)} sequences and tokens {len(tokens)}")
@@ -229,17 +235,17 @@ class LanguageModel(nn.Module):
     def _check_streams(self) -> None:
         if not self.streams:
             names = sorted({n for n, b in zip(self.attention_names, self.blocks, strict=True) if not b.streams})
-            raise ValueError(f"attention {', '.join(names)} has no streaming state: run the whole window again instead")
+            raise ValueError(f"attention {', '.join(names)} has no streaming state: pass the whole window again")
 
     def _read(
         self, tokens: Tensor, mask: Tensor | None, state: LanguageState | None, return_state: bool
     ) -> tuple[Tensor, Padding | None, LanguageState | None]:
-        """The last block's outputs, tokens in front of padding; how the padding stood; the state after the tokens."""
-        self._check(tokens, state, mask is not None)
-        padding = None if mask is None else Padding(_checked(mask, tokens), compact=True)
+        """The last block's outputs with tokens before padding, the padding, and the state after the tokens."""
+        self._check(tokens, mask, state)
+        padding = None if mask is None else Padding(mask, compact=True)
         if padding is None:
             behind = None
-        else:  # the tokens in front, in their order: then nothing below can see padding but the states
+        else:  # with tokens before padding, causal layers cannot see padding, and only states need the mask
             assert padding.order is not None
             assert padding.tokens.present is not None
             tokens, behind = tokens.gather(1, padding.order), ~padding.tokens.present
@@ -265,9 +271,9 @@ class LanguageModel(nn.Module):
         return self.dropout(x)
 
     def _resume(self, x: Tensor, behind: Tensor | None, state: LanguageState | None) -> tuple[Tensor, LanguageState]:
-        held = [None] * len(self.blocks) if state is None else state.blocks
+        states = [None] * len(self.blocks) if state is None else state.blocks
         blocks = []
-        for block, before in zip(self.blocks, held, strict=True):
+        for block, before in zip(self.blocks, states, strict=True):
             x, after = block.resume(x, behind, before)  # type: ignore[operator]
             blocks.append(after)
         count = torch.full((len(x),), x.shape[1], device=x.device) if behind is None else (~behind).sum(dim=1)
@@ -285,10 +291,10 @@ class LanguageModel(nn.Module):
 
     def _loss(self, x: Tensor, targets: Tensor) -> Tensor:
         x, targets = self.norm(x).flatten(0, 1), targets.flatten()
-        pieces = -(-len(targets) * self.config.vocabulary // LOGITS)
+        pieces = -(-len(targets) * self.config.vocabulary // MAX_LOGITS)
         if pieces == 1:
             total = _nats(x, self.embedding.weight, targets)
-        else:  # the logits of one piece at a time, made again on the way back
+        else:  # the logits of one piece at a time, recomputed in the backward pass
             total = torch.stack(
                 [
                     checkpoint(_nats, part, self.embedding.weight, wanted, use_reentrant=False)
@@ -314,26 +320,13 @@ def sinusoids(positions: Tensor, embed_dim: int) -> Tensor:
 
 def _nats(x: Tensor, embedding: Tensor, targets: Tensor) -> Tensor:
     """The loss summed over the tokens that have a successor."""
-    wanted = targets.masked_fill(targets < 0, NOTHING)
-    return F.cross_entropy(F.linear(x, embedding), wanted, ignore_index=NOTHING, reduction="sum")
-
-
-def _checked(mask: Tensor, tokens: Tensor) -> Tensor:
-    if mask.dtype != torch.bool or mask.shape != tokens.shape:
-        raise ValueError(
-            f"key_padding_mask must be a bool tensor of shape {tuple(tokens.shape)}, True at padding "
-            f"(got {mask.dtype}, {tuple(mask.shape)})"
-        )
-    return mask
-
-
-STRETCH = 16_384  # tokens of a prompt that are read at once: a longer one needs no more room
-STOPPED = -1
+    wanted = targets.masked_fill(targets < 0, IGNORED)
+    return F.cross_entropy(F.linear(x, embedding), wanted, ignore_index=IGNORED, reduction="sum")
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen: temperature 0 takes the likeliest one, otherwise one is drawn, the same for one seed."""
+    """How a token is chosen: the likeliest one with temperature 0, otherwise a random one by `seed`."""
 
     temperature: float = 1.0
     top_k: int | None = None
@@ -355,7 +348,7 @@ GREEDY = Sampling(temperature=0.0)
 
 
 class Sampler:
-    """Draws one token of each sequence after the other, with random numbers of its own."""
+    """Chooses one token of each sequence, with a random generator of its own."""
 
     def __init__(self, sampling: Sampling, device: torch.device) -> None:
         self.sampling = sampling
@@ -369,9 +362,9 @@ class Sampler:
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """What a token is drawn from, (B, vocabulary): first top_k, then top_p of what is left."""
+    """The distribution of the next token, (B, vocabulary): first top_k, then top_p of the rest."""
     logits = logits.float()
-    # The largest becomes 0 first: divided by a small temperature it would be no number otherwise.
+    # Subtract the maximum first: dividing by a small temperature would overflow.
     logits = (logits - logits.amax(dim=-1, keepdim=True)) / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
         least = logits.topk(sampling.top_k).values[:, -1:]
@@ -379,10 +372,8 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     chances = logits.softmax(dim=-1)
     if sampling.top_p is not None:
         falling, order = chances.sort(dim=-1, descending=True)
-        enough = (
-            falling.cumsum(dim=-1) - falling >= sampling.top_p
-        )  # the likelier ones suffice; never true of the first
-        chances = chances.masked_fill(enough.gather(-1, order.argsort(dim=-1)), 0.0)
+        excess = falling.cumsum(dim=-1) - falling >= sampling.top_p  # never true of the first
+        chances = chances.masked_fill(excess.gather(-1, order.argsort(dim=-1)), 0.0)
     return chances / chances.sum(dim=-1, keepdim=True)
 
 
@@ -400,7 +391,7 @@ def pad(prompts: Sequence[Sequence[int]], device: torch.device | None = None) ->
 
 
 def context_limit(model: LanguageModel) -> int | None:
-    """The longest text that the model can read; None where there is no limit."""
+    """The longest context of the model; None where there is no limit."""
     limits = [getattr(block.attention, "max_length", None) for block in model.blocks]
     return min((limit for limit in limits if limit is not None), default=None)
 
@@ -414,9 +405,9 @@ def generate(
     *,
     stop: int | None = None,
 ) -> Iterator[list[int]]:
-    """The next token of each prompt, up to `count` times; a sequence that came to `stop` has `STOPPED` from then on.
+    """Yield the next token of each prompt, up to `count` times; `STOPPED` for a sequence after its token `stop`.
 
-    The model has to be in evaluation mode. Everything is checked here, before the first token.
+    The model must be in evaluation mode. Arguments are checked before the first token.
     """
     if count < 1:
         raise ValueError(f"count must be at least 1 (got {count})")
@@ -438,8 +429,8 @@ def generate(
 def _generate(
     model: LanguageModel, tokens: Tensor, mask: Tensor | None, count: int, choose: Sampler, stop: int | None
 ) -> Iterator[list[int]]:
-    reader = Stream(model) if model.streams else Window(model)
-    logits = reader.read(tokens, mask)
+    read = Stream(model).read if model.streams else _read_again(model)
+    logits = read(tokens, mask)
     stopped = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
     for left in range(count, 0, -1):
         chosen = choose(logits)
@@ -451,38 +442,35 @@ def _generate(
                 return
             paused = stopped[:, None] if stopped.any() else None
         if left > 1:
-            logits = reader.read(chosen[:, None], paused)
+            logits = read(chosen[:, None], paused)
 
 
 class Stream:
-    """Keeps the model's state between stretches of text."""
+    """Reads text piece by piece from the model's state."""
 
     def __init__(self, model: LanguageModel) -> None:
         self.model = model
         self.state: LanguageState | None = None
-        # A cache that grows is best filled in one pass: a later stretch would need a mask as wide as all before it.
+        # A key-value cache is filled in one pass: a later chunk would need a mask over all tokens before it.
         grows = any(isinstance(block.attention, CachedSoftmaxAttention) for block in model.blocks)
-        self.stretch = None if grows else STRETCH
+        self.chunk = None if grows else PROMPT_CHUNK
 
     def read(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
-        """Logits after the last of the tokens, (B, vocabulary). Padding stands on the left."""
-        at_once = self.stretch or tokens.shape[1]
-        masks = [None] * -(-tokens.shape[1] // at_once) if mask is None else mask.split(at_once, dim=1)
-        for part, padding in zip(tokens.split(at_once, dim=1), masks, strict=True):
+        """Logits after the last of the tokens, (B, vocabulary). Padding is on the left."""
+        chunk = self.chunk or tokens.shape[1]
+        masks = [None] * -(-tokens.shape[1] // chunk) if mask is None else mask.split(chunk, dim=1)
+        for part, padding in zip(tokens.split(chunk, dim=1), masks, strict=True):
             logits, self.state = self.model(part, padding, state=self.state, return_state=True, only_last=True)
         return logits
 
 
-class Window:
-    """Keeps the text, and runs over all of it."""
+def _read_again(model: LanguageModel) -> Callable[[Tensor, Tensor | None], Tensor]:
+    """As `Stream.read` for a model without a state: read the whole text again at every call."""
+    pieces: list[tuple[Tensor, Tensor]] = []
 
-    def __init__(self, model: LanguageModel) -> None:
-        self.model = model
-        self.tokens: Tensor | None = None
-        self.mask: Tensor | None = None
+    def read(tokens: Tensor, mask: Tensor | None) -> Tensor:
+        pieces.append((tokens, torch.zeros_like(tokens, dtype=torch.bool) if mask is None else mask))
+        text, padding = (torch.cat(columns, dim=1) for columns in zip(*pieces, strict=True))
+        return model(text, padding, only_last=True)
 
-    def read(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
-        mask = torch.zeros_like(tokens, dtype=torch.bool) if mask is None else mask
-        self.tokens = tokens if self.tokens is None else torch.cat([self.tokens, tokens], dim=1)
-        self.mask = mask if self.mask is None else torch.cat([self.mask, mask], dim=1)
-        return self.model(self.tokens, self.mask, only_last=True)
+    return read

@@ -5,18 +5,6 @@ a network with one hidden layer. Pairs of sequences go through the same encoder,
 
     model = LRAClassifier(16, 10, 2000, attention="primal+", attention_kwargs={"primal": {"rank": 30}})
     logits = model(tokens, tokens == 0)
-
-Embeddings of small vocabularies, bytes or pixels: their gradient as a matrix product.
-
-Images read pixel by pixel as sequences: the lit pixels without the dark between.
-
-Where black counts as padding, most of a line drawing is padding, and it stands between the tokens. `gather` leaves it
-out: every attention here gives the same for tokens that stand together as for tokens with padding between them.
-
-What learned positions are before training: noise, or waves in which near places are alike.
-
-Which places are near is the same in every case of a task. From noise a model has to find it out by its labels; from
-waves it starts with it, along a line for text and along rows and columns for an image read pixel by pixel.
 """
 
 from __future__ import annotations
@@ -29,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from primal_attention.models.uea import own_part
+from primal_attention.models.uea import local_rows
 from primal_attention.nn.baselines.softmax import SoftmaxAttention
 from primal_attention.nn.blocks import Encoder, EncoderBlock, masked_mean
 from primal_attention.nn.padding import Tokens
@@ -39,11 +27,14 @@ if TYPE_CHECKING:
     from primal_attention.parallel.context import Context
 
 
+Positions = Literal["random", "line", "grid"]
 STD = 0.02  # of embeddings, before training
+MAX_ONE_HOT = 512  # largest vocabulary for which a one-hot product is cheaper than sorting the batch
+SHORTEST_PERIOD = 3.0  # of initial position waves, in tokens
 
 
 class TokenStem(nn.Module):
-    """Embeddings of tokens and of positions, added. positions: what those of the positions are before training."""
+    """Embeddings of tokens and of positions, added. See `initial_positions` for `positions`."""
 
     context: Context | None = None
 
@@ -59,7 +50,7 @@ class TokenStem(nn.Module):
         self.tokens = FewTokens(vocabulary, embed_dim)
         self.positions = nn.Embedding(max_length, embed_dim)
         nn.init.normal_(self.tokens.weight, std=STD)
-        self.positions.weight.data.copy_(starting_positions(positions, max_length, embed_dim, STD))
+        self.positions.weight.data.copy_(initial_positions(positions, max_length, embed_dim, STD))
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, ids: Tensor, places: Tensor | None = None) -> Tensor:  # (B, N) → (B, N, d)
@@ -69,7 +60,7 @@ class TokenStem(nn.Module):
             raise ValueError(
                 f"the sequences have {ids.shape[1]} tokens and the model was built for {self.positions.num_embeddings}"
             )
-        return self.dropout(self.tokens(ids) + own_part(self.positions.weight, ids, self.context))
+        return self.dropout(self.tokens(ids) + local_rows(self.positions.weight, ids, self.context))
 
 
 class LRABlock(EncoderBlock):
@@ -85,12 +76,12 @@ class LRABlock(EncoderBlock):
 
 def _mix_as_published(attention: nn.Module, x: Tensor, padding: Tensor) -> Tensor:
     if isinstance(attention, PrimalAttention):
-        # Padding takes part in f(X) and in the objective. Then o is zero there, and of the output map its bias is left.
+        # Padding is part of f(X) and of the objective; the attention output there is zero before the output map.
         y = attention(x)
         bias = attention.out_proj.bias
         return torch.where(padding.unsqueeze(-1), y.new_zeros(()) if bias is None else bias.to(y.dtype), y)
     if isinstance(attention, SoftmaxAttention):
-        # Padded keys are hidden, padded queries look on like any other.
+        # Padded keys are masked, padded queries are not.
         valid = ~padding
         return attention.project_out(attention.mix(x, Tokens(valid, valid, valid.sum(dim=1))))
     raise _not_published(attention)
@@ -104,7 +95,7 @@ def _not_published(attention: nn.Module) -> ValueError:
 
 
 class TokenMean(nn.Module):
-    """The mean of the normalised tokens, (B, N, d) → (B, d): no parameters of its own, so that it can be compiled."""
+    """The mean of the normalised tokens, (B, N, d) → (B, d); a module so that it can be compiled."""
 
     def forward(
         self, x: Tensor, norm: nn.Module, key_padding_mask: Tensor | None, context: Context | None, count_padding: bool
@@ -115,22 +106,18 @@ class TokenMean(nn.Module):
         return masked_mean(x, key_padding_mask, context)
 
 
-class Head(nn.Sequential):
-    """Linear, ReLU, Linear."""
-
-    def __init__(self, embed_dim: int, hidden_dim: int, classes: int) -> None:
-        super().__init__(nn.Linear(embed_dim, hidden_dim), nn.ReLU(), nn.Linear(hidden_dim, classes))
-
-
 class LRAClassifier(nn.Module):
     """Tokens (B, N) and their padding mask to logits (B, classes); two of each where `pairs` is on.
 
-    published_padding: the published research code lets padding into f(X), into the objective and into the mean's count
-    of tokens. Off here; on only to reproduce it. It may be changed at any time.
-    positions: what the learned positions are before training; "line" and "grid" are waves along the sequence and along
-    an image's rows and columns.
-    room: a number of places that holds any sequence's tokens. Padding beyond it is left out before the encoder,
-    wherever it stands; that changes nothing but the time.
+    Args:
+        published_padding: Include padding in f(X), in the objective and in the mean, as the authors' implementation
+            does; only to reproduce it. The attribute may be changed at any time.
+        positions: Initial values of the learned positions: noise, or waves along the sequence ("line") or along the
+            rows and columns of an image ("grid").
+
+    Attributes:
+        room: Upper bound of a sequence's valid tokens. Padding beyond it is dropped before the encoder, wherever it
+            is, which changes the time and not the result.
     """
 
     context: Context | None = None
@@ -167,7 +154,8 @@ class LRAClassifier(nn.Module):
             block=LRABlock,
         )
         self.mean = TokenMean()
-        self.head = Head(4 * embed_dim if pairs else embed_dim, ffn_dim, classes)
+        head_dim = 4 * embed_dim if pairs else embed_dim
+        self.head = nn.Sequential(nn.Linear(head_dim, ffn_dim), nn.ReLU(), nn.Linear(ffn_dim, classes))
         self.pairs = pairs
         self._any_length = False
         self.published_padding = published_padding
@@ -196,7 +184,7 @@ class LRAClassifier(nn.Module):
             raise ValueError(f"pairs={self.pairs}: the model takes {'two sequences' if self.pairs else 'one sequence'}")
         if second is None:
             return self.head(self.encode(ids, key_padding_mask))
-        # One pass for both: the objective of a Primal layer is then about all of them.
+        # One pass for both, so that the objective of a Primal layer includes both.
         mask = None
         if key_padding_mask is not None and second_padding_mask is not None:
             mask = torch.cat([key_padding_mask, second_padding_mask])
@@ -219,29 +207,26 @@ class LRAClassifier(nn.Module):
         return self.mean(x, self.encoder.norm, key_padding_mask, self.context, self.published_padding)
 
     def compile(self, *args: Any, any_length: bool = False, **kwargs: Any) -> None:
-        """torch.compile of all that passes over the tokens, part by part: blocks of one kind are compiled once.
+        """torch.compile everything before the head, part by part: equal blocks are compiled once.
 
-        any_length: at once for sequences of all lengths, where batches come in several.
+        any_length: Compile for all lengths at once.
         """
         self._any_length = any_length
         for part in (self.stem, *self.encoder.blocks, self.mean):
             part.compile(*args, **kwargs)
 
     def _mark(self, *tensors: Tensor | None) -> None:
-        """Tell the compiler of what comes that its length will change."""
+        """Mark the length as dynamic for torch.compile."""
         if self._any_length:
             for t in tensors:
                 if t is not None:
                     torch._dynamo.maybe_mark_dynamic(t, 1)
 
 
-FEW = 512  # tokens of a vocabulary up to which a one-hot product is cheaper than sorting the batch
-
-
 class Lookup(torch.autograd.Function):
-    """Rows of a table, whose gradient is one product with the one-hot tokens, sequence by sequence.
+    """Rows of a table; the gradient is one product with the one-hot tokens per sequence.
 
-    dtype: of that product's factors and of its result for a sequence; sums over sequences have the table's.
+    dtype: Of the product; sums over sequences have the table's dtype.
     """
 
     @staticmethod
@@ -260,51 +245,41 @@ class Lookup(torch.autograd.Function):
 
 
 class FewTokens(nn.Embedding):
-    """An embedding of a small vocabulary.
+    """An embedding of a small vocabulary, whose gradient on a GPU is a matrix product.
 
-    On a GPU torch sorts the tokens and adds up the gradients of each one's occurrences in turn, which takes long where
-    most of a batch is one token: a black pixel, or padding.
+    torch sorts the tokens and adds the gradients of equal ones serially, which is slow where most of a batch is one
+    token: a black pixel, or padding.
     """
 
     def forward(self, ids: Tensor) -> Tensor:
-        if ids.is_cuda and self.num_embeddings <= FEW and torch.is_grad_enabled():
-            # As autocast multiplies for the gradients of linear maps. Float16's range would need care.
+        if ids.is_cuda and self.num_embeddings <= MAX_ONE_HOT and torch.is_grad_enabled():
+            # As autocast does for linear layers; float16 would overflow.
             half = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") == torch.bfloat16
             return Lookup.apply(ids, self.weight, torch.bfloat16 if half else self.weight.dtype)  # type: ignore[no-any-return]
         return super().forward(ids)
 
 
 def gather(ids: Tensor, padding: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The first `room` of each sequence's tokens (B, N), with their places in it and their padding mask, (B, room).
+    """Move each sequence's valid tokens (B, N) to the front; return tokens, positions and padding mask, (B, room).
 
-    Tokens keep their order, and padding fills what they leave free: `room` must hold the fullest sequence.
+    Tokens keep their order. `room` must be at least the largest number of valid tokens.
     """
     places = padding.to(torch.uint8).argsort(dim=1, stable=True)[:, :room]
     return ids.gather(1, places), places, padding.gather(1, places)
 
 
-Positions = Literal["random", "line", "grid"]
-SHORTEST = 3.0  # places in a period
+def initial_positions(kind: Positions, length: int, embed_dim: int, std: float) -> Tensor:
+    """Position embeddings before training, (length, embed_dim) with root mean square `std`.
 
-
-def starting_positions(kind: Positions, length: int, embed_dim: int, std: float) -> Tensor:
-    """(length, embed_dim), `std` in root mean square; see `Positions`."""
+    random: Noise. line: Waves along the sequence. grid: Waves along the rows of a square image in one half of the
+    numbers, along its columns in the other. With waves, near positions have similar embeddings from the start.
+    """
     if kind == "random":
         return torch.empty(length, embed_dim).normal_(std=std)
     if kind == "line":
-        return _line(length, embed_dim, std)
-    return _grid(length, embed_dim, std)
-
-
-def _line(length: int, embed_dim: int, std: float) -> Tensor:
-    """Waves along the sequence, half of them sines and half cosines."""
-    if embed_dim % 2:
-        raise ValueError(f"positions='line' needs an even width (got embed_dim={embed_dim})")
-    return math.sqrt(2) * std * _waves(length, embed_dim // 2)
-
-
-def _grid(length: int, embed_dim: int, std: float) -> Tensor:
-    """Half of the numbers are waves along the rows of a square image, the others along its columns."""
+        if embed_dim % 2:
+            raise ValueError(f"positions='line' needs an even width (got embed_dim={embed_dim})")
+        return math.sqrt(2) * std * _waves(length, embed_dim // 2)
     side = math.isqrt(length)
     if side * side != length or embed_dim % 4:
         raise ValueError(
@@ -316,8 +291,8 @@ def _grid(length: int, embed_dim: int, std: float) -> Tensor:
     return math.sqrt(2) * std * torch.cat([rows, columns], dim=-1).reshape(length, embed_dim)
 
 
-def _waves(places: int, waves: int) -> Tensor:
-    """(places, 2 waves) sines and cosines whose periods fall from twice the line's length to `SHORTEST` places."""
-    periods = 2.0 * places * (SHORTEST / (2.0 * places)) ** torch.linspace(0, 1, waves)
-    angle = torch.arange(places)[:, None] * (2 * math.pi / periods)
+def _waves(length: int, waves: int) -> Tensor:
+    """(length, 2 waves) sines and cosines with periods from twice the length down to `SHORTEST_PERIOD`."""
+    periods = 2.0 * length * (SHORTEST_PERIOD / (2.0 * length)) ** torch.linspace(0, 1, waves)
+    angle = torch.arange(length)[:, None] * (2 * math.pi / periods)
     return torch.cat([angle.sin(), angle.cos()], dim=1)

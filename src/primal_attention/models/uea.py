@@ -1,17 +1,10 @@
-"""What stands before the encoder of a series classifier: channels (B, N, C) to tokens (B, N, d).
-
-    LinearStem    a linear map scaled by √d, plus learned positions: the paper's
-    ConvStem      convolutions over time with batch normalisation, on the series and, if asked, on its differences
-
-Padding reads as zeros and moves no statistic.
-
-Transformers that classify multivariate series, with any attention in any layer.
+"""Transformers that classify multivariate series, with any attention in any layer.
 
     paper_classifier    Linear·√d + learned positions → post-LN blocks → LN → GELU → padding zeroed → flatten → Linear
     modern_classifier   convolutional stem → pre-LN blocks with local mixing → masked mean and max → Linear
 
-The first is the network of the paper's UEA experiments. The second has no parameter that depends on the length, so a
-longer series at test time is no problem.
+The first is the network of the paper's UEA experiments. The second has no parameter that depends on the length, so it
+accepts longer series at test time. Padding is read as zeros and enters no statistic.
 """
 
 from __future__ import annotations
@@ -48,10 +41,10 @@ class LinearStem(nn.Module):
         if x.shape[1] > len(self.positions):
             raise ValueError(f"the series have {x.shape[1]} steps and the model was built for {len(self.positions)}")
         x = self.proj(x) * math.sqrt(self.proj.out_features)
-        return self.dropout(x + own_part(self.positions, x, self.context))
+        return self.dropout(x + local_rows(self.positions, x, self.context))
 
 
-def own_part(per_position: Tensor, x: Tensor, context: Context | None) -> Tensor:
+def local_rows(per_position: Tensor, x: Tensor, context: Context | None) -> Tensor:
     """The rows of a (max_length, …) tensor that belong to the tokens of x (B, N, …)."""
     if context is None:
         return per_position[: x.shape[1]]
@@ -63,7 +56,7 @@ def own_part(per_position: Tensor, x: Tensor, context: Context | None) -> Tensor
 class MaskedBatchNorm(nn.BatchNorm1d):
     """Batch normalisation of (B, N, d) over the valid tokens only, so that padding changes no statistic.
 
-    context: ranks whose tokens count too, those of other sequences included.
+    context: Ranks whose tokens are included in the statistics.
     """
 
     context: Context | None = None
@@ -74,18 +67,7 @@ class MaskedBatchNorm(nn.BatchNorm1d):
         if not self.training:
             return self._scale(x, self.running_mean, self.running_var)
         # Statistics in float32 even under autocast: sums over a whole batch overflow half precision.
-        full = x if x.dtype == torch.float64 else x.float()
-        if self.context is not None:
-            count, mean, var = self._shared_statistics(full, key_padding_mask, self.context)
-        elif key_padding_mask is None:
-            count = torch.tensor(float(x.shape[0] * x.shape[1]), device=x.device, dtype=full.dtype)
-            mean = full.mean(dim=(0, 1))
-            var = full.var(dim=(0, 1), unbiased=False)
-        else:
-            valid = ~key_padding_mask.unsqueeze(-1)
-            count = valid.sum().clamp(min=1).to(full.dtype)
-            mean = torch.where(valid, full, 0.0).sum(dim=(0, 1)) / count
-            var = torch.where(valid, full - mean, 0.0).square().sum(dim=(0, 1)) / count
+        count, mean, var = self._statistics(x if x.dtype == torch.float64 else x.float(), key_padding_mask)
         with torch.no_grad():
             keep = 1.0 - (self.momentum or 0.1)
             unbiased = var * (count / (count - 1).clamp(min=1))
@@ -95,13 +77,16 @@ class MaskedBatchNorm(nn.BatchNorm1d):
                 self.num_batches_tracked.add_(1)
         return self._scale(x, mean, var)
 
-    @staticmethod
-    def _shared_statistics(x: Tensor, mask: Tensor | None, context: Context) -> tuple[Tensor, Tensor, Tensor]:
+    def _statistics(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Count, mean and variance of the valid tokens."""
+        if self.context is None and mask is None:
+            count = torch.tensor(float(x.shape[0] * x.shape[1]), device=x.device, dtype=x.dtype)
+            return count, x.mean(dim=(0, 1)), x.var(dim=(0, 1), unbiased=False)
+        add = (lambda t: t) if self.context is None else self.context.sum
         valid = torch.ones_like(x[..., :1], dtype=torch.bool) if mask is None else ~mask.unsqueeze(-1)
-        count = context.sum(valid.sum().to(x.dtype)).clamp(min=1)
-        mean = context.sum(torch.where(valid, x, 0.0).sum(dim=(0, 1))) / count
-        var = context.sum(torch.where(valid, x - mean, 0.0).square().sum(dim=(0, 1))) / count
-        return count, mean, var
+        count = add(valid.sum().to(x.dtype)).clamp(min=1)
+        mean = add(torch.where(valid, x, 0.0).sum(dim=(0, 1))) / count
+        return count, mean, add(torch.where(valid, x - mean, 0.0).square().sum(dim=(0, 1))) / count
 
     def _scale(self, x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
         scale = torch.rsqrt(var + self.eps) * self.weight
@@ -111,8 +96,7 @@ class MaskedBatchNorm(nn.BatchNorm1d):
 class Differences(nn.Module):
     """Steps from one value to the next, standardised, as further channels: (B, N, C) → (B, N, 2 C).
 
-    An offset of a channel, such as a person's size or a sensor's rest, vanishes in them. They are zero where there is
-    no valid step before.
+    They do not depend on an offset of a channel, such as a person's height, and are zero after padding.
     """
 
     context: Context | None = None
@@ -123,14 +107,14 @@ class Differences(nn.Module):
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         valid = torch.ones_like(x[..., :1]) if key_padding_mask is None else (~key_padding_mask).unsqueeze(-1).to(x)
-        marked = torch.cat([x, valid], dim=-1)  # the mark travels with the value, to a neighbour's shard too
+        marked = torch.cat([x, valid], dim=-1)  # a neighbouring shard needs the mask with the values
         seen = F.pad(marked, (0, 0, 1, 0)) if self.context is None else self.context.halo(marked, 1, 0)
         steps = (x - seen[:, :-1, :-1]) * (valid * seen[:, :-1, -1:])
         return torch.cat([x, self.norm(steps, key_padding_mask)], dim=-1)
 
 
 class ConvStem(nn.Module):
-    """Two convolutions over time, each with batch normalisation and GELU; padding reads as zeros."""
+    """Two convolutions over time, each with batch normalisation and GELU; padding is read as zeros."""
 
     context: Context | None = None
 
@@ -160,7 +144,7 @@ class ConvStem(nn.Module):
 
 
 class FlattenHead(nn.Module):
-    """GELU, zeros on the padding, all tokens side by side, one linear map."""
+    """GELU, padding zeroed, tokens concatenated, one linear map."""
 
     context: Context | None = None
 
@@ -175,14 +159,14 @@ class FlattenHead(nn.Module):
         if key_padding_mask is not None:
             x = x.masked_fill(key_padding_mask.unsqueeze(-1), 0.0)
         if self.context is not None:
-            weight = own_part(self.proj.weight.unflatten(1, (self.max_length, -1)).transpose(0, 1), x, self.context)
+            weight = local_rows(self.proj.weight.unflatten(1, (self.max_length, -1)).transpose(0, 1), x, self.context)
             return self.context.sum(torch.einsum("bnd,ncd->bc", x, weight)) + self.proj.bias
         x = F.pad(x, (0, 0, 0, self.max_length - x.shape[1]))
         return self.proj(x.flatten(1))
 
 
 class PoolingHead(nn.Module):
-    """Mean and maximum over the valid tokens side by side, one linear map."""
+    """Mean and maximum over the valid tokens, concatenated, one linear map."""
 
     context: Context | None = None
 
@@ -200,7 +184,7 @@ class PoolingHead(nn.Module):
 class TimeSeriesClassifier(nn.Module):
     """Stem, encoder and head: series (B, N, channels) and a padding mask (B, N) to logits (B, classes).
 
-    attend_to_padding: the published research code gives its UEA attention no mask. Off here; on only to reproduce it.
+    attend_to_padding: Pass no mask to the attention, as the authors' implementation does; only to reproduce it.
     """
 
     def __init__(self, stem: nn.Module, encoder: Encoder, head: nn.Module, *, attend_to_padding: bool = False) -> None:
@@ -212,7 +196,7 @@ class TimeSeriesClassifier(nn.Module):
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         if key_padding_mask is not None and not self.attend_to_padding:
-            # Whatever stands in the padding, NaN included, must not reach a sum that zeros would not undo.
+            # Zero the padding so that NaNs there cannot propagate.
             x = x.masked_fill(key_padding_mask.unsqueeze(-1), 0.0)
         seen = None if self.attend_to_padding else key_padding_mask
         x = self.encoder(self.stem(x, seen), seen)
@@ -264,7 +248,7 @@ def modern_classifier(
     local_kernel: int | None = 7,
     attention_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> TimeSeriesClassifier:
-    """A network of this library: the same attention with a stem, local mixing and pooling that series profit from."""
+    """The same attention with a convolutional stem, local mixing and pooling; not from the paper."""
     encoder = Encoder(
         embed_dim,
         num_heads,

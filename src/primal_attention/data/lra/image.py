@@ -2,7 +2,7 @@
 
     data = load("data/cifar10")   # data_batch_1.bin … test_batch.bin, or train_images.npy, train_labels.npy, test_…
 
-Gray is 0.2989 R + 0.5870 G + 0.1140 B. The last tenth of the training images is for validation.
+Gray is 0.2989 R + 0.5870 G + 0.1140 B. The last tenth of the training images is the validation split.
 """
 
 from __future__ import annotations
@@ -12,48 +12,37 @@ from pathlib import Path
 
 import numpy as np
 
-from primal_attention.data.lra.tokens import TokenData, TokenSplit
+from primal_attention.data.lra.tokens import TokenData, select_rows
 from primal_attention.data.storage import Arrays, cached, map_array, reading
 from primal_attention.utils.errors import DataError
 
 SIZE = 32
 CLASSES = 10
-RECORD = 1 + 3 * SIZE * SIZE  # a label and the planes red, green, blue
+RECORD = 1 + 3 * SIZE * SIZE  # bytes: a label and the planes red, green, blue
 BINARY = {"train": tuple(f"data_batch_{i}.bin" for i in range(1, 6)), "test": ("test_batch.bin",)}
 
 
 def load(folder: str | Path) -> TokenData:
-    """Read both halves; validation is the end of the training half."""
+    """Read train and test; validation is the end of train."""
     folder = Path(folder)
-    train, test = (_half(folder, half) for half in ("train", "test"))
-    cases = len(train["labels"])
-    if cases < 10:
-        raise DataError(f"{folder}: {cases} training images are too few to hold a tenth out")
-    cut = cases - cases // 10
-    splits = {
-        "train": _split(train, slice(0, cut)),
-        "valid": _split(train, slice(cut, None)),
-        "test": _split(test, slice(None)),
-    }
-    return TokenData("image", **splits, vocabulary=256, classes=CLASSES, padded=False)
+    train, test = (_load_part(folder, part) for part in ("train", "test"))
+    samples = len(train["labels"])
+    if samples < 10:
+        raise DataError(f"{folder}: {samples} training images are too few for a validation split of a tenth")
+    cut = samples - samples // 10
+    splits = {"train": select_rows(train, slice(cut)), "valid": select_rows(train, slice(cut, None))}
+    return TokenData("image", **splits, test=select_rows(test), vocabulary=256, classes=CLASSES, padded=False)
 
 
-def _split(arrays: Arrays, rows: slice) -> TokenSplit:
-    return TokenSplit(arrays["tokens"][rows], arrays["labels"][rows].astype(np.int64))
-
-
-def _half(folder: Path, half: str) -> Arrays:
-    if (folder / f"{half}_images.npy").is_file():
-        return _read_arrays(folder / f"{half}_images.npy", folder / f"{half}_labels.npy")
+def _load_part(folder: Path, part: str) -> Arrays:
+    if (folder / f"{part}_images.npy").is_file():
+        return _read_arrays(folder / f"{part}_images.npy", folder / f"{part}_labels.npy")
     for home in (folder, folder / "cifar-10-batches-bin"):
-        files = [home / name for name in BINARY[half]]
+        files = [home / name for name in BINARY[part]]
         if files[0].is_file():
-            for file in files:
-                if not file.is_file():
-                    raise DataError(f"{file} is missing: the {half} split has {len(files)} files")
-            return cached(folder, half, files, "gray", partial(_read_binary, files))
+            return cached(folder, part, files, "gray", partial(_read_binary, files))
     raise DataError(
-        f"{folder}: no {half} split; expected {half}_images.npy and {half}_labels.npy, or {BINARY[half][0]} of "
+        f"{folder}: no {part} split; expected {part}_images.npy and {part}_labels.npy, or {BINARY[part][0]} of "
         "CIFAR-10's binary version (https://www.cs.toronto.edu/~kriz/cifar.html)"
     )
 
@@ -69,8 +58,8 @@ def _read_binary(files: list[Path]) -> Arrays:
             )
         records.append(data.reshape(-1, RECORD))
         _check_labels(records[-1][:, 0], file)
-    whole = np.concatenate(records)
-    return {"tokens": to_gray(whole[:, 1:].reshape(-1, 3, SIZE * SIZE)), "labels": whole[:, 0].copy()}
+    joined = np.concatenate(records)
+    return {"tokens": to_gray(joined[:, 1:].reshape(-1, 3, SIZE * SIZE)), "labels": joined[:, 0].copy()}
 
 
 def to_gray(planes: np.ndarray) -> np.ndarray:
@@ -91,7 +80,7 @@ def _read_arrays(images_file: Path, labels_file: Path) -> Arrays:
     images, labels = arrays
     if images.dtype != np.uint8 or images.shape[1:] != (SIZE, SIZE):
         raise DataError(
-            f"{images_file}: expected gray images of {SIZE}×{SIZE} bytes, (cases, {SIZE}, {SIZE}) uint8 "
+            f"{images_file}: expected gray images of {SIZE}×{SIZE} bytes, (samples, {SIZE}, {SIZE}) uint8 "
             f"(got {images.shape} {images.dtype})"
         )
     if labels.shape != images.shape[:1]:
@@ -101,7 +90,8 @@ def _read_arrays(images_file: Path, labels_file: Path) -> Arrays:
 
 
 def _check_labels(labels: np.ndarray, file: Path) -> None:
-    if labels.dtype.kind not in "iu" or len(labels) == 0:
-        raise DataError(f"{file}: labels must be integers, one per image (got {len(labels)} of type {labels.dtype})")
-    if labels.min() < 0 or labels.max() >= CLASSES:
-        raise DataError(f"{file}: labels must lie between 0 and {CLASSES - 1} (got {labels.min()} to {labels.max()})")
+    if labels.dtype.kind not in "iu" or len(labels) == 0 or labels.min() < 0 or labels.max() >= CLASSES:
+        got = f"{labels.min()} to {labels.max()}" if labels.dtype.kind in "iuf" and len(labels) else f"{len(labels)}"
+        raise DataError(
+            f"{file}: labels must be integers between 0 and {CLASSES - 1}, one per image (got {got}, {labels.dtype})"
+        )

@@ -2,7 +2,7 @@
 
     data = load("data/aan")       # new_aan_pairs.train.tsv, new_aan_pairs.eval.tsv, new_aan_pairs.test.tsv
 
-A line has five columns and no header: label, id and id, text and text, divided by tabs.
+A row has five columns between tabs and no header: label, two ids, two texts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from primal_attention.utils.errors import DataError
 
 FILES = {"train": "new_aan_pairs.train.tsv", "valid": "new_aan_pairs.eval.tsv", "test": "new_aan_pairs.test.tsv"}
 LABELS = {"0": 0, "1": 1, "0.0": 0, "1.0": 1}
-WRAPPED = re.compile(r"b(['\"])(.*)\1", re.DOTALL)  # how Python prints bytes: some releases keep it
+WRAPPED = re.compile(r"b(['\"])(.*)\1", re.DOTALL)  # how Python prints bytes: some releases have it
 
 
 def load(folder: str | Path, length: int = LENGTH) -> TokenData:
@@ -32,17 +32,15 @@ def load(folder: str | Path, length: int = LENGTH) -> TokenData:
         file = folder / file_name
         if not file.is_file():
             raise DataError(f"{file} is missing: the {name} split of the AAN pairs in Long-Range Arena's release")
-        arrays = cached(folder, name, [file], length, partial(read_tsv, file, length))
+        arrays = cached(folder, name, [file], length, partial(_read_tsv, file, length))
         splits[name] = TokenSplit(arrays["first"], arrays["labels"].astype(np.int64), arrays["second"])
     return TokenData("retrieval", **splits, vocabulary=256, classes=2, padded=True)
 
 
-def read_tsv(file: Path, length: int = LENGTH) -> Arrays:
-    """Both texts as bytes, and the labels."""
-    first: list[np.ndarray] = []
-    second: list[np.ndarray] = []
+def _read_tsv(file: Path, length: int) -> Arrays:
+    texts: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
     labels: list[int] = []
-    csv.field_size_limit(2**31 - 1)  # whole papers stand in one cell
+    csv.field_size_limit(2**31 - 1)  # a cell holds a whole paper
     with reading(file, "a table divided by tabs"), file.open(encoding="utf-8", newline="") as lines:
         for number, row in enumerate(csv.reader(lines, delimiter="\t"), start=1):
             if len(row) != 5 or row[0] not in LABELS:
@@ -51,13 +49,10 @@ def read_tsv(file: Path, length: int = LENGTH) -> Arrays:
                     f"(got {len(row)} columns, the first {row[0][:20] if row else ''!r})"
                 )
             labels.append(LABELS[row[0]])
-            for texts, text in ((first, row[3]), (second, row[4])):
+            for column, text in zip(texts, row[3:], strict=True):
                 wrapped = WRAPPED.fullmatch(text)
-                texts.append(encode(wrapped[2] if wrapped else text, length))
+                column.append(encode(wrapped[2] if wrapped else text, length))
     if not labels:
         raise DataError(f"{file}: no pairs")
-    return {
-        "first": stack(first, length),
-        "second": stack(second, length),
-        "labels": np.array(labels, dtype=np.uint8),
-    }
+    first, second = (stack(column, length) for column in texts)
+    return {"first": first, "second": second, "labels": np.array(labels, dtype=np.uint8)}
