@@ -194,6 +194,7 @@ class PrimalClassifier(BaseClassifier):
         state = training.state.chosen or experiment.module.final_model.state_dict()
         self.network_ = recipe.model
         self.n_channels_, self.max_length_ = data.channels, data.max_length
+        assert experiment.standardizer is not None
         self.standard_ = experiment.standardizer
         self.weights_ = {name: tensor.detach().cpu().numpy().copy() for name, tensor in state.items()}
         self.history_ = training.state.rows

@@ -24,7 +24,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -174,9 +175,7 @@ def default_folder() -> Path:
 def build_from(recipe: ImageRecipe, data: ImageData) -> Experiment:
     """The experiment of a resolved recipe on files that are already listed."""
     train, val, test = make_batches(recipe, data)
-    names = ("attention", "patch_size", "embed_dim", "num_heads", "layers", "drop_path", "rank", "landmarks")
-    names += ("data_dependent", "library")
-    settings: dict[str, Any] = {name: getattr(recipe.model, name) for name in names}
+    settings: dict[str, Any] = {f.name: getattr(recipe.model, f.name) for f in fields(recipe.model)}
     model = deit(len(data.classes), image_size=recipe.data.size, **settings)
     return Experiment(
         module=ImageModule(model, recipe, len(data.classes)),
@@ -199,28 +198,29 @@ def build_from(recipe: ImageRecipe, data: ImageData) -> Experiment:
 def make_batches(recipe: ImageRecipe, data: ImageData) -> list[PixelBatches]:
     """Training, validation and test batches: from files, or of pixels that are decoded once."""
     config, strength, batch_size = recipe.data, AUGMENT[recipe.augment], recipe.trainer.batch_size
-    make: Callable[..., PixelBatches]
+    make: list[Callable[..., PixelBatches]]
     if config.cache == "device":
         side = whole_side(config.size)
         pixels, labels = decode_once(data.folder, f"train-{side}", data.train, side, strict=config.strict)
         test_pixels = decode_once(data.folder, f"test-{side}", data.test, side, strict=config.strict)
         kept, held_out = stratified_holdout(labels, config.holdout, recipe.seed)
         splits = [(pixels[kept], labels[kept]), (pixels[held_out], labels[held_out]), test_pixels]
-        sources = [([torch.from_numpy(array) for array in split],) for split in splits]
-        make, options = PixelBatches, {}
+        make = [partial(PixelBatches, [torch.from_numpy(array) for array in split]) for split in splits]
     else:
         kept, held_out = stratified_holdout(data.train.labels, config.holdout, recipe.seed)
-        splits = [data.train.take(kept), data.train.take(held_out), data.test]
+        files = [data.train.take(kept), data.train.take(held_out), data.test]
         crop = image_data.evaluation(config.size)
         random_crop = image_data.training(
             config.size, smallest=strength.smallest, ops=strength.ops, magnitude=strength.magnitude
         )
-        sources = list(zip(splits, (random_crop, crop, crop), strict=True))
-        make, options = FileBatches, {"workers": config.workers, "strict": config.strict}
+        make = [
+            partial(FileBatches, split, transform, workers=config.workers, strict=config.strict)
+            for split, transform in zip(files, (random_crop, crop, crop), strict=True)
+        ]
     # Full batches only, as DeiT has them; a set smaller than a batch is one.
     steps = recipe.trainer.steps_per_epoch or max(1, len(kept) // batch_size)
-    train = make(*sources[0], batch_size, recipe.seed, steps, repeats=strength.repeats, **options)
-    return [train, *(make(*source, batch_size, fill=True, **options) for source in sources[1:])]
+    train = make[0](batch_size=batch_size, shuffle_seed=recipe.seed, steps=steps, repeats=strength.repeats)
+    return [train, *(evaluated(batch_size=batch_size, fill=True) for evaluated in make[1:])]
 
 
 class PixelBatches(Batches):

@@ -212,8 +212,8 @@ def make_model(config: ClassifierConfig, channels: int, classes: int, max_length
     if config.kind == "paper":
         model = paper_classifier(channels, classes, max_length, attend_to_padding=config.attend_to_padding, **shared)
     else:
-        kernels = {"stem_kernel": config.stem_kernel, "local_kernel": config.local_kernel or None}
-        model = modern_classifier(channels, classes, **kernels, **shared)
+        shared |= {"stem_kernel": config.stem_kernel, "local_kernel": config.local_kernel or None}
+        model = modern_classifier(channels, classes, **shared)
     return model if config.r_scores else without_r_scores(model)
 
 
