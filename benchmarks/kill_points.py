@@ -35,7 +35,7 @@ FLAGS = """
 --model.kind modern --model.embed-dim 16 --model.num-heads 2 --model.layers 2 --model.ffn-dim 32 --model.rank 4
 --model.landmarks 8 --model.dropout 0.1 --trainer.epochs 3 --trainer.batch-size 8 --trainer.ema 0.9
 --trainer.checkpoint-steps 6 --trainer.accelerator cpu --trainer.devices 2 --trainer.no-progress
---trainer.no-tensorboard"""
+"""
 FILES = ("model.safetensors", "metrics.csv")
 
 

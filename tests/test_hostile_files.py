@@ -32,14 +32,14 @@ import page_cases  # noqa: E402
 from primal_attention.cli import main as cli  # noqa: E402
 from primal_attention.data import uea  # noqa: E402
 from primal_attention.data.uea import SeriesData, Split  # noqa: E402
-from primal_attention.train import registry, runner  # noqa: E402
+from primal_attention.train import loop, registry  # noqa: E402
 from primal_attention.train.config import override  # noqa: E402
 
 Damage = Callable[[Path], object]
 SMALL = {
     "model.embed_dim": 8, "model.num_heads": 2, "model.layers": 2, "model.ffn_dim": 16, "model.rank": 3,
     "model.landmarks": 4, "trainer.epochs": 1, "trainer.batch_size": 8, "trainer.accelerator": "cpu",
-    "trainer.progress": False, "trainer.tensorboard": False,
+    "trainer.progress": False,
 }  # fmt: skip
 LANGUAGE = {"data.vocabulary": 280, "data.context": 16, "trainer.steps_per_epoch": 1, "trainer.precision": "32-true"}
 HUGE = 10**400
@@ -276,7 +276,7 @@ def make_run(home: Path) -> None:
     draw = np.random.default_rng(0)
     halves = [Split([draw.standard_normal((9, 2)) for _ in range(8)], np.arange(8) % 2) for _ in range(2)]
     uea.save_npz(SeriesData("Toy", *halves, ("a", "b")), home)
-    runner.train(override(registry.get("uea/Toy"), {**SMALL, "data.folder": home}), home / "run", name="uea/Toy")
+    loop.train(override(registry.get("uea/Toy"), {**SMALL, "data.folder": home}), home / "run", name="uea/Toy")
     shutil.copytree(home / "run", home / "stopped")
     (home / "stopped" / "summary.json").unlink()
 
@@ -286,7 +286,7 @@ def make_language(home: Path) -> None:
         articles = [f" = {split} {i} = \n\nThe cat {i} sat on the mat of {split} for days.\n" for i in range(count)]
         (home / f"wiki.{split}.txt").write_text("".join(articles))
     recipe = override(registry.get("lm/wikipedia"), {**SMALL, **LANGUAGE, "data.folder": home})
-    runner.train(recipe, home / "run", name="lm/wikipedia")
+    loop.train(recipe, home / "run", name="lm/wikipedia")
     (home / "prompt.txt").write_text("The café cat")
 
 

@@ -22,7 +22,7 @@ EXAMPLES = ROOT / "examples"
 SHELLCHECK = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
 FLAGS = """
 --model.kind modern --model.embed-dim 8 --model.num-heads 2 --model.layers 1 --model.ffn-dim 16 --model.rank 3
---model.landmarks 4 --trainer.accelerator cpu --trainer.no-progress --trainer.no-tensorboard"""
+--model.landmarks 4 --trainer.accelerator cpu --trainer.no-progress"""
 
 sys.path.insert(0, str(Path(__file__).parent / "train"))
 

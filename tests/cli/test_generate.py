@@ -11,7 +11,7 @@ import torch
 from primal_attention.cli.generate import MAX_WAITING, TextStream
 from primal_attention.data.lm import Vocabulary
 from primal_attention.train import lm as language
-from primal_attention.train import registry, runner
+from primal_attention.train import loop, registry
 from primal_attention.train.config import override
 from primal_attention.train.lm import load_language
 
@@ -33,7 +33,6 @@ SMALL = {
     "trainer.precision": "32-true",
     "trainer.accelerator": "cpu",
     "trainer.progress": False,
-    "trainer.tensorboard": False,
 }
 ARTICLE = " = {0} {1} = \n\nThe cat {1} sat on the mat of {0}, and sat there for days.\n"
 
@@ -45,7 +44,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for split, count in (("train", 12), ("valid", 3), ("test", 3)):
         (home / f"wiki.{split}.txt").write_text("".join(ARTICLE.format(split, i) for i in range(count)))
     changes = {**SMALL, "data.folder": home}
-    runner.train(override(registry.get("lm/wikipedia"), changes), home / "run", name="lm/wikipedia")
+    loop.train(override(registry.get("lm/wikipedia"), changes), home / "run", name="lm/wikipedia")
     return home / "run"
 
 

@@ -14,7 +14,7 @@ import torch
 
 from convert.test_torch_and_timm import encoder
 from primal_attention import distill, primalize
-from primal_attention.train import recording
+from primal_attention.utils import cuda_graph as recording
 
 pytest.importorskip("lightning")
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

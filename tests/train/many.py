@@ -1,7 +1,8 @@
 """Run by torchrun: trainings on all its ranks, one after the other, in folders under the given root.
 
-torchrun --standalone --nproc-per-node 2 tests/train/many.py match ROOT     every way to share the work
-torchrun --standalone --nproc-per-node 2 --max-restarts 2 tests/train/many.py kill ROOT
+torchrun --standalone --nproc-per-node 2 --max-restarts 1 tests/train/many.py ROOT
+
+The last training kills a rank. torchrun starts both again: finished trainings are skipped, the killed one resumes.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import stopped
 import toy
-from killed import die_at
+from faults import kill_at, stop_at
 
-from primal_attention.train import module, runner
+from primal_attention.train import distributed, loop
 from primal_attention.train.config import Recipe, override
 from primal_attention.train.lm import recipe_of
+from primal_attention.train.task import TrainingModule
 from primal_attention.train.uea import ClassificationModule
 from primal_attention.utils.errors import Preempted
 
-# Nothing random that depends on which process draws it; batches of 7 that two ranks cannot halve, and a rest of 2.
+# No random numbers that depend on the process; batches of 7 that two ranks cannot halve, and a last one of 2.
 PLAIN = {
     "model.dropout": 0.0,
     "augment.warp": 0.0,
@@ -68,7 +69,6 @@ def text(root: Path, **changes: Any) -> Recipe:
         "trainer.precision": "32-true",
         "trainer.accelerator": "cpu",
         "trainer.progress": False,
-        "trainer.tensorboard": False,
     }
     return override(recipe_of("wikitext-103"), {**small, **changes})
 
@@ -82,39 +82,37 @@ def write_text(root: Path) -> None:
         (folder / f"wiki.{split}.tokens").write_text(f" = w{number} = \n {' '.join(words)} \n")
 
 
-def match(root: Path) -> None:
-    """Each way, J squared per case and per batch, and the language model with its sequences split."""
+def train_all(root: Path) -> None:
+    """Train in every way, with J squared per sample and per batch, and a language model with split sequences."""
     two = {"trainer.devices": 2}
     for name, way in WAYS.items():
-        runner.train(series(root, **two, **way), root / name)
+        loop.train(series(root, **two, **way), root / name)
     ClassificationModule.ksvd_reduction = "batch"
     for name in ("ddp", "fsdp"):
-        runner.train(series(root, **two, **WAYS[name]), root / f"{name}-batch")
+        loop.train(series(root, **two, **WAYS[name]), root / f"{name}-batch")
     ClassificationModule.ksvd_reduction = "sample"
     for name in ("ddp", "context"):
-        runner.train(text(root, **two, **WAYS[name]), root / f"text-{name}")
-    # Asked to stop: one rank hears it, both save and leave; both go on.
+        loop.train(text(root, **two, **WAYS[name]), root / f"text-{name}")
+    # One rank receives SIGTERM; both save and stop.
     for name in ("ddp", "fsdp"):
-        recipe, usual = series(root, **two, **WAYS[name]), module.TrainingModule.losses
+        if distributed.restarted():
+            break
+        recipe, losses = series(root, **two, **WAYS[name]), TrainingModule.losses
         if os.environ["RANK"] == "1":
-            stopped.ask_at(module.TrainingModule, "losses", 7)()
+            stop_at(TrainingModule, "losses", 7)()
         with suppress(Preempted):
-            runner.train(recipe, root / f"{name}-stopped")
-            raise AssertionError("nobody stopped")
-        module.TrainingModule.losses = usual
-        if name == "ddp":  # the other is left for another number of ranks to go on with
-            runner.train(recipe, root / f"{name}-stopped", resume=True)
-
-
-def kill(root: Path) -> None:
-    """A rank dies without a word in the middle of an epoch, behind a checkpoint in it; torchrun starts both again."""
-    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
-        die_at(module.TrainingModule, "losses", 9)()
-    changes = {"trainer.devices": 2, "trainer.checkpoint_steps": 2, **WAYS["fsdp"]}
-    runner.train(series(root, **changes), root / "fsdp-killed")
+            loop.train(recipe, root / f"{name}-stopped")
+            raise AssertionError("no rank stopped")
+        TrainingModule.losses = losses
+        if name == "ddp":  # a test resumes the other one with another number of ranks
+            loop.train(recipe, root / f"{name}-stopped", resume=True)
+    # A rank dies in the middle of an epoch, after a checkpoint within it.
+    if not distributed.restarted() and os.environ["RANK"] == "1":
+        kill_at(TrainingModule, "losses", 9)()
+    loop.train(series(root, **two, **WAYS["fsdp"], **{"trainer.checkpoint_steps": 2}), root / "fsdp-killed")
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    {"match": match, "kill": kill}[sys.argv[1]](Path(sys.argv[2]))
+    train_all(Path(sys.argv[1]))

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from primal_attention.train import registry
 from primal_attention.train.config import OptimConfig, TrainerConfig, from_plain, override, to_plain
+from primal_attention.train.task import compiles
 from primal_attention.train.uea import PAPER, UEARecipe, modern_recipe, paper_recipe
 from primal_attention.utils.errors import RunError
 
@@ -76,6 +78,11 @@ def test_a_mistyped_recipe_suggests_the_nearest(name, hint):
         (lambda: override(paper_recipe("X"), {"seed": "three"}), "seed must be int"),
         (lambda: override(paper_recipe("X"), {"optim.speed": 1}), "optim.speed is not a field"),
         (lambda: from_plain(UEARecipe, {"colour": 1}), "colour is not a field of this version"),
+        (lambda: OptimConfig(eps=0.0), "optim.eps must be positive"),
+        (lambda: TrainerConfig(steps_per_epoch=-1), "trainer.steps-per-epoch must not be negative"),
+        (lambda: TrainerConfig(devices=3, context=2), r"trainer.context must divide trainer.devices \(got 2 and 3\)"),
+        (lambda: override(paper_recipe("X"), {"trainer.logger": ("paper",)}), "must be one of csv, tensorboard"),
+        (lambda: override(paper_recipe("X"), {"trainer.tensorboard": True}), "use --trainer.logger csv tensorboard"),
     ],
 )
 def test_a_value_out_of_range_is_one_clear_line(make, complaint):
@@ -84,7 +91,32 @@ def test_a_value_out_of_range_is_one_clear_line(make, complaint):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(("old", "new"), [(True, ("csv", "tensorboard")), (False, ("csv",))])
+def test_a_configuration_of_an_earlier_version_is_mapped(old, new):
+    plain = to_plain(paper_recipe("X"))
+    del plain["trainer"]["logger"]
+    plain["trainer"]["tensorboard"] = old
+    assert from_plain(UEARecipe, plain).trainer.logger == new
+
+
 def test_paths_and_tuples_come_back_as_they_were():
     recipe = override(paper_recipe("X"), {"data.folder": Path("a/b"), "model.attention": ("softmax", "primal")})
     assert recipe.data.folder == Path("a/b")
     assert recipe.model.attention == ("softmax", "primal")
+
+
+def test_earlier_configurations_and_plain_yaml_have_true_and_false():
+    assert from_plain(TrainerConfig, {"compile": False}).compile == "off"
+    assert from_plain(TrainerConfig, {"compile": True, "graph": False}) == TrainerConfig(compile="on", graph="off")
+    with pytest.raises(RunError, match=r"trainer.compile must be auto, on or off \(got True\)"):
+        TrainerConfig(compile=True)  # type: ignore[arg-type]
+
+
+def test_auto_compiles_on_one_gpu(monkeypatch: pytest.MonkeyPatch):
+    config = TrainerConfig(compile="auto")
+    assert not compiles(override(config, {"accelerator": "cpu"}))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert compiles(config)
+    for other in ({"accelerator": "cpu"}, {"devices": 2, "strategy": "ddp"}, {"deterministic": True}):
+        assert not compiles(override(config, other))
+        assert compiles(override(config, {**other, "compile": "on"}))

@@ -1,8 +1,10 @@
-"""Decision Transformers from windows of trajectories to episodes in MuJoCo: what is trained, played, and refused."""
+"""Decision Transformers: windows of trajectories, their loss, episodes in MuJoCo, runs and refused input."""
 
 from __future__ import annotations
 
+import csv
 import itertools
+import json
 import sys
 
 import numpy as np
@@ -11,25 +13,30 @@ import torch
 
 from closeness import assert_close
 from primal_attention.cli import main as cli
+from primal_attention.cli import replay
 from primal_attention.data import d4rl as data
-from primal_attention.train import d4rl, registry, rollout, runner
+from primal_attention.train import d4rl, loop, registry
 from primal_attention.train.config import override
-from primal_attention.train.d4rl import ContextBatches
+from primal_attention.train.d4rl import ContextBatches, make_environment, make_reader, play
 from primal_attention.utils.errors import RunError
 
 pytest.importorskip("mujoco")
+import gymnasium
+
 K = 5
+SHORT = "ShortHopper-v4"
 SMALL = {
     "model.embed_dim": 16, "model.num_heads": 2, "model.layers": 2, "model.context": K, "model.rank": 4,
     "trainer.epochs": 2, "trainer.steps_per_epoch": 3, "trainer.batch_size": 8, "trainer.progress": False,
-    "trainer.tensorboard": False, "trainer.accelerator": "cpu", "evaluation.episodes": 3,
+    "trainer.accelerator": "cpu", "evaluation.episodes": 3, "evaluation.env": SHORT,
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A small set in D4RL's layout: random actions in Hopper."""
-    env, draw = rollout.make("Hopper-v4"), np.random.default_rng(0)
+    """A small set in D4RL's layout: random actions in Hopper. Also registers an environment with short episodes."""
+    gymnasium.register(SHORT, "gymnasium.envs.mujoco.hopper_v4:HopperEnv", max_episode_steps=2 * K + 2)
+    env, draw = make_environment("Hopper-v4"), np.random.default_rng(0)
     columns = {key: [] for key in ("observations", "actions", "rewards", "terminals")}
     for seed in range(6):
         state, fell = env.reset(seed=seed)[0], False
@@ -54,16 +61,11 @@ def test_the_recipes_are_the_papers():
     assert (found.model.layers, found.model.embed_dim, found.model.num_heads, found.model.context) == (3, 256, 4, 20)
     assert (found.model.rank, found.eta, found.model.attention) == (96, 0.05, ("primal+",))
     assert found.trainer.epochs * found.trainer.steps_per_epoch == 100_000
-    assert (found.trainer.batch_size, found.optim.lr, found.optim.weight_decay, found.optim.clip) == (
-        64,
-        1e-3,
-        1e-4,
-        0.25,
-    )
+    numbers = (found.trainer.batch_size, found.optim.lr, found.optim.weight_decay, found.optim.clip)
+    assert numbers == (64, 1e-3, 1e-4, 0.25)
     assert found.optim.schedule == "warmup"
     assert found.optim.warmup * 100_000 == 10_000
-    game = found.game()
-    assert (game.environment, game.target, game.episodes) == ("Walker2d-v4", 5000.0, 100)
+    assert (found.environment, found.target, found.evaluation.episodes) == ("Walker2d-v4", 5000.0, 100)
     assert registry.get("d4rl/halfcheetah-medium-replay").resolved().model.rank == 32
 
 
@@ -111,38 +113,27 @@ def test_the_loss_is_that_of_the_valid_steps(folder, attention):
 
 
 def trained(folder, out, **changes):
-    return runner.train(recipe(folder, **changes), out, name="d4rl/hopper-medium")
+    return loop.train(recipe(folder, **changes), out, name="d4rl/hopper-medium")
 
 
-@pytest.fixture(scope="module")
-def run(folder, tmp_path_factory):
-    """A finished run."""
-    place = tmp_path_factory.mktemp("run") / "run"
-    trained(folder, place, **{"evaluation.while_training": True})
-    return place
-
-
-def test_a_run_is_measured_by_its_episodes_and_measures_the_same_again(run, capsys):
-    summary = runner.read_summary(run)
+def test_a_run_is_measured_by_its_episodes_and_measures_the_same_again(folder, tmp_path, capsys):
+    run = tmp_path / "run"
+    summary = trained(folder, run, **{"evaluation.while_training": True})
     score = summary["scores"]["last"]
     assert score["score"] == data.normalized_score("hopper", score["return_mean"])
     assert (score["episodes"], score["target"], score["epoch"]) == (3, 3600.0, 2)
-    assert (summary["data"]["source"], summary["data"]["environment"]) == ("D4RL's layout", "Hopper-v4")
-    assert runner.evaluate(run)[""] == {k: v for k, v in score.items() if k != "epoch"}
+    assert (summary["data"]["source"], summary["data"]["environment"]) == ("D4RL's layout", SHORT)
+    with (run / "metrics.csv").open() as file:
+        watched = [float(row["test_score"]) for row in csv.DictReader(file)]
+    assert summary["scores"]["best_on_test"]["score"] == max(watched), "labelled as chosen on test"
+    assert [score["score"]] == watched[1:]
+    assert loop.evaluate(run)[""] == {k: v for k, v in score.items() if k != "epoch"}
     assert cli.main(["evaluate", str(run)]) == 0
-    said = capsys.readouterr().out
-    assert f"normalised score {score['score']:6.1f}" in said
-    assert f"the run had {score['score']:.1f}" in said
-
-
-def test_episodes_while_training_are_labelled_as_chosen_on_test(run):
-    summary = runner.read_summary(run)
-    rows = (run / "metrics.csv").read_text().splitlines()
-    column = rows[0].split(",").index("test_score")
-    watched = [float(row.split(",")[column]) for row in rows[1:]]
-    assert len(watched) == 2
-    assert summary["scores"]["best_on_test"]["score"] == max(watched)
-    assert summary["scores"]["last"]["score"] == watched[-1]
+    printed = capsys.readouterr().out
+    assert f"normalised score {score['score']:6.1f}" in printed
+    assert f"the run had {score['score']:.1f}" in printed
+    assert cli.main(["report", str(run), "--out", str(tmp_path / "page.html")]) == 0
+    assert (tmp_path / "page.html").stat().st_size > 1000
 
 
 def test_a_run_trained_without_environments_gets_its_score_later(folder, tmp_path, capsys):
@@ -150,12 +141,12 @@ def test_a_run_trained_without_environments_gets_its_score_later(folder, tmp_pat
     summary = trained(folder, run, **{"evaluation.episodes": 0})
     assert summary["scores"]["last"] == {"epoch": 2}
     assert cli.main(["evaluate", str(run), "--episodes", "2"]) == 0
-    later = runner.read_summary(run)
+    later = loop.read_summary(run)
     whole = trained(folder, tmp_path / "whole", **{"evaluation.episodes": 2})
     assert later["scores"] == whole["scores"]
     assert later["config"] == whole["config"]
     assert cli.main(["evaluate", str(run), "--episodes", "1"]) == 0
-    assert runner.read_summary(run) == later, "a score that is there stays"
+    assert loop.read_summary(run) == later, "an existing score stays"
     assert "1 episodes, target 3600" in capsys.readouterr().out
 
 
@@ -167,14 +158,14 @@ def model_of(folder, attention="primal+"):
 @pytest.mark.parametrize("attention", ["softmax", "primal+", "linear", "cosformer"])
 def test_streaming_takes_the_windows_actions_within_k(folder, attention):
     model = model_of(folder, attention)
-    window, stream = (rollout.play(model, "Hopper-v4", 3600.0, [1, 2], streaming=s) for s in ("off", "rolling"))
+    window, stream = (play(model, SHORT, 3600.0, [1, 2], s) for s in ("off", "rolling"))
     assert len(window.actions) > K, "the episodes outlast the context"
     for step in range(K):
         assert_close(torch.tensor(stream.actions[step]), torch.tensor(window.actions[step]), 1e-5, f"step {step}")
 
 
 def stream_through(reader, steps: int):
-    """What a reader does on given states, after seven of which one of three episodes ends, and what the others saw."""
+    """Actions of a reader on given states, and what it saw; one of three episodes ends after seven steps."""
     generator = torch.Generator().manual_seed(0)
     states, togo = torch.randn(steps, 3, 11, generator=generator), torch.linspace(3600, 3000, steps)
     taken = []
@@ -191,7 +182,7 @@ def stream_through(reader, steps: int):
 @pytest.mark.parametrize(("kind", "starts"), [("rolling", [0] * 5 + [3] * 3 + [6] * 3 + [9] * 2), ("whole", [0] * 13)])
 def test_a_stream_is_the_window_from_its_start_on(folder, kind, starts):
     model = model_of(folder, "primal+")
-    columns = stream_through(rollout.reader_of(model, 3, kind), len(starts))
+    columns = stream_through(make_reader(model, 3, kind), len(starts))
     for step, start in enumerate(starts):
         expected = model.predict(*(column[:, start : step + 1] for column in columns))[:, -1]
         assert_close(columns[1][:, step], expected, 1e-5, f"step {step}")
@@ -200,9 +191,9 @@ def test_a_stream_is_the_window_from_its_start_on(folder, kind, starts):
 def test_episodes_side_by_side_are_the_episodes_alone(folder):
     model, seeds = model_of(folder), [3, 4, 5]
     torch.nn.init.normal_(model.action_head.weight)  # a policy that looks at the state
-    together = rollout.play(model, "Hopper-v4", 3600.0, seeds)
+    together = play(model, "Hopper-v4", 3600.0, seeds)
     assert len(set(together.lengths)) > 1, "some end before the others"
-    alone = [rollout.play(model, "Hopper-v4", 3600.0, [seed]) for seed in seeds]
+    alone = [play(model, "Hopper-v4", 3600.0, [seed]) for seed in seeds]
     assert [int(a.lengths[0]) for a in alone] == together.lengths.tolist()
     # Rounding differs with the batch, and contacts amplify it.
     np.testing.assert_allclose([a.returns[0] for a in alone], together.returns, rtol=1e-3)
@@ -210,11 +201,9 @@ def test_episodes_side_by_side_are_the_episodes_alone(folder):
 
 def test_the_return_still_to_come_shrinks_by_what_was_earned(folder, monkeypatch):
     model, seen = model_of(folder), []
-    act = rollout.Window.act
-    monkeypatch.setattr(
-        rollout.Window, "act", lambda self, s, togo, t: seen.append(togo.clone()) or act(self, s, togo, t)
-    )
-    played = rollout.play(model, "Hopper-v4", 1000.0, [7])
+    act = d4rl.Window.act
+    monkeypatch.setattr(d4rl.Window, "act", lambda self, s, togo, t: seen.append(togo.clone()) or act(self, s, togo, t))
+    played = play(model, SHORT, 1000.0, [7])
     assert seen[0].item() == 1000.0
     assert len(seen) == played.lengths[0]
     assert all(a > b for a, b in itertools.pairwise(seen)), "every step alive earns something in Hopper"
@@ -224,44 +213,44 @@ def test_the_return_still_to_come_shrinks_by_what_was_earned(folder, monkeypatch
 def test_a_film_of_the_first_episode(folder, tmp_path):
     pytest.importorskip("imageio")
     try:
-        env = rollout.make("Hopper-v4", film=True)
+        env = make_environment(SHORT, film=True)
         env.reset(seed=0)
         env.render()
         env.close()
-    except Exception as error:  # no way to draw on this machine
+    except Exception as error:  # this machine cannot render
         pytest.skip(f"nothing can be rendered here: {type(error).__name__}")
     file = tmp_path / "films" / "hopper.gif"
-    rollout.play(model_of(folder), "Hopper-v4", 3600.0, [1, 2], video=file)
+    play(model_of(folder), SHORT, 3600.0, [1, 2], video=file)
     assert file.read_bytes().startswith(b"GIF8")
 
 
 @pytest.mark.parametrize(
     ("attention", "kind", "why"),
     [
-        ("flow", "rolling", "keeps no state to go on from: play with streaming off"),
+        ("flow", "rolling", "has no streaming state: play with streaming off"),
         ("cosformer", "whole", "is built for 15 tokens, and an episode has up to 3000: play with streaming rolling"),
     ],
 )
 def test_what_cannot_stream_says_so(folder, attention, kind, why):
     with pytest.raises(RunError, match=f"layer 1's attention '{attention}' {why}"):
-        rollout.play(model_of(folder, attention), "Hopper-v4", 3600.0, [0], streaming=kind)
+        play(model_of(folder, attention), SHORT, 3600.0, [0], streaming=kind)
 
 
 def test_an_environment_that_is_not_there_is_one_line(folder, monkeypatch):
     model = model_of(folder)
     with pytest.raises(RunError, match=r"environment 'Hoper-v4' cannot be made here .*Hopper"):
-        rollout.play(model, "Hoper-v4", 1.0, [0])
+        play(model, "Hoper-v4", 1.0, [0])
     with pytest.raises(RunError, match=r"'Walker2d-v4' has states of shape \(17,\) where the data has \(11,\)"):
-        rollout.play(model, "Walker2d-v4", 1.0, [0])
+        play(model, "Walker2d-v4", 1.0, [0])
     monkeypatch.setitem(sys.modules, "mujoco", None)
     for name in [n for n in sys.modules if n.startswith("gymnasium.envs.mujoco")]:
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(RunError, match=r"environment 'Hopper-v4' .*pip install 'primal-attention\[rl\]'") as told:
-        rollout.make("Hopper-v4")
+        make_environment("Hopper-v4")
     assert "\n" not in str(told.value)
     monkeypatch.setitem(sys.modules, "gymnasium", None)
     with pytest.raises(RunError, match="needs gymnasium with MuJoCo: pip install 'primal-attention\\[rl\\]'"):
-        rollout.make("Hopper-v4")
+        make_environment("Hopper-v4")
 
 
 @pytest.mark.parametrize(
@@ -288,16 +277,15 @@ def test_a_set_without_reference_scores_is_refused(tmp_path, folder):
         override(registry.get("d4rl/ant-medium"), {**SMALL, "data.folder": tmp_path}).build()
 
 
-def test_data_dependent_and_fading_layers_can_be_asked_for(folder):
+def test_a_run_of_something_else_cannot_be_replayed(tmp_path):
+    (tmp_path / "config.yaml").write_text("format: 1\nbenchmark: lra\nconfig: " + json.dumps({"seed": 0}) + "\n")
+    with pytest.raises(RunError, match="is not a run of d4rl but of lra"):
+        replay.read(tmp_path)
+
+
+def test_data_dependent_and_decayed_layers_are_options(folder):
     dependent = recipe(folder, **{"model.data_dependent": True}).build().module.model.blocks[-1].attention
     assert dependent.data_dependent
     assert dependent.max_length == 3 * K
-    fading = recipe(folder, **{"model.decay": True}).build().module.model.blocks[-1].attention
-    assert fading.decay is not None
-    assert d4rl.ETA == 0.05
-
-
-def test_the_page_shows_such_runs(run, tmp_path, capsys):
-    assert cli.main(["report", str(run), "--out", str(tmp_path / "page.html")]) == 0
-    assert (tmp_path / "page.html").stat().st_size > 1000
-    capsys.readouterr()
+    decayed = recipe(folder, **{"model.decay": True}).build().module.model.blocks[-1].attention
+    assert decayed.decay is not None

@@ -1,4 +1,4 @@
-"""Language recipes: every token measured once, equal parameters, runs that repeat and can be asked again, the table."""
+"""Language recipes: every token evaluated once, equal parameters, runs that repeat and can be loaded again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from primal_attention.cli import main as cli
 from primal_attention.data.lm import TextSplit, Vocabulary
 from primal_attention.report.tables import language_variants
 from primal_attention.train import lm as language
-from primal_attention.train import registry, runner
+from primal_attention.train import loop, registry
 from primal_attention.train.config import override
 from primal_attention.train.lm import LanguageRecipe, MeasuredWindows, TrainingWindows, load_language
 from primal_attention.utils.errors import DataError, RunError
@@ -39,7 +39,6 @@ SMALL: dict[str, Any] = {
     "trainer.precision": "32-true",
     "trainer.accelerator": "cpu",
     "trainer.progress": False,
-    "trainer.tensorboard": False,
 }
 
 
@@ -92,20 +91,33 @@ def test_training_windows_are_cut_anew_and_repeat_by_seed() -> None:
         TrainingWindows(split(12), 8, 1, 0)
 
 
-@pytest.mark.parametrize("name", LINEUP)
-def test_parameters_are_equal(name: str) -> None:
-    recipe = override(registry.get("lm/wikipedia"), LINEUP[name].changes()).resolved()
-    softmax = override(registry.get("lm/wikipedia"), LINEUP["softmax"].changes()).resolved()
+DELTA = {"primal_mode": "delta", "primal_heads": 4, "rank": 64, "conv": 4, "gate": True}
+
+
+@pytest.mark.parametrize(
+    ("attention", "options", "positions"),
+    [
+        (("softmax",), {}, "rotary"),
+        (("primal+",), {}, "rotary"),
+        (("primal",), {"primal_mode": "decay"}, "rotary"),
+        (("primal",), {"conv": 4}, "rotary"),
+        (("primal", "primal", "softmax") * 2, DELTA, "rotary"),
+        (("primal",), {}, "sinusoidal"),
+        (("primal",), {"primal_mode": "landmarks"}, "sinusoidal"),
+        (("linear",), {}, "sinusoidal"),
+        (("flow",), {}, "sinusoidal"),
+    ],
+    ids=str,
+)
+def test_parameters_are_equal_and_positions_are_added_where_nothing_else_encodes_the_order(
+    attention: tuple[str, ...], options: dict[str, Any], positions: str
+) -> None:
+    changes = {"model.attention": attention, **{f"model.{name}": value for name, value in options.items()}}
+    recipe = override(registry.get("lm/wikipedia"), changes).resolved()
+    assert recipe.model.positions == positions
+    softmax = override(registry.get("lm/wikipedia"), {"model.attention": ("softmax",)}).resolved()
     counts = [language.parameters(language.network(r, 8192)) for r in (recipe, softmax)]
     assert abs(counts[0] / counts[1] - 1) < 0.002
-
-
-def test_positions_where_nothing_else_tells_the_order() -> None:
-    def positions(name: str) -> str | None:
-        return override(registry.get("lm/wikipedia"), LINEUP[name].changes()).resolved().model.positions
-
-    assert {positions(name) for name in ("softmax", "primal-decay", "primal-mean-conv", "primal+-mean")} == {"rotary"}
-    assert {positions(name) for name in ("linear", "flow", "primal-mean", "primal-landmarks")} == {"sinusoidal"}
 
 
 def test_the_papers_setting() -> None:
@@ -117,18 +129,12 @@ def test_the_papers_setting() -> None:
     assert round(recipe.optim.warmup * recipe.trainer.epochs * recipe.trainer.steps_per_epoch) == 6000
 
 
-@pytest.mark.parametrize("mode", ["selective", "dual"])
-def test_a_recipe_with_a_removed_mode_gets_one_line(mode: str) -> None:
-    with pytest.raises(RunError, match=rf"model\.primal_mode: attention '{mode}' was removed; use 'decay' or 'delta'"):
-        override(registry.get("lm/wikipedia"), {"model.primal_mode": mode})
-
-
-def test_a_run_measures_what_its_model_predicts_and_repeats(
+def test_a_run_is_evaluated_by_what_its_model_predicts_and_repeats(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = small(folder, model__primal_mode="delta", model__conv=4, model__gate=True)
-    summary = runner.train(recipe, tmp_path / "a", name="lm/wikipedia")
-    again = runner.train(recipe, tmp_path / "b", name="lm/wikipedia")
+    summary = loop.train(recipe, tmp_path / "a", name="lm/wikipedia")
+    again = loop.train(recipe, tmp_path / "b", name="lm/wikipedia")
     assert summary["scores"] == again["scores"]
     model, vocabulary = load_language(tmp_path / "a")
     data = language.load(recipe.data)
@@ -143,24 +149,24 @@ def test_a_run_measures_what_its_model_predicts_and_repeats(
     assert last["bits_per_byte"] == pytest.approx(bits, rel=1e-5)  # float32
     assert last["perplexity"] == pytest.approx(math.exp(nats / (len(tokens) - 1)), rel=1e-5)
     assert {"validation_perplexity", "validation_bits_per_byte"} <= last.keys()
-    assert runner.evaluate(tmp_path / "a")[""]["bits_per_byte"] == pytest.approx(last["bits_per_byte"], rel=1e-6)
+    assert loop.evaluate(tmp_path / "a")[""]["bits_per_byte"] == pytest.approx(last["bits_per_byte"], rel=1e-6)
     assert cli.main(["evaluate", str(tmp_path / "a")]) == 0
-    assert f"bits per byte {last['bits_per_byte']:.4f}" in (said := capsys.readouterr().out)
-    assert "as in the run" in said
+    assert f"bits per byte {last['bits_per_byte']:.4f}" in (printed := capsys.readouterr().out)
+    assert "as in the run" in printed
+    refuse_foreign_vocabularies(tmp_path / "a")
 
 
-def test_a_foreign_vocabulary_is_refused(folder: Path, tmp_path: Path) -> None:
-    runner.train(small(folder), tmp_path / "run", name="lm/wikipedia")
-    file = tmp_path / "run" / "vocabulary.json"
+def refuse_foreign_vocabularies(run: Path) -> None:
+    file = run / "vocabulary.json"
     Vocabulary.train_byte_pairs(["Quite other words, and more of these words than of others."], 280).save(file)
     with pytest.raises(RunError, match=r"vocabulary.json is not the vocabulary that the run was trained with"):
-        load_language(tmp_path / "run")
+        load_language(run)
     file.write_text('{"words": ["<eos>", "a"]}')
     with pytest.raises(RunError, match="has 2 tokens and the checkpoint 280: not the run's own"):
-        load_language(tmp_path / "run")
+        load_language(run)
     file.unlink()
     with pytest.raises(DataError, match=r"vocabulary.json is missing"):
-        load_language(tmp_path / "run")
+        load_language(run)
 
 
 def test_a_vocabulary_beside_the_text_is_used(folder: Path, tmp_path: Path) -> None:
@@ -175,14 +181,15 @@ def test_a_vocabulary_beside_the_text_is_used(folder: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"data__vocabulary": 256}, "data.vocabulary must be at least 257"),
         ({"data__context": 0}, "data.context must be at least 1"),
-        ({"model__conv": -1}, "model.conv must not be negative"),
+        ({"model__conv": -1}, "model.conv must be at least 0"),
         ({"model__dropout": 1.0}, r"model.dropout must lie in \[0, 1\)"),
+        ({"model__primal_mode": "dual"}, r"attention 'dual' was removed; use 'decay' or 'delta'"),
     ],
 )
-def test_bad_settings_are_told_in_one_line(folder: Path, changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(RunError, match=said):
+def test_bad_settings_are_one_line(folder: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(RunError, match=message):
         small(folder, **changes)

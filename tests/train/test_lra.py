@@ -1,4 +1,4 @@
-"""Long-Range Arena recipes: the paper's settings, steps for epochs, repeatable runs on sets made small."""
+"""Long-Range Arena: the paper's settings, steps for epochs, batches without padding, runs that repeat or compile."""
 
 from __future__ import annotations
 
@@ -7,21 +7,35 @@ import dataclasses
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from power_cut import assert_resumes_to_the_same
+from faults import assert_resumes_to_the_same
 
+from primal_attention.cli import main as cli
 from primal_attention.data.lra import listops, pathfinder
 from primal_attention.data.lra.tokens import TokenData, TokenSplit
-from primal_attention.train import lra, registry, runner
-from primal_attention.train.config import override
-from primal_attention.train.lra import SHORT, TASKS, LRARecipe, build_from, paper_recipe, short_recipe
+from primal_attention.models.lra import LRAClassifier
+from primal_attention.train import loop, lra, registry
+from primal_attention.train.batches import Batches
+from primal_attention.train.config import from_plain, override
+from primal_attention.train.lra import (
+    SHORT,
+    TASKS,
+    LRAData,
+    LRARecipe,
+    TokenBatches,
+    bucket_widths,
+    build_from,
+    count_lengths,
+)
 from primal_attention.utils.errors import DataError, RunError
 
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 SMALL = {
     "model.embed_dim": 8,
     "model.ffn_dim": 16,
@@ -33,32 +47,43 @@ SMALL = {
     "trainer.precision": "32-true",
     "trainer.accelerator": "cpu",
     "trainer.progress": False,
-    "trainer.tensorboard": False,
 }
 
 
-def small(task: str = "listops", folder: Path | None = None, **changes: Any) -> LRARecipe:
+def small(name: str = "lra/listops", folder: Path | None = None, **changes: Any) -> LRARecipe:
     given = {k.replace("__", "."): v for k, v in changes.items()}
-    return override(paper_recipe(task), {**SMALL, "data.folder": folder, **given})
+    return override(registry.get(name), {**SMALL, "data.folder": folder, **given})
 
 
 @pytest.fixture(scope="module")
 def expressions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
-    shape = listops.Shape(max_depth=4, max_args=4, min_length=5, max_length=40)
-    return listops.write(tmp_path_factory.mktemp("listops"), train=18, valid=6, test=6, shape=shape)
+    shape = listops.Shape(max_depth=4, max_args=4, min_length=5, max_length=90)
+    return listops.write(tmp_path_factory.mktemp("listops"), train=36, valid=6, test=6, shape=shape)
 
 
-def made_up(task: str, *, pairs: bool = False) -> TokenData:
+def made_up(length: int = 12, *, pairs: bool = False) -> TokenData:
+    """Random tokens: short samples, and three in every split that have the full length."""
     rng = np.random.default_rng(0)
 
-    def split(cases: int) -> TokenSplit:
-        draw = [rng.integers(1, 20, (cases, 12), dtype=np.uint8) for _ in range(2)]
-        for tokens in draw:
-            tokens[0, 7:] = 0
-        return TokenSplit(draw[0], np.arange(cases) % 2, draw[1] if pairs else None)
+    def split(count: int) -> TokenSplit:
+        draws = [rng.integers(1, 20, (count, length), dtype=np.uint8) for _ in range(2)]
+        for tokens in draws:
+            tokens[:-3, 7:] = 0
+        return TokenSplit(draws[0], np.arange(count) % 2, draws[1] if pairs else None)
 
-    return TokenData(task, split(8), split(4), split(4), vocabulary=20, classes=2, padded=True)
+    return TokenData("listops", split(8), split(6), split(6), vocabulary=20, classes=2, padded=True)
+
+
+def step(recipe: LRARecipe, data: TokenData) -> torch.Tensor:
+    experiment = build_from(recipe.resolved(), data)
+    loss = experiment.module.training_step(next(iter(experiment.train)), 0)
+    loss.backward()
+    assert 0 <= experiment.module.evaluate(experiment.test)["accuracy"] <= 1
+    return loss
+
+
+# Recipes
 
 
 @pytest.mark.parametrize(
@@ -71,67 +96,31 @@ def made_up(task: str, *, pairs: bool = False) -> TokenData:
         ("pathfinder", 62400, 312, 256, (30, 0.1), (20, 0.05)),
     ],
 )
-def test_the_papers_settings(task, steps, warmup, batch, former, plus):
+def test_the_papers_settings_and_a_shorter_training_of_the_same_model(task, steps, warmup, batch, former, plus):
     recipe = registry.get(f"lra/{task}").resolved()
     trainer, optim, model = recipe.trainer, recipe.optim, recipe.model
     assert trainer.epochs * trainer.steps_per_epoch == steps
     assert round(optim.warmup * steps) == warmup
     assert trainer.batch_size == batch
-    assert (optim.name, optim.lr, optim.eps, optim.weight_decay, optim.schedule) == (
-        "adamw",
-        1e-4,
-        1e-6,
-        0.0,
-        "onecycle-linear",
-    )
+    found = (optim.name, optim.lr, optim.eps, optim.weight_decay, optim.schedule)
+    assert found == ("adamw", 1e-4, 1e-6, 0.0, "onecycle-linear")
     assert (model.embed_dim, model.num_heads, model.layers, model.ffn_dim, model.dropout) == (64, 2, 2, 128, 0.1)
     assert (model.rank, recipe.eta, model.landmarks) == (*former, 10 * former[0])
-    both = override(recipe, {"model.attention": ("primal+",), "model.rank": None, "model.landmarks": None, "eta": None})
-    assert (both.resolved().model.rank, both.resolved().eta) == plus
+    both = override(registry.get(f"lra/{task}"), {"model.attention": ("primal+",)}).resolved()
+    assert (both.model.rank, both.eta) == plus
+    short = registry.get(f"lra-short/{task}").resolved()
+    # Initial positions and the landmarks of training are not part of the trained model.
+    assert dataclasses.replace(short.model, positions="random", sampling="even") == model
+    assert short.trainer.epochs * short.trainer.steps_per_epoch == SHORT[task].steps
+    assert SHORT[task].steps * short.trainer.batch_size <= steps * batch
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_the_short_training_is_of_the_same_model(task):
-    short, paper = registry.get(f"lra-short/{task}").resolved(), registry.get(f"lra/{task}").resolved()
-    # Where positions start and which rows are landmarks in training are no part of what is trained.
-    model = dataclasses.replace(short.model, positions=paper.model.positions, sampling=paper.model.sampling)
-    assert (model, short.eta) == (paper.model, paper.eta)
-    trainer = short.trainer
-    cases = trainer.epochs * trainer.steps_per_epoch * trainer.batch_size
-    assert trainer.epochs * trainer.steps_per_epoch == SHORT[task].steps
-    assert cases <= paper.trainer.epochs * paper.trainer.steps_per_epoch * paper.trainer.batch_size
-
-
-@pytest.mark.parametrize("attention", ["primal", "primal+", "nystrom", "linformer"])
-def test_a_batch_may_be_cut_where_its_padding_begins(attention):
-    """Losses, J included, are those of the whole batch."""
-    torch.set_num_threads(1)
-    data = made_up("listops")
-    module = build_from(small(model__attention=(attention,), model__dropout=0.0).resolved(), data).module
-    tokens, labels = torch.from_numpy(data.train.tokens[:1]), torch.from_numpy(data.train.labels[:1])
-    assert not tokens[:, 7:].any()
-    whole, cut = (module.losses((t, labels)) for t in (tokens, tokens[:, :7]))
-    for name in whole:
-        torch.testing.assert_close(whole[name], cut[name])
-
-
-def test_a_run_counts_steps_and_validation_chooses(expressions: Path, tmp_path: Path):
-    summary = runner.train(small(folder=expressions), tmp_path / "run", name="lra/listops")
-    with (tmp_path / "run" / "metrics.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [int(row["step"]) for row in rows] == [3, 6]
-    assert "test_accuracy" not in rows[0], "test is measured once, at the end"
-    assert set(summary["scores"]) == {"validation_chosen"}
-    assert summary["data"]["max_length"] == 2000
-    for row in rows:  # the whole batch's J is squared, so J² of a step is its loss; here one epoch's mean of squares
-        assert float(row["ksvd_loss"]) >= float(row["J"]) ** 2 - 1e-6
-    assert runner.evaluate(tmp_path / "run")[""] == summary["test"]
-
-
-def test_a_run_cut_off_within_an_epoch_of_steps_resumes_to_the_same_metrics_and_weights(
-    expressions: Path, tmp_path: Path
-):
-    assert_resumes_to_the_same(small(folder=expressions), tmp_path, step=4)
+def test_the_former_name_of_the_length_buckets(capsys):
+    assert cli.main(["train", "lra/listops", "--data.kinds", "4"]) == 2
+    assert "--data.kinds was replaced: use --data.length-buckets" in capsys.readouterr().err
+    with pytest.raises(RunError, match=r"data\.kinds was replaced: use --data\.length-buckets"):
+        override(registry.get("lra/listops"), {"data.kinds": 4})
+    assert from_plain(LRAData, {"kinds": 4}) == LRAData(length_buckets=4)
 
 
 @pytest.mark.parametrize(
@@ -141,116 +130,270 @@ def test_a_run_cut_off_within_an_epoch_of_steps_resumes_to_the_same_metrics_and_
         {"model__attention": ("softmax",)},
         {"model__attention": ("linformer",)},
         {"model__r_scores": False},
-        {"model__data_dependent": False},
+        {"model__sampling": "random", "model__data_dependent": False},  # no landmarks that could move
         {"model__published_padding": True},
     ],
     ids=str,
 )
-def test_variants_build_and_step(changes):
-    torch.set_num_threads(1)
-    experiment = build_from(small(**changes).resolved(), made_up("listops"))
-    loss = experiment.module.training_step(next(iter(experiment.train)), 0)
-    loss.backward()
-    assert torch.isfinite(loss)
+def test_variants_train(changes):
+    assert torch.isfinite(step(small(**changes), made_up()))
 
 
-@pytest.mark.parametrize(
-    ("changes", "whole"),
-    [({}, False), ({"model.published_padding": True}, True)],
-    ids=["padding-left-out", "padding-takes-part"],
-)
-def test_only_where_padding_takes_part_sequences_stay_whole(changes, whole, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(lra, "EVALUATED_TOKENS", 0)  # batches as small as the trainings'
-    data = lengthened(made_up("listops"), 100)
-    changes = {**SMALL, "data.kinds": 2, "trainer.batch_size": 3, "watch_test": True, **changes}
-    experiment = build_from(override(paper_recipe("listops"), changes).resolved(), data)
+def test_pairs_train():
+    data = made_up(pairs=True)
+    assert torch.isfinite(step(small("lra/retrieval"), data))
+    dtypes = [t.dtype for t in next(iter(build_from(small("lra/retrieval").resolved(), data).train))]
+    assert dtypes == [torch.uint8, torch.uint8, torch.int64]
+
+
+@pytest.mark.parametrize("attention", ["primal", "primal+", "nystrom", "linformer"])
+def test_a_batch_may_be_cut_where_its_padding_begins(attention):
+    """The losses, J included, are those of the uncut batch."""
+    data = made_up()
+    module = build_from(small(model__attention=(attention,), model__dropout=0.0).resolved(), data).module
+    tokens, labels = torch.from_numpy(data.train.tokens[:1]), torch.from_numpy(data.train.labels[:1])
+    whole, cut = (module.losses((t, labels)) for t in (tokens, tokens[:, :7]))
+    for name in whole:
+        torch.testing.assert_close(whole[name], cut[name])
+
+
+@pytest.mark.parametrize("published_padding", [False, True])
+def test_sequences_are_cut_unless_padding_takes_part(published_padding, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(lra, "EVALUATED_TOKENS", 0)  # evaluation batches as small as the training's
+    changes = {"data__length_buckets": 2, "trainer__batch_size": 3, "watch_test": True}
+    recipe = small(model__published_padding=published_padding, **changes).resolved()
+    experiment = build_from(recipe, made_up(100))
     for batches in (experiment.train, experiment.test, *experiment.watched.values()):
-        widths = {tokens.shape[1] for tokens, _ in batches}
-        assert (widths == {100}) == whole
+        assert ({tokens.shape[1] for tokens, _ in batches} == {100}) == published_padding
     assert experiment.module.padded
 
 
-def lengthened(data: TokenData, length: int) -> TokenData:
-    """The same cases with padding up to a length, but for three in every split that fill it."""
+def test_black_pixels_are_padding_only_on_request(tmp_path: Path):
+    pathfinder.write(tmp_path, train=8, valid=2, test=2)
+    for zero_is_padding in (False, True):
+        experiment = loop.build(small("lra/pathfinder", tmp_path, data__zero_is_padding=zero_is_padding).resolved())
+        assert experiment.module.padded == zero_is_padding
+        assert (experiment.module.model.room is not None) == zero_is_padding
+        assert experiment.train.lengths is None
+        assert torch.isfinite(experiment.module.training_step(next(iter(experiment.train)), 0))
 
-    def longer(split: TokenSplit) -> TokenSplit:
-        tokens = np.pad(split.tokens, ((0, 0), (0, length - split.tokens.shape[1])))
-        tokens[-3:] = 1
-        return dataclasses.replace(split, tokens=tokens)
 
-    return dataclasses.replace(data, **{name: longer(split) for name, split in data.splits.items()})
-
-
-def test_published_padding_of_a_baseline_is_refused_before_anything_is_written(expressions: Path, tmp_path: Path):
+def test_bad_input_is_one_line(expressions: Path, tmp_path: Path):
+    with pytest.raises(DataError, match="primal data listops --out"):
+        small(folder=tmp_path).build()
+    for task in TASKS:
+        with pytest.raises(DataError, match=str(tmp_path)) as caught:
+            small(f"lra/{task}", tmp_path).build()
+        assert "\n" not in str(caught.value)
     recipe = small(folder=expressions, model__attention=("nystrom",), model__published_padding=True)
-    with pytest.raises(RunError, match="published_padding is known for primal and softmax layers only") as caught:
-        runner.train(recipe, tmp_path / "run")
-    assert "\n" not in str(caught.value)
+    with pytest.raises(RunError, match="published_padding is known for primal and softmax layers only") as refused:
+        loop.train(recipe, tmp_path / "run")
+    assert "\n" not in str(refused.value)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_short_training_takes_sets_smaller_than_a_batch(expressions: Path, tmp_path: Path):
-    recipe = override(short_recipe("listops"), {**SMALL, "data.folder": expressions, "trainer.batch_size": 32})
-    assert recipe.data.kinds > 1
-    assert runner.train(recipe, tmp_path / "run")["data"]["train_cases"] < 32
+# Batches
+
+FULL = 640
 
 
-def test_weights_that_see_no_data_have_no_landmarks_to_move():
-    recipe = override(short_recipe("text"), {**SMALL, "model.data_dependent": False})
-    assert (recipe.model.sampling, recipe.resolved().model.sampling) == ("random", "even")
-    experiment = build_from(recipe.resolved(), made_up("text"))
-    assert torch.isfinite(experiment.module.training_step(next(iter(experiment.train)), 0))
+def bucketed(batch_size: int = 8, seed: int | None = 3, steps: int = 6) -> TokenBatches:
+    """200 samples of up to 640 tokens; their labels are their numbers."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(1, 20, (200, FULL)).astype(np.uint8)
+    tokens[np.arange(FULL) >= rng.integers(5, FULL, (200, 1))] = 0
+    lengths = count_lengths(tokens)
+    widths = bucket_widths(lengths, FULL, 4, batch_size) if seed is not None else ()
+    tensors = [torch.from_numpy(tokens), torch.arange(200)]
+    return TokenBatches(tensors, batch_size, seed, steps, lengths=lengths, widths=widths)
+
+
+def assert_same(first: Any, second: Any) -> None:
+    for a, b in zip(first, second, strict=True):
+        assert all(torch.equal(x, y.cpu()) for x, y in zip(a, b, strict=True))
+
+
+def test_lengths_end_at_the_last_token(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(lra, "ROWS_AT_ONCE", 3)
+    tokens = np.array([[1, 2, 0, 0], [0, 3, 0, 0], [1, 2, 3, 4], [0, 0, 0, 0]], dtype=np.uint8)
+    assert count_lengths(tokens).tolist() == [2, 2, 4, 4]
+
+
+def test_every_bucket_holds_half_of_the_rest():
+    lengths = torch.arange(1, 1025)
+    assert bucket_widths(lengths, 1024, 4, 8) == [512, 768, 896, 1024]
+    assert bucket_widths(lengths, 1024, 1, 8) == [1024]
+    assert bucket_widths(torch.full((100,), 7), 100, 4, 8) == [100], "one bucket if all lengths are equal"
+    assert bucket_widths(torch.arange(1, 11), 10, 4, 8) == [10], "no bucket that cannot fill a batch"
+
+
+def test_batches_of_a_bucket_have_one_width_and_lose_no_token():
+    batches = bucketed(steps=25)  # a pass
+    for epoch in range(2):
+        batches.set_epoch(epoch)
+        seen, shapes = [], set()
+        for tokens, numbers in batches:
+            shapes.add(tuple(tokens.shape))
+            whole = torch.nn.functional.pad(tokens, (0, FULL - tokens.shape[1]))
+            assert torch.equal(whole, batches.tensors[0][numbers])
+            seen += numbers.tolist()
+        assert sorted(seen) == list(range(200)), "every sample once in a pass"
+        assert shapes == {(8, width) for width in batches.widths}
+        assert len(shapes) > 2
+
+
+def test_epochs_continue_and_groups_are_the_same_batches():
+    short, long, grouped = bucketed(steps=3), bucketed(steps=9), bucketed(steps=9)
+    grouped.group = 4
+    parts = []
+    for epoch in range(3):
+        short.set_epoch(epoch)
+        parts += list(short)
+    assert_same(parts, long)
+    assert_same(long, [batch for group in grouped for batch in group])
+
+
+def test_fewer_samples_than_a_batch_are_one_batch():
+    batches = bucketed(batch_size=300, steps=2)
+    seen = [numbers for _, numbers in batches]
+    assert [sorted(numbers.tolist()) for numbers in seen] == 2 * [list(range(200))]
+    assert not torch.equal(*seen), "each pass has its own order"
+
+
+def test_an_evaluation_takes_every_sample_once_and_bounds_the_tokens_of_a_batch():
+    seen = []
+    for tokens, numbers in bucketed(seed=None, steps=0):
+        assert tokens.numel() <= 8 * FULL
+        assert (tokens != 0).sum(dim=1).max() > tokens.shape[1] - lra.WIDTH_MULTIPLE
+        seen += numbers.tolist()
+    assert sorted(seen) == list(range(200))
+
+
+def test_without_lengths_the_batches_are_the_plain_ones(tmp_path):
+    np.save(tmp_path / "a.npy", np.arange(40, dtype=np.uint8).reshape(20, 2))
+    tensors = [torch.from_numpy(np.load(tmp_path / "a.npy", mmap_mode="c")), torch.arange(20)]
+    assert_same(Batches(tensors, 6, 3), TokenBatches(tensors, 6, 3).to(torch.device("cpu")))
+
+
+@gpu
+@pytest.mark.gpu
+def test_batches_reach_the_device():
+    on_device = bucketed().to(torch.device("cuda"))
+    assert next(iter(on_device))[0].device.type == "cuda"
+    assert_same(bucketed(), on_device)
+
+
+# Runs
+
+
+def test_a_run_counts_steps_validation_chooses_and_a_cut_off_one_resumes(expressions: Path, tmp_path: Path):
+    assert_resumes_to_the_same(small(folder=expressions), tmp_path, step=4)
+    run = next(place.parent for place in tmp_path.rglob("summary.json"))
+    summary = loop.read_summary(run)
+    with (run / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows] == [3, 6]
+    assert "test_accuracy" not in rows[0], "test is evaluated once, at the end"
+    assert set(summary["scores"]) == {"validation_chosen"}
+    assert summary["data"]["max_length"] == 2000
+    for row in rows:  # J is squared after the batch's mean; the mean of squares is at least the square of the mean
+        assert float(row["ksvd_loss"]) >= float(row["J"]) ** 2 - 1e-6
+    assert loop.evaluate(run)[""] == summary["test"]
 
 
 SPLIT = """
 import sys
 from pathlib import Path
 import test_lra
-from primal_attention.train import runner
+from primal_attention.train import lra, loop
 
-folder, out = map(Path, sys.argv[1:])
+lra.load = lambda config: test_lra.made_up(64)
 shared = {"trainer__devices": 2, "trainer__context": 2, "trainer__strategy": "ddp"}
-runner.train(test_lra.small(folder=folder, model__sampling="random", **shared), out)
+loop.train(test_lra.small(model__sampling="random", **shared), Path(sys.argv[1]))
 """
 
 
-def test_landmarks_move_where_two_processes_share_each_sequence(expressions: Path, tmp_path: Path):
+def test_landmarks_move_where_two_processes_share_each_sequence(tmp_path: Path):
     script = tmp_path / "split.py"
     script.write_text(SPLIT)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    folders = Path(__file__).parents[:2]
-    paths = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
-    here = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    words = [*launch, str(script), str(expressions), str(tmp_path / "run")]
-    done = subprocess.run(words, env=here, capture_output=True, text=True, timeout=300)
+    paths = os.pathsep.join([*map(str, Path(__file__).parents[:2]), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    words = [*launch, str(script), str(tmp_path / "run")]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert runner.read_summary(tmp_path / "run")["scores"]
+    assert loop.read_summary(tmp_path / "run")["scores"]
 
 
-def test_pairs_build_and_step():
-    experiment = build_from(small("retrieval").resolved(), made_up("retrieval", pairs=True))
-    batch = next(iter(experiment.train))
-    assert [t.dtype for t in batch] == [torch.uint8, torch.uint8, torch.int64]
-    experiment.module.training_step(batch, 0).backward()
-    assert 0 <= experiment.module.evaluate(experiment.test)["accuracy"] <= 1
+# Compiled runs
 
 
-def test_black_pixels_are_padding_only_where_asked_for(tmp_path: Path):
-    torch.set_num_threads(1)
-    pathfinder.write(tmp_path, train=8, valid=2, test=2)
-    for zero_is_padding in (False, True):
-        recipe = small("pathfinder", tmp_path, data__zero_is_padding=zero_is_padding)
-        experiment = runner.build(recipe.resolved())
-        assert experiment.module.padded == zero_is_padding
-        assert (experiment.module.model.room is not None) == zero_is_padding
-        assert experiment.train.lengths is None  # no kinds by length: the cases are mixed
-        assert torch.isfinite(experiment.module.training_step(next(iter(experiment.train)), 0))
+def compile_with(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = LRAClassifier.compile
+    monkeypatch.setattr(LRAClassifier, "compile", lambda self, **given: usual(self, backend=backend, **given))
 
 
-def test_a_missing_set_says_how_to_get_it(tmp_path: Path):
-    with pytest.raises(DataError, match="primal data listops --out"):
-        small(folder=tmp_path).build()
-    for task in TASKS:
-        with pytest.raises(DataError, match=str(tmp_path)) as caught:
-            small(task, tmp_path).build()
-        assert "\n" not in str(caught.value)
+@pytest.mark.parametrize(("attention", "graph", "blocks"), [("primal+", "on", 2), ("reformer", "off", 1)])
+def test_a_compiled_training_is_the_training(
+    expressions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attention: str, graph: str, blocks: int
+):
+    """Batches of several widths, recorded and plain steps, hashes that are drawn at every step."""
+    needs_gradients: list[bool] = []
+
+    def backend(module: torch.fx.GraphModule, _: Any) -> Any:
+        needs_gradients.append(torch.is_grad_enabled())
+        return module.forward
+
+    compile_with(backend, monkeypatch)
+    changes = {"trainer__graph": graph, "model__attention": (attention,), "trainer__epochs": 1}
+    for mode in ("off", "on"):
+        loop.train(small("lra-short/listops", expressions, trainer__compile=mode, **changes), tmp_path / mode)
+    for file in ("metrics.csv", "model.safetensors"):
+        assert (tmp_path / "on" / file).read_bytes() == (tmp_path / "off" / file).read_bytes()
+    assert len(needs_gradients) == 2 + blocks, "stem, mean and each kind of block: one graph for all widths"
+    assert all(needs_gradients), "evaluations run eagerly"
+
+
+def test_a_compiler_that_fails_is_one_line(expressions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def backend(module: torch.fx.GraphModule, _: Any) -> Any:
+        raise OSError("no compiler here")
+
+    compile_with(backend, monkeypatch)
+    with pytest.raises(RunError, match=r"no compiler here.*add --trainer.compile off"):
+        loop.train(small(folder=expressions, trainer__compile="on"), tmp_path / "run")
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize(("attention", "blocks"), [("primal+", 2), ("reformer", 1)])
+def test_on_a_gpu_compiled_steps_are_recorded_and_train_alike(
+    expressions: Path, tmp_path: Path, attention: str, blocks: int
+):
+    from torch._dynamo.utils import counters
+
+    settings = {
+        "model__attention": (attention,),
+        "model__dropout": 0.0,
+        "model__embed_dim": 32,
+        "trainer__accelerator": "gpu",
+        "trainer__precision": "bf16-mixed",
+        "trainer__epochs": 4,
+        "trainer__steps_per_epoch": 16,
+    }
+    losses = []
+    for mode in ("off", "auto"):
+        counters.clear()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "steps run without a CUDA graph")
+            loop.train(small("lra-short/listops", expressions, trainer__compile=mode, **settings), tmp_path / mode)
+        with (tmp_path / mode / "metrics.csv").open() as file:
+            losses.append([float(row["loss"]) for row in csv.DictReader(file)])
+    assert losses[1] == pytest.approx(losses[0], rel=2e-2)  # bfloat16, rounded in other places
+    assert counters["stats"]["unique_graphs"] == 2 + blocks, "one graph of each part for all widths"
+    assert not counters["graph_break"]
+
+
+def test_a_short_training_of_fewer_samples_than_a_batch(expressions: Path, tmp_path: Path):
+    recipe = small("lra-short/listops", expressions, trainer__batch_size=64, trainer__epochs=1)
+    assert recipe.data.length_buckets > 1
+    assert loop.train(recipe, tmp_path / "run")["data"]["train_cases"] < 64

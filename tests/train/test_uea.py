@@ -1,59 +1,137 @@
-"""The UEA recipes' flags for their data: principal channels, edges held out; run folders from before they were."""
+"""UEA recipes: preparation of the data, augmentation, data of one's own, and settings of earlier versions."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import toy
 import yaml
 
-from primal_attention.data.edges import edge_holdout
-from primal_attention.data.uea import PrincipalChannels
-from primal_attention.train import folder, runner
-from primal_attention.train.config import from_plain, to_plain
-from primal_attention.train.uea import UEARecipe, build_from
+from closeness import assert_close
+from primal_attention.cli import main as cli
+from primal_attention.data.uea import PrincipalChannels, stratified_holdout
+from primal_attention.train import checkpoint, loop, registry
+from primal_attention.train.config import override
+from primal_attention.train.uea import build_from, jitter, mix, scale_and_shift, warp_time
+from primal_attention.utils.errors import RunError
 
-WITH = {"data__principal": True, "model__differences": True}
-WITHOUT = {"data__principal": False, "model__differences": False}
 
-
-def test_principal_channels_and_differences_reach_the_network(toy_folder: Path):
-    experiment = build_from(toy.recipe(toy_folder, **WITH), toy.data())
-    assert experiment.train.tensors[0].shape[-1] == 4
-    assert experiment.module.model.stem.convs[0].in_channels == 8
-    plain = build_from(toy.recipe(toy_folder, **WITHOUT), toy.data())
+def test_principal_channels_reach_the_network_and_only_training_samples_decide_them(toy_folder: Path):
+    recipe, data = toy.recipe(toy_folder, protocol="validation", data__principal=True, seed=3), toy.data()
+    kept, _ = stratified_holdout(data.train.labels, recipe.data.holdout, 3)
+    experiment = build_from(recipe, data)
+    assert np.array_equal(experiment.standardizer.basis, PrincipalChannels.fit(data.train.take(kept).series).basis)
+    assert experiment.train.tensors[0].shape[::2] == (len(kept), 4)
+    assert experiment.module.model.stem.convs[0].in_channels == 4
+    plain = build_from(toy.recipe(toy_folder, data__principal=False), data)
     assert plain.module.model.stem.convs[0].in_channels == 2
 
 
-def test_only_the_cases_that_are_trained_on_decide_the_directions(toy_folder: Path):
-    recipe, data = toy.recipe(toy_folder, protocol="validation", data__held="edge", seed=3, **WITH), toy.data()
-    kept, _ = edge_holdout(data.train, recipe.data.holdout, 3)
-    found = build_from(recipe, data)
-    assert np.array_equal(found.standardizer.basis, PrincipalChannels.fit(data.train.take(kept).series).basis)
-    assert len(found.train.tensors[0]) == len(kept)
-
-
-@pytest.mark.parametrize("changes", [WITH, WITHOUT], ids=["with", "without"])
-def test_a_run_is_evaluated_as_it_was_trained(toy_folder: Path, tmp_path: Path, changes):
-    summary = runner.train(toy.recipe(toy_folder, trainer__epochs=2, **changes), tmp_path / "run")
-    assert runner.evaluate(tmp_path / "run")[""]["accuracy"] == summary["scores"]["last"]["accuracy"]
-
-
-def test_a_run_folder_from_before_the_flags_is_what_it_was(toy_folder: Path, tmp_path: Path):
-    summary = runner.train(toy.recipe(toy_folder, trainer__epochs=1, **WITHOUT), tmp_path / "run")
+def test_a_run_folder_of_an_earlier_version_is_evaluated_as_it_was_trained(toy_folder: Path, tmp_path: Path):
+    summary = loop.train(toy.recipe(toy_folder, trainer__epochs=1, data__principal=False), tmp_path / "run")
     file = tmp_path / "run" / "config.yaml"
-    config = yaml.safe_load(file.read_text())
-    for name in WITH:
-        part, field = name.split("__")
-        del config["config"][part][field]
-    file.write_text(yaml.safe_dump(config))
-    _, recipe = folder.read(tmp_path / "run")
-    assert not recipe.data.principal
-    assert runner.evaluate(tmp_path / "run")[""]["accuracy"] == summary["scores"]["last"]["accuracy"]
+    content = yaml.safe_load(file.read_text())
+    config = content["config"]
+    del config["data"]["principal"], config["data"]["file"], config["data"]["test_file"]
+    config["data"]["held"], config["model"]["differences"] = "random", False
+    config["augment"] |= {"crop": 0.1, "unequal": True}
+    file.write_text(yaml.safe_dump(content))
+    assert loop.evaluate(tmp_path / "run")[""]["accuracy"] == summary["scores"]["last"]["accuracy"]
+    config["data"]["held"] = "edge"
+    file.write_text(yaml.safe_dump(content))
+    with pytest.raises(RunError, match=r"data\.held 'edge' was removed"):
+        checkpoint.read_run(tmp_path / "run")
 
 
-def test_the_flags_survive_the_way_through_plain_values(toy_folder: Path):
-    recipe = toy.recipe(toy_folder, data__held="edge", **WITH)
-    assert from_plain(UEARecipe, to_plain(recipe)) == recipe
+# Data of one's own
+
+
+@pytest.fixture
+def own_files(tmp_path: Path) -> tuple[Path, Path]:
+    """Two classes of waves with two channels, in two files."""
+    rng = np.random.default_rng(0)
+    files = tmp_path / "gestures.npz", tmp_path / "later.npz"
+    for file, count in zip(files, (20, 6), strict=True):
+        y = np.arange(count) % 2
+        X = np.sin((0.3 + y)[:, None, None] * np.arange(15) + rng.uniform(0, 6, (count, 2, 1)))
+        np.savez(file, X=X, y=np.array(["slow", "fast"])[y])
+    return files
+
+
+@pytest.mark.parametrize("has_test_file", [False, True])
+def test_own_data_is_trained_evaluated_and_reported_like_a_set_of_the_archive(
+    own_files, has_test_file: bool, tmp_path: Path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    words = ["--data.file", "gestures.npz", *(["--data.test-file", "later.npz"] if has_test_file else [])]
+    small = ["--model.embed-dim", "8", "--model.num-heads", "2", "--model.layers", "1", "--model.rank", "3"]
+    small += ["--trainer.epochs", "2", "--trainer.accelerator", "cpu", "--trainer.no-progress"]
+    assert cli.main(["train", "uea-modern", *words, *small]) == 0
+    run = Path("runs/uea-modern/gestures-primal-seed0")
+    summary = json.loads((run / "summary.json").read_text())
+    sizes = {key: summary["data"][key] for key in ("set", "train_cases", "test_cases", "classes", "max_length")}
+    train, test = (20, 6) if has_test_file else (14, 6)  # 30 % of ten samples of each class
+    assert sizes == {"set": "gestures.npz", "train_cases": train, "test_cases": test, "classes": 2, "max_length": 15}
+    capsys.readouterr()
+    assert cli.main(["evaluate", str(run)]) == 0
+    assert "as in the run" in capsys.readouterr().out
+    assert cli.main(["report", str(run), "--out", "page.html"]) == 0
+    assert "gestures" in Path("page.html").read_text()
+
+
+def test_a_recipe_without_data_says_what_to_name(tmp_path: Path, capsys):
+    for words, message in (
+        (["uea"], "which data set? primal train uea/NAME, or primal train uea --data.file FILE"),
+        (["uea", "--data.test-file", "x.npz"], "data.test-file needs --data.file"),
+        (["uea", "--data.file", str(tmp_path / "x.npz")], "x.npz"),
+    ):
+        assert cli.main(["train", *words, "--out", str(tmp_path / "run")]) == 2
+        said = capsys.readouterr().err
+        assert message in said
+        assert len(said.strip().splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_own_data_takes_the_settings_of_sets_that_the_paper_does_not_have():
+    recipe = override(registry.get("uea"), {"data.file": "x.npz", "model.attention": ("primal+",)}).resolved()
+    assert (recipe.model.rank, recipe.eta, recipe.model.landmarks) == (30, 0.2, 300)
+
+
+# Augmentation
+
+
+@pytest.fixture
+def padded() -> tuple[torch.Tensor, torch.Tensor]:
+    mask = torch.arange(9) >= torch.tensor([[9], [5], [1]])
+    return torch.randn(3, 9, 2).masked_fill(mask.unsqueeze(-1), 0.0), mask
+
+
+def test_a_warp_is_monotonic_and_stays_inside_the_series(padded):
+    x, mask = padded
+    assert_close(warp_time(x, mask, 0.0, crop=0.0), x, 1e-5)
+    warped, ramp = warp_time(x, mask, 0.5), warp_time(torch.arange(9.0).view(1, 9, 1).expand(3, 9, 1), mask, 0.8)
+    assert (warped[mask] == 0).all()
+    for i in range(3):
+        low, high = x[i, ~mask[i]].aminmax(dim=0)
+        inside = warped[i, ~mask[i]]
+        assert ((inside >= low - 1e-5) & (inside <= high + 1e-5)).all()
+        assert (ramp[i, ~mask[i], 0].diff() >= 0).all()
+
+
+def test_scale_and_jitter_have_their_standard_deviation():
+    x = torch.ones(200, 50, 3)
+    assert abs(float(jitter(x, 0.1).std()) - 0.1) < 0.01
+    scaled = scale_and_shift(x, 0.1)
+    assert torch.equal(scaled[:, 0], scaled[:, 1])
+    assert abs(float(scaled.std()) - 0.1 * 2**0.5) < 0.03
+
+
+def test_mixup_keeps_the_steps_of_either_sample(padded):
+    x, mask = padded
+    mixed, mixed_mask, partner, share = mix(x, mask, 0.2)
+    assert torch.equal(mixed_mask, mask & mask[partner])
+    assert_close(mixed, share.view(-1, 1, 1) * x + (1 - share.view(-1, 1, 1)) * x[partner], 1e-6)

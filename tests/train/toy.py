@@ -50,6 +50,5 @@ def recipe(place: Path, **changes: Any) -> UEARecipe:
         "trainer.batch_size": 8,
         "trainer.accelerator": "cpu",
         "trainer.progress": False,
-        "trainer.tensorboard": False,
     }
     return override(modern_recipe("Toy"), {**small, **{k.replace("__", "."): v for k, v in changes.items()}})

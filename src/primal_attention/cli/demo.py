@@ -45,7 +45,6 @@ SETTINGS: dict[str, Any] = {
     "model.local_kernel": 7,
     "augment.warp": 0.0,
     "trainer.accelerator": "cpu",
-    "trainer.tensorboard": False,
 }
 
 
@@ -105,16 +104,15 @@ def main(args: Sequence[str]) -> int:
 
 def run(recipe: Recipe, out: Path) -> dict[str, Any]:
     """Train one network; return its row of the table and its singular values."""
-    from primal_attention.train import folder as run_folder
-    from primal_attention.train import runner
+    from primal_attention.train import checkpoint, loop
     from primal_attention.train.batches import Batches
 
-    experiment = runner.build(recipe)
+    experiment = loop.build(recipe)
     before = mean_objective(experiment.module.model, experiment.train)
-    folder = run_folder.fresh(out / recipe.label())
-    summary = runner.train(recipe, folder, name=f"demo/{recipe.label()}")
+    folder = checkpoint.unused_folder(out / recipe.label())
+    summary = loop.train(recipe, folder, name=f"demo/{recipe.label()}")
     model = experiment.module.final_model
-    runner.load_weights(model, folder / "model.safetensors")
+    loop.load_weights(model, folder / "model.safetensors")
     x, mask, _ = next(iter(Batches(experiment.test.tensors, batch_size=64)))
     series = [sample[~padding] for sample, padding in zip(x, mask, strict=True)]
     return {

@@ -42,9 +42,7 @@ COMMANDS = {
     "evaluate": Command("train:evaluate", "measure a finished run again"),
     "generate": Command("generate:main", "generate text with a language model", "language"),
     "recipes": Command("train:recipes", "list the recipes"),
-    "table": Command(
-        "table:main", "run a table of the paper beside its published numbers", "train,report"
-    ),
+    "table": Command("table:main", "run a table of the paper beside its published numbers", "train,report"),
     "data": Command(
         "data:main", "make data sets of Long-Range Arena", after_interrupt="; the same command completes the set"
     ),

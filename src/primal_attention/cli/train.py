@@ -47,20 +47,21 @@ def train(args: Sequence[str]) -> int:
     if name.startswith("-"):
         raise RunError(f"the recipe comes first: primal train RECIPE {name} … ('primal recipes' lists them)")
     recipe, out, resume = parse_run(name, registry.get(name), rest)
-    from primal_attention.train import distributed, runner
-    from primal_attention.train import folder as run_folder
+    from primal_attention.train import checkpoint, distributed, loop
 
     is_named = out is not None
     if out is None:
-        place = run_folder.default(registry.run_name(name), recipe)
-        out = run_folder.newest(place) if resume else run_folder.fresh(place)
+        place = checkpoint.default_folder(registry.run_name(name), recipe)
+        out = checkpoint.newest_folder(place) if resume else checkpoint.unused_folder(place)
     out = distributed.agree_on_folder(out, named=is_named)
     if distributed.is_main():
         print(f"run folder: {out}")
     command = shlex.join(["primal", "train", *args])
     with distributed.leave_at_once():
         try:
-            summary = runner.train(recipe, out, name=registry.run_name(name), resume=resume, command=command)
+            new_schedule = any(word.partition("=")[0] == "--optim.schedule" for word in rest)
+            run_name = registry.run_name(name)
+            summary = loop.train(recipe, out, name=run_name, resume=resume, command=command, new_schedule=new_schedule)
         except WriteError as error:
             raise RunError(f"{error}; free some space and continue with --resume") from error
     if distributed.is_main():
@@ -72,11 +73,18 @@ def parse_run(name: str, recipe: Recipe, args: Sequence[str]) -> tuple[Recipe, P
     """Return the recipe as the flags change it, the run folder, and whether to resume the run in it."""
     import tyro
 
+    from primal_attention.train.config import RENAMED
+
     fields: list[Any] = [
         ("recipe", Annotated[type(recipe), tyro.conf.arg(name="")]),
         ("out", Annotated[Path | None, tyro.conf.arg(help=OUT)], dataclasses.field(default=None)),
         ("resume", Annotated[bool, tyro.conf.arg(help=RESUME)], dataclasses.field(default=False)),
     ]
+    given = {word.partition("=")[0].replace("_", "-") for word in args}
+    for old, new in RENAMED.items():
+        group, _, field = old.rpartition(".")
+        if {f"--{old}", f"--{group}.no-{field}"} & given:
+            raise RunError(f"--{old} was replaced: use {new}")
     arguments: Any = dataclasses.make_dataclass("Run", fields)
     parsed = parse(arguments, args, prog=f"primal train {name}", about=TRAIN, default=arguments(recipe=recipe))
     return parsed.recipe, parsed.out, parsed.resume
@@ -112,18 +120,17 @@ def evaluate(args: Sequence[str]) -> int:
         return 0
     known, rest = parser.parse_known_args(list(args))
     from primal_attention.report.results import headline, in_full
-    from primal_attention.train import folder as run_folder
-    from primal_attention.train import runner
+    from primal_attention.train import checkpoint, loop
 
     if known.recipes is not None:
         registry.load_file(known.recipes)
-    _, recipe = run_folder.read(known.run)
+    _, recipe = checkpoint.read_run(known.run)
     if recipe.benchmark == "d4rl":
         return play(known.run, recipe, rest)  # type: ignore[arg-type]
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    summary = runner.read_summary(known.run)
-    measured = runner.evaluate(known.run)
+    summary = loop.read_summary(known.run)
+    measured = loop.evaluate(known.run)
     for part, scores in measured.items():
         # A single training with validation samples keeps the weights that they chose.
         is_chosen = part or (len(measured) == 1 and "validation_chosen" in summary["scores"])
@@ -139,14 +146,13 @@ def play(folder: Path, recipe: D4RLRecipe, args: Sequence[str]) -> int:
     import tyro
 
     from primal_attention.report.results import in_full
-    from primal_attention.train import d4rl, runner
+    from primal_attention.train import d4rl, loop
     from primal_attention.train.config import to_plain
-    from primal_attention.train.readers import check_fields
-    from primal_attention.utils.files import write_json
+    from primal_attention.utils.files import COUNT, check, write_json
 
-    summary = runner.read_summary(folder)
-    schema = {"scores.last": dict, "data.state_dim": int, "data.action_dim": int, "config.evaluation": dict}
-    check_fields(summary, schema, folder / "summary.json")
+    summary = loop.read_summary(folder)
+    dims = {"state_dim": COUNT, "action_dim": COUNT}
+    check(summary, {"scores": {"last": dict}, "data": dims, "config": {"evaluation": dict}}, folder / "summary.json")
     default = recipe.evaluation
     if default.episodes == 0:  # trained where no environment is installed
         default = dataclasses.replace(default, episodes=d4rl.EvaluationConfig().episodes)
@@ -156,8 +162,8 @@ def play(folder: Path, recipe: D4RLRecipe, args: Sequence[str]) -> int:
     recipe = dataclasses.replace(recipe, evaluation=parsed.evaluation)
     data, last = summary["data"], summary["scores"]["last"]
     model = d4rl.make_model(recipe.resolved().model, data["state_dim"], data["action_dim"])
-    runner.load_weights(model, folder / "model.safetensors")
-    score = d4rl.measure(model.to(runner.pick_device(recipe.trainer)), recipe.game(), recipe.trainer.precision)
+    loop.load_weights(model, folder / "model.safetensors")
+    score = d4rl.measure(model.to(loop.pick_device(recipe.trainer)), recipe)
     before = f": the run had {last['score']:.1f}" if "score" in last else ""
     print(f"{in_full(score)}{before}")
     if "score" not in last:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from primal_attention.convert.hf_recording import without_idle_masks
 from primal_attention.nn.objective import primal_layers
-from primal_attention.train.recording import Recorder, Recording, rates_on_device
+from primal_attention.utils.cuda_graph import Recorder, Recording, rates_on_device
 
 CLIP = 1.0
 BETAS = (0.9, 0.98)  # the errors fall so fast at first that squares of a thousand steps ago say little
@@ -53,7 +53,7 @@ class Steps(Recorder):
 
     def run(self, batches: Iterable[Any]) -> None:
         """One step for each batch."""
-        with self.beside():
+        with self.own_stream():
             for batch in batches:
                 for group, top in zip(self.optimizer.param_groups, self.tops, strict=True):
                     group["lr"] = top * self.schedule[self.done]

@@ -47,19 +47,18 @@ def load(folder: Path, *, data: Path | None, cases: int, batch: int, tokens: int
 
 def _run(folder: Path, cases: int, batch: int) -> Source:
     """A finished run, on its test set."""
-    from primal_attention.train import folder as run_folder
-    from primal_attention.train import runner
+    from primal_attention.train import checkpoint, loop
     from primal_attention.train.config import override
 
-    _, recipe = run_folder.read(folder)
+    _, recipe = checkpoint.read_run(folder)
     if recipe.benchmark not in CLASSIFIERS:
         kinds = ", ".join(CLASSIFIERS)
         raise RunError(f"{folder} is a run of {recipe.benchmark}: primal spectrum looks at classifiers ({kinds})")
     (_, phase), *_ = recipe.phases()
     # Hooks into compiled blocks would not be called.
-    experiment = runner.build(override(phase, {"trainer.compile": "off"}))
+    experiment = loop.build(override(phase, {"trainer.compile": "off"}))
     model = experiment.module.final_model
-    runner.load_weights(model, folder / "model.safetensors")
+    loop.load_weights(model, folder / "model.safetensors")
     tests = experiment.test
     tests.batch_size, tests.shuffle_seed = batch, 0  # sets are often sorted by class
     parts: list[Any] = []

@@ -23,10 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from primal_attention.train import registry
+from primal_attention.train.checkpoint import FREE, check_format, read_metrics
 from primal_attention.train.config import Recipe, from_plain, override, to_plain
-from primal_attention.train.folder import FREE, check_format
 from primal_attention.train.grid import Job, Plan, Variant, train_command
-from primal_attention.train.readers import read_metrics
 from primal_attention.utils.errors import RunError
 from primal_attention.utils.files import COUNT, Number, check, read_cell, read_csv, read_json, read_yaml
 

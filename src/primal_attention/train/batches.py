@@ -1,6 +1,6 @@
-"""Batches of tensors held in memory, in an order that depends on the seed and the epoch alone.
+"""Batches of tensors in memory, in an order that depends on the seed and the epoch alone.
 
-A run that goes on after a kill needs no sampler state: epoch 7 has the order of epoch 7.
+A resumed run needs no sampler state: epoch 7 has the order of epoch 7.
 """
 
 from __future__ import annotations
@@ -15,16 +15,13 @@ from torch import Tensor
 
 
 def derive_seed(*parts: object) -> int:
-    """A 63-bit seed from any values: neighbouring inputs give unrelated streams."""
+    """Return a 63-bit seed from any values; similar inputs give unrelated streams."""
     digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
 def set_seed(seed: int, device: torch.device) -> None:
-    """Start the random numbers of the CPU and of the device anew, as `torch.manual_seed` does.
-
-    That also notes the seed, with a stack trace, for every kind of device that is not there: a millisecond per epoch.
-    """
+    """Seed the generators of the CPU and of the device as `torch.manual_seed` does, without its millisecond."""
     if device.type not in ("cpu", "cuda"):
         torch.manual_seed(seed)
         return
@@ -34,19 +31,21 @@ def set_seed(seed: int, device: torch.device) -> None:
 
 
 def send(t: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device. Out of ordinary memory the host would wait until the device has done all that it has."""
+    """Copy to the device without waiting for it, which needs pinned memory."""
     return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t.to(device)
 
 
 class Batches:
-    """Rows of several tensors, taken together.
+    """Rows of several tensors of equal length.
 
-    With `shuffle_seed` None the order is the data's own. With `steps` an epoch is that many whole batches, and the next
-    one goes on where it ended, pass after pass over the data. In distributed training each rank takes its share of
-    every batch, so that the union of the ranks' batches is the batch of a single process.
+    In distributed training each rank takes its share of every batch, so that the union of the ranks' batches is the
+    batch of a single process. With `group` above 1 the iteration yields lists of that many batches, gathered at once.
 
-    With `group` above 1 the iteration gives lists of that many batches, gathered at once: where a step takes less time
-    than the loop around it, several steps go into one turn of the loop.
+    Args:
+        tensors: The first dimension counts the samples.
+        batch_size: Samples per batch, over all ranks.
+        shuffle_seed: None keeps the data's order.
+        steps: Batches per epoch, all of full size; the next epoch continues in the pass over the data. 0 is one pass.
     """
 
     def __init__(
@@ -65,11 +64,6 @@ class Batches:
     def cases(self) -> int:
         return len(self.tensors[0])
 
-    @property
-    def sampler(self) -> Batches:
-        """Lightning calls `set_epoch` on a loader's sampler."""
-        return self
-
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
@@ -77,15 +71,15 @@ class Batches:
         self.rank, self.world = rank, world
 
     def part(self, number: int) -> float:
-        """This rank's cases in batch `number` of an epoch, over the mean of the ranks': what its mean has to weigh.
+        """Return this rank's samples in a batch over the ranks' mean: the weight of its mean.
 
-        A rank that got a repeated case because they were scarce weighs nothing.
+        A rank that got a repeated sample because there were too few has weight 0.
         """
         size = min(self.batch_size, self.cases if self.steps else self.cases - number * self.batch_size)
         return len(range(self.rank, size, self.world)) * self.world / size
 
     def to(self, device: torch.device) -> Batches:
-        """Keep the whole set on the device: the sets here are small, and a copy per step would cost more."""
+        """Move the whole set to the device: sets are small, and a copy per step would cost more."""
         self.tensors = [t.to(device) for t in self.tensors]
         return self
 
@@ -97,18 +91,18 @@ class Batches:
         return -(-self.batches_per_epoch // self.group)
 
     def order(self, turn: int) -> Tensor:
-        """The order of the cases in one pass over the data."""
+        """Return the order of the samples in one pass over the data."""
         if self.shuffle_seed is None:
             return torch.arange(self.cases)
         generator = torch.Generator().manual_seed(derive_seed("order", self.shuffle_seed, turn))
         return torch.randperm(self.cases, generator=generator)
 
     def rows(self) -> Iterator[Tensor]:
-        """The cases of each batch of the epoch."""
+        """Yield the samples of each batch of the epoch."""
         if not self.steps:
             yield from self.order(self.epoch).split(self.batch_size)
             return
-        # Whole batches only: steps of one shape can be compiled once and recorded.
+        # Full batches only: steps of one shape are compiled and recorded once.
         per_turn = max(1, self.cases // self.batch_size)
         turn, order = -1, torch.empty(0)
         for position in range(self.epoch * self.steps, (self.epoch + 1) * self.steps):
@@ -119,21 +113,18 @@ class Batches:
             yield order[start : start + self.batch_size]
 
     def __iter__(self) -> Iterator[Any]:
-        """Batches as tuples of tensors, or lists of them where `group` asks for it."""
+        """Yield batches as tuples of tensors, or lists of them if `group` is above 1."""
         for sizes, rows in self.turns():
             yield self.cut([t[rows] for t in self.tensors], sizes)
 
     def turns(self) -> Iterator[tuple[list[int], Tensor]]:
-        """The sizes of the batches that come together, and all their rows.
-
-        `skip` turns are left out once: those that an interrupted epoch has behind it.
-        """
+        """Yield the sizes of a group's batches and all their rows. The first `skip` groups are left out once."""
         rows, self.skip = islice(self.rows(), self.skip * self.group, None), 0
         while together := [self._shared(r) for r in islice(rows, self.group)]:
             yield [len(r) for r in together], send(torch.cat(together), self.tensors[0].device)
 
     def _shared(self, rows: Tensor) -> Tensor:
-        """This rank's rows. Every rank needs at least one, or the ranks fall out of step: rows repeat if scarce."""
+        """Return this rank's rows. Every rank needs at least one to stay in step, so rows repeat if there are few."""
         if self.world == 1:
             return rows
         return rows[torch.arange(self.rank, max(len(rows), self.world), self.world) % len(rows)]

@@ -1,7 +1,7 @@
-"""What a recipe is: nested frozen dataclasses, one per concern, that a function returns and a command line edits.
+"""Recipes: nested frozen dataclasses, one per concern, made by functions and edited by flags.
 
-A benchmark adds its own recipe by inheriting from `Recipe` (see `uea.py`). Every field is a flag; the comment above or
-below it is the flag's help. Values are checked when the object is made.
+A benchmark inherits from `Recipe` (see `uea.py`). Every field is a flag; the string below it is the flag's help. Values
+are checked when the object is made.
 """
 
 from __future__ import annotations
@@ -17,38 +17,43 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 from primal_attention.utils.errors import RunError
 
 if TYPE_CHECKING:
-    from primal_attention.train.experiment import Experiment
-
+    from primal_attention.train.task import Experiment
 
 T = TypeVar("T")
+FORMAT = 1  # of config.yaml and summary.json
+# Fields of earlier versions, with the flag that replaces them.
+RENAMED = {
+    "trainer.tensorboard": "--trainer.logger csv tensorboard",
+    "data.kinds": "--data.length-buckets",
+}
 
 
 def require(holds: bool, message: str) -> None:
-    """Raise the one-line error of a value out of range."""
+    """Raise a one-line error for a value out of range."""
     if not holds:
         raise RunError(message)
 
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """Optimiser and learning-rate schedule."""
+    """Optimizer and learning-rate schedule."""
 
     name: Literal["radam", "adam", "adamw"] = "radam"
     lr: float = 1e-3
-    """Learning rate; the peak where there is a schedule."""
+    """Learning rate; the peak of a schedule."""
     weight_decay: float = 0.0
-    """Decoupled decay (adamw) of matrices; biases and norms are left alone."""
+    """Weight decay of matrices (decoupled in adamw); biases and norms have none."""
     eps: float = 1e-8
-    """Added to the root of the second moment."""
+    """Added to the square root of the second moment."""
     beta2: float = 0.999
-    """How slowly the second moment forgets."""
+    """Decay of the second moment."""
     schedule: Literal["constant", "warmup", "inverse-sqrt", "onecycle", "onecycle-linear"] = "constant"
-    """warmup: up over `warmup` of the steps along a straight line, then constant; inverse-sqrt: then down with the root
-    of the steps. onecycle: up over `warmup` of the steps, down to zero, along a cosine or along straight lines."""
+    """warmup: linear rise over `warmup` of the steps, then constant. inverse-sqrt: the same rise, then decay with the
+    square root of the step. onecycle: rise over `warmup` of the steps and fall to zero, as a cosine or linear."""
     warmup: float = 0.3
-    """Part of all steps that a schedule spends going up."""
+    """Part of all steps in which a schedule rises."""
     clip: float = 4.0
-    """Largest norm of the gradient; 0 leaves it alone."""
+    """Largest norm of the gradient; 0 does not clip."""
 
     def __post_init__(self) -> None:
         require(self.lr > 0, f"optim.lr must be positive (got {self.lr})")
@@ -73,31 +78,32 @@ class TrainerConfig:
     devices: int = 1
     """Devices per run; more than one needs strategy ddp or fsdp."""
     context: int = 1
-    """Devices that share each sequence; the others share the batch. Needs Primal-Attention in every layer."""
+    """Devices that share each sequence (context parallelism). Needs Primal-Attention in every layer."""
     strategy: Literal["auto", "ddp", "fsdp"] = "auto"
     precision: Literal["32-true", "bf16-mixed", "16-mixed"] = "32-true"
     tf32: bool = False
-    """Let float32 matrix products on a GPU round their factors to TF32, which is several times faster."""
+    """Compute float32 matrix products on a GPU in TF32, which is several times faster."""
     ema: float = 0.0
     """Decay of the averaged weights that are evaluated and saved; 0 uses the weights as they are."""
     early_stop: int = 0
-    """Stop after this many epochs without a better validation score; 0 never stops. Needs held-out data."""
+    """Stop after this many epochs without a better validation score; 0 never stops. Needs validation samples."""
     evaluate_every: int = 1
     """Epochs between two evaluations; the last epoch is always evaluated."""
     checkpoint_every: int = 1
-    """Epochs between two checkpoints; a killed run goes on from the last one."""
+    """Epochs between two checkpoints; a killed run resumes from the last one."""
     checkpoint_steps: int = 0
     """Batches between two checkpoints within an epoch; 0 writes none there."""
     graph: Literal["auto", "on", "off"] = "auto"
-    """Record a training step as one CUDA graph and replay it; auto: on one GPU, where nothing speaks against it."""
+    """Record a training step as one CUDA graph and replay it; auto: on one GPU, if the other settings allow it."""
     compile: Literal["auto", "on", "off"] = "off"
-    """Run the model through torch.compile; auto: on one GPU, since elsewhere compiling takes longer than it saves."""
+    """Run the model through torch.compile; auto: on one GPU, because elsewhere compilation costs more than it saves."""
     deterministic: bool = False
     """Only deterministic CUDA kernels. A CPU run is deterministic without it."""
     progress: bool = True
     """Show a progress bar."""
-    tensorboard: bool = True
-    """Write TensorBoard logs too, where tensorboard is installed."""
+    logger: tuple[Literal["csv", "tensorboard", "wandb", "mlflow"], ...] = ("csv",)
+    """Where losses, J per layer, learning rate and scores are logged. metrics.csv is always written; the others also
+    get the throughput."""
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size", "accumulate", "devices", "context", "evaluate_every", "checkpoint_every"):
@@ -120,12 +126,12 @@ class TrainerConfig:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What all benchmarks share. A subclass adds data and model, and says how to build them."""
+    """Settings of all benchmarks. A subclass adds data and model, and builds them."""
 
     benchmark: ClassVar[str] = ""
 
     seed: int = 0
-    """Everything random in a run follows from it."""
+    """Determines all random numbers of a run."""
     eta: float | None = None
     """Weight η of the KSVD loss; None takes the published setting for this recipe."""
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -136,28 +142,66 @@ class Recipe:
         require(0 <= self.seed < 2**63, f"seed must be a non-negative 63-bit number (got {self.seed})")
 
     def resolved(self: T) -> T:
-        """The recipe with every None that means "the published setting" replaced by its value."""
+        """Return the recipe with every None that stands for the published setting replaced by its value."""
         return self
 
     def phases(self) -> list[tuple[str, Recipe]]:
-        """The trainings of one run, each with its folder under the run folder ("" is the run folder itself)."""
+        """Return the trainings of a run, each with its folder under the run folder ("" is the run folder)."""
         return [("", self)]
 
     def label(self) -> str:
-        """Short name of the variant, for the default run folder."""
-        return "run"
+        """Return the short name of the variant, for the default run folder."""
+        return "-".join(self.model.attention) if hasattr(self, "model") else "run"
 
     def data_files(self) -> Sequence[Path]:
         """Files that the run reads. Their hash is stored with its results."""
         return ()
 
     def build(self) -> Experiment:
-        """Data, model and Lightning module, ready to train."""
+        """Read the data and make the model, ready to train."""
         raise NotImplementedError
 
 
+@dataclass(frozen=True)
+class NetworkConfig:
+    """What the networks of all benchmarks share."""
+
+    attention: tuple[str, ...] = ("primal",)
+    """One name for all layers, a name with a plus for the last layer only, or one name per layer."""
+    embed_dim: int = 512
+    num_heads: int = 8
+    layers: int = 2
+    rank: int | None = None
+    """Directions s of Primal-Attention; None takes the paper's."""
+
+    MAY_BE_ZERO: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        require(len(self.attention) > 0, "model.attention must name at least one attention")
+        for f in dataclasses.fields(self):
+            value, flag = getattr(self, f.name), f"model.{f.name.replace('_', '-')}"
+            if isinstance(value, float):
+                require(0 <= value < 1, f"{flag} must lie in [0, 1) (got {value})")
+            elif isinstance(value, int) and not isinstance(value, bool):
+                least = 0 if f.name in self.MAY_BE_ZERO else 1
+                require(value >= least, f"{flag} must be at least {least} (got {value})")
+
+    @property
+    def is_primal_plus(self) -> bool:
+        """Softmax attention in the first layers, which the paper tunes separately."""
+        return self.attention[-1].endswith("+") or "softmax" in self.attention
+
+
+def current_fields(kind: type, data: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Translate the fields of an older version: `RENAMED` ones, and `REMOVED` ones at the value that still holds."""
+    renamed, removed = getattr(kind, "RENAMED", {}), getattr(kind, "REMOVED", {})
+    for key, value in data.items():
+        require(removed.get(key, value) == value, f"{where}{key} {value!r} was removed in this version")
+    return {renamed.get(key, key): value for key, value in data.items() if key not in removed}
+
+
 def to_plain(value: Any) -> Any:
-    """Dataclasses to dicts, tuples to lists, paths to strings: what YAML and JSON can hold."""
+    """Convert dataclasses to dicts, tuples to lists and paths to strings, for YAML and JSON."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -168,9 +212,13 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(kind: type[T], data: Any, where: str = "") -> T:
-    """The inverse of `to_plain` for a dataclass type; the error names the field that does not fit."""
+    """Invert `to_plain` for a dataclass type; fields of earlier versions are mapped, errors name the field."""
     if not isinstance(data, Mapping):
         raise RunError(f"{where or kind.__name__} must be a table of fields (got {data!r})")
+    if kind is TrainerConfig and "tensorboard" in data:
+        old = {key: value for key, value in data.items() if key != "tensorboard"}
+        data = {"logger": ("csv", "tensorboard") if data["tensorboard"] is True else ("csv",), **old}
+    data = current_fields(kind, data, where)
     hints = typing.get_type_hints(kind)
     names = [f.name for f in dataclasses.fields(typing.cast(Any, kind))]
     for key in data:
@@ -185,7 +233,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
             return None
         return _convert(next(a for a in args if a is not type(None)), value, where)
     if origin is Literal:
-        if isinstance(value, bool) and {"on", "off"} <= set(args):  # YAML's own reading of the two words
+        if isinstance(value, bool) and {"on", "off"} <= set(args):  # YAML reads the two words as booleans
             value = "on" if value else "off"
         is_removed = where == "model.primal_mode" and value in ("selective", "dual")
         require(not is_removed, f"{where}: attention {value!r} was removed; use 'decay' or 'delta'")
@@ -214,9 +262,10 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
 
 
 def override(recipe: T, changes: Mapping[str, Any]) -> T:
-    """A copy with fields changed by dotted name, for example `{"model.attention": ("softmax",), "seed": 3}`."""
+    """Return a copy with fields changed by dotted name, such as `{"model.attention": ("softmax",), "seed": 3}`."""
     plain = to_plain(recipe)
     for dotted, value in changes.items():
+        require(dotted not in RENAMED, f"{dotted} was replaced: use {RENAMED.get(dotted)}")
         *path, last = dotted.split(".")
         table = plain
         for key in path:

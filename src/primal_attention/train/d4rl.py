@@ -1,148 +1,39 @@
-"""Batches of context windows cut from trajectories: K steps from a random row on, as Decision Transformer trains.
+"""Offline reinforcement learning: the paper's Decision Transformers, one recipe per data set of D4RL.
 
-A row is drawn from all rows alike, which draws episodes in proportion to their length. Near an episode's end the window
-is shorter than K. Its steps stand in front and padding behind them, where causal attention cannot see it; Decision
-Transformer's padding on the left gives the same actions, since a step's place is told by its time stamp.
+    primal train d4rl/hopper-medium                                     Primal.+DT, the paper's settings
+    primal train d4rl/walker2d-medium-expert --model.attention softmax  Decision Transformer
+    primal train d4rl/hopper-medium --data.minari mujoco/hopper/medium-v0
+    primal evaluate RUN --streaming rolling --video hopper.gif          play episodes again, and film one
 
-Training and measuring of Decision Transformers: squared error of the actions, returns of played episodes.
-
-Offline reinforcement learning: the paper's Decision Transformers, one recipe per set of D4RL.
-
-primal train d4rl/hopper-medium                                    Primal.+DT, the paper's settings
-primal train d4rl/walker2d-medium-expert --model.attention softmax Decision Transformer
-primal train d4rl/hopper-medium --data.minari mujoco/hopper/medium-v0
-primal evaluate RUN --streaming rolling --video hopper.gif         play again, in another way, and film it
-
-An epoch is 10,000 steps, as the benchmark counts. The model is measured by the return of episodes that it plays.
+A training sample is a window of K steps that starts at a random row of the data, as Decision Transformer trains; rows
+are drawn uniformly, so episodes in proportion to their length. A window at an episode's end is padded on the right,
+where causal attention cannot see the padding. The loss is the squared error of the actions. An epoch is 10,000 steps.
+The score is the normalised return of episodes in gymnasium's MuJoCo environments, all played at once with one forward
+pass per step.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+import contextlib
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from primal_attention.data import d4rl
 from primal_attention.data.d4rl import HORIZON, Trajectories, normalized_score
-from primal_attention.models.d4rl import DecisionTransformer
-from primal_attention.train import rollout
+from primal_attention.models.d4rl import DecisionTransformer, Memory, select
 from primal_attention.train.batches import Batches, derive_seed
-from primal_attention.train.config import OptimConfig, Recipe, TrainerConfig, require
-from primal_attention.train.module import Batch, TrainingModule, precision_context
-
-if TYPE_CHECKING:
-    from primal_attention.train.experiment import Experiment
-
-
-class ContextBatches(Batches):
-    """Batches (states (B, K, S), actions (B, K, A), returns to go (B, K), time stamps (B, K), padding (B, K))."""
-
-    def __init__(
-        self, data: Trajectories, context: int, batch_size: int, shuffle_seed: int | None = None, steps: int = 0
-    ) -> None:
-        self.context = context
-        lengths = torch.from_numpy(data.lengths)
-        columns = [data.observations, data.actions, data.returns_to_go, data.timesteps]
-        last = torch.from_numpy(data.ends - 1).repeat_interleave(lengths)  # each row's last row of its episode
-        super().__init__([*(torch.from_numpy(c) for c in columns), last], batch_size, shuffle_seed, steps)
-
-    def windows(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """The windows that begin at these rows, (B,) → (B, K, …)."""
-        *columns, last = self.tensors
-        index = rows.unsqueeze(-1) + torch.arange(self.context, device=rows.device)
-        padding = index > last[rows].unsqueeze(-1)
-        index = index.masked_fill(padding, 0)
-
-        def cut(column: Tensor) -> Tensor:
-            found = column[index]
-            return found.masked_fill(padding.reshape(*padding.shape, *[1] * (column.ndim - 1)), 0)
-
-        return (*(cut(column) for column in columns), padding)
-
-    def __iter__(self) -> Iterator[Any]:
-        for sizes, rows in self.turns():
-            yield self.cut(self.windows(rows), sizes)
-
-
-@dataclass(frozen=True)
-class Game:
-    """What is played to measure a model: an environment, the return asked for, and how many episodes."""
-
-    name: str
-    environment: str
-    target: float
-    episodes: int
-    seed: int
-    streaming: rollout.Streaming = "off"
-    video: Path | None = None
-    progress: bool = True
-
-    def seeds(self) -> list[int]:
-        """Of the episodes' starts: the same for every model that is trained with the run's seed."""
-        return [derive_seed("episode", self.seed, i) % 2**31 for i in range(self.episodes)]
-
-
-class Episodes(Batches):
-    """Stands where other benchmarks have their test set: the model is measured by playing."""
-
-    def __init__(self, game: Game) -> None:
-        super().__init__([torch.empty(0)], 1)
-        self.game = game
-
-
-class DecisionModule(TrainingModule):
-    """A Decision Transformer in training. A batch is what `ContextBatches` gives."""
-
-    headline: ClassVar[str] = "score"
-    model: DecisionTransformer
-
-    def task_loss(self, batch: Batch) -> Tensor:
-        """Mean squared error over the actions of the valid steps."""
-        states, actions, returns, timesteps, padding = batch
-        found = self.model.predict(states, actions, returns, timesteps, padding)
-        valid = (~padding).unsqueeze(-1)
-        error = (found.float() - actions).square() * valid
-        return error.sum() / (valid.sum() * actions.shape[-1])
-
-    def scores(self, model: torch.nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        raise NotImplementedError("a Decision Transformer is measured by playing episodes")
-
-    def evaluate(self, batches: Batches) -> dict[str, float]:
-        """Returns of the episodes and D4RL's normalised score of their mean; nothing where none are to be played."""
-        assert isinstance(batches, Episodes)
-        return measure(self.final_model, batches.game, self.recipe.trainer.precision) if batches.game.episodes else {}
-
-
-def measure(model: Any, game: Game, precision: str = "32-true") -> dict[str, float]:
-    """Play the game with the model in evaluation mode."""
-    was_training = model.training
-    model.eval()
-    title = f"{game.name}: {game.episodes} episodes"
-    with rollout.bar(title, HORIZON, game.progress) as tell, precision_context(precision, model.state_mean.device):
-        played = rollout.play(
-            model,
-            game.environment,
-            game.target,
-            game.seeds(),
-            streaming=game.streaming,
-            video=game.video,
-            tell=tell,
-        )
-    model.train(was_training)
-    return {
-        "score": normalized_score(game.name, float(played.returns.mean())),
-        "return_mean": float(played.returns.mean()),
-        "return_std": float(played.returns.std()),
-        "length_mean": float(played.lengths.mean()),
-        "episodes": game.episodes,
-        "target": game.target,
-    }
-
+from primal_attention.train.config import NetworkConfig, OptimConfig, Recipe, TrainerConfig, require
+from primal_attention.train.task import Batch, Experiment, TrainingModule, precision_context
+from primal_attention.utils.errors import RunError
 
 ETA = 0.05
 STEPS, WARMUP, PER_EPOCH = 100_000, 10_000, 10_000
@@ -153,11 +44,17 @@ PAPER = {
     for level, ranks in RANKS.items()
     for env, rank in zip(("halfcheetah", "hopper", "walker2d"), ranks, strict=True)
 }
+# These versions keep the rewards of D4RL's environments.
+ENVIRONMENTS = {"halfcheetah": "HalfCheetah-v4", "hopper": "Hopper-v4", "walker2d": "Walker2d-v4"}
+# The returns that D4RL tables ask for.
+TARGETS = {"halfcheetah": 12000.0, "hopper": 3600.0, "walker2d": 5000.0}
+Streaming = Literal["off", "rolling", "whole"]
+INSTALL = "pip install 'primal-attention[rl]'"
 
 
 @dataclass(frozen=True)
 class D4RLData:
-    """Which trajectories."""
+    """The trajectories."""
 
     name: str = "hopper-medium"
     """Environment and level; the file is NAME.hdf5 or NAME.npz, or has D4RL's own name."""
@@ -168,7 +65,7 @@ class D4RLData:
 
 
 @dataclass(frozen=True)
-class DecisionModel:
+class DecisionModel(NetworkConfig):
     """The network; see primal_attention.models.d4rl."""
 
     attention: tuple[str, ...] = ("primal+",)
@@ -179,36 +76,27 @@ class DecisionModel:
     context: int = 20
     """Steps K of a window; each is three tokens."""
     dropout: float = 0.1
-    rank: int | None = None
-    """Directions s of Primal-Attention; None takes the paper's for the set."""
     data_dependent: bool = False
     """Build Primal-Attention's projection weights from the tokens so far; the paper does not for this task."""
     decay: bool = False
-    """Let the past fade in Primal-Attention, each head at a rate that it learns; the paper has the plain mean."""
-
-    def __post_init__(self) -> None:
-        for name in ("embed_dim", "num_heads", "layers", "context", "rank"):
-            value = getattr(self, name)
-            require(value is None or value >= 1, f"model.{name.replace('_', '-')} must be at least 1 (got {value})")
-        require(0 <= self.dropout < 1, f"model.dropout must lie in [0, 1) (got {self.dropout})")
-        require(len(self.attention) > 0, "model.attention must name at least one kind")
+    """Learned decay of the running sums of Primal-Attention, one rate per head; the paper has the plain mean."""
 
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """What is played to measure the model."""
+    """The episodes that measure the model."""
 
     episodes: int = 100
-    """Episodes, all at once; 0 plays none, for machines without the environments ('primal evaluate' does it later)."""
+    """Episodes, all at once; 0 plays none, for machines without the environments ('primal evaluate' plays later)."""
     target: float | None = None
     """Return to ask for; None is the paper's: 3600 (hopper), 5000 (walker2d), 12000 (halfcheetah)."""
-    streaming: Literal["off", "rolling", "whole"] = "off"
+    streaming: Streaming = "off"
     """Keep the layers' state instead of reading the last K steps again at each step: of the last K/2 to K steps
-    (rolling), or of the whole episode, which is more than the model was trained for."""
+    (rolling), or of the whole episode, which is longer than the training windows."""
     while_training: bool = False
     """Play after every trainer.evaluate-every epochs too; the best of them is labelled as chosen on test."""
     env: str | None = None
-    """Name of the environment in gymnasium; None is the -v4 of the set's."""
+    """Name of the environment in gymnasium; None is the -v4 of the data set's."""
     video: Path | None = None
     """Film the first episode into this file (.gif)."""
 
@@ -218,7 +106,7 @@ class EvaluationConfig:
 
 @dataclass(frozen=True)
 class D4RLRecipe(Recipe):
-    """A Decision Transformer for one set."""
+    """A Decision Transformer for one data set."""
 
     benchmark: ClassVar[str] = "d4rl"
 
@@ -227,33 +115,23 @@ class D4RLRecipe(Recipe):
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
     def resolved(self) -> D4RLRecipe:
-        rank = self.model.rank or PAPER.get(self.data.name, 64)
-        model = dataclasses.replace(self.model, rank=rank)
-        return dataclasses.replace(self, eta=ETA if self.eta is None else self.eta, model=model)
+        model = replace(self.model, rank=self.model.rank or PAPER.get(self.data.name, 64))
+        return replace(self, eta=ETA if self.eta is None else self.eta, model=model)
 
-    def label(self) -> str:
-        return "-".join(self.model.attention)
+    @property
+    def environment(self) -> str:
+        env = d4rl.environment_of(self.data.name)  # refuses a data set without reference scores
+        return self.evaluation.env or ENVIRONMENTS[env]
 
-    def game(self) -> Game:
-        """What a model of this recipe is measured by."""
-        from primal_attention.train.rollout import ENVIRONMENTS, TARGETS
-
-        env, how = d4rl.environment_of(self.data.name), self.evaluation
-        return Game(
-            name=self.data.name,
-            environment=how.env or ENVIRONMENTS[env],
-            target=TARGETS[env][0] if how.target is None else how.target,
-            episodes=how.episodes,
-            seed=self.seed,
-            streaming=how.streaming,
-            video=how.video,
-            progress=self.trainer.progress,
-        )
+    @property
+    def target(self) -> float:
+        target = self.evaluation.target
+        return TARGETS[d4rl.environment_of(self.data.name)] if target is None else target
 
     def build(self) -> Experiment:
-        recipe, data = self.resolved(), self.data
-        found = d4rl.read_minari(data.minari, data.name) if data.minari else d4rl.load(data.name, data.folder)
-        return build_from(recipe, found)
+        name, minari = self.data.name, self.data.minari
+        data = d4rl.read_minari(minari, name) if minari else d4rl.load(name, self.data.folder)
+        return build_from(self.resolved(), data)
 
 
 def paper_recipe(name: str) -> D4RLRecipe:
@@ -269,8 +147,6 @@ def paper_recipe(name: str) -> D4RLRecipe:
 
 def make_model(config: DecisionModel, state_dim: int, action_dim: int) -> DecisionTransformer:
     """The network of a resolved configuration."""
-    from primal_attention.models.d4rl import DecisionTransformer
-
     tokens = 3 * config.context
     primal: dict[str, Any] = {"rank": config.rank, "data_dependent": config.data_dependent}
     if config.data_dependent:
@@ -279,45 +155,34 @@ def make_model(config: DecisionModel, state_dim: int, action_dim: int) -> Decisi
         primal["decay"] = "learned"
     keywords: dict[str, dict[str, Any]] = {
         "primal": primal,
-        # A window is one chunk of Reformer's: nothing is hashed, so nothing needs to be drawn anew.
-        "reformer": {"redraw_every": None},
+        "reformer": {"redraw_every": None},  # a window is one chunk, so nothing is hashed
         "cosformer": {"max_length": tokens},
     }
+    shared = ("attention", "embed_dim", "num_heads", "layers", "context", "dropout")
     return DecisionTransformer(
         state_dim,
         action_dim,
-        attention=config.attention,
-        embed_dim=config.embed_dim,
-        num_heads=config.num_heads,
-        layers=config.layers,
-        context=config.context,
-        max_episode=d4rl.HORIZON,
-        dropout=config.dropout,
+        max_episode=HORIZON,
         attention_kwargs=keywords,
+        **{name: getattr(config, name) for name in shared},
     )
 
 
 def build_from(recipe: D4RLRecipe, data: Trajectories) -> Experiment:
-    """The experiment of a resolved recipe on data that is already read."""
-    import torch
-
-    from primal_attention.train.experiment import Experiment
-
-    episodes = Episodes(recipe.game())
+    """The experiment of a resolved recipe on data in memory."""
+    episodes, config = Episodes(recipe), recipe.trainer
     state_dim, action_dim = data.observations.shape[1], data.actions.shape[1]
     model = make_model(recipe.model, state_dim, action_dim)
     model.set_state_moments(*(torch.from_numpy(moment) for moment in data.state_moments()))
     return Experiment(
         module=DecisionModule(model, recipe),
-        train=ContextBatches(
-            data, recipe.model.context, recipe.trainer.batch_size, recipe.seed, recipe.trainer.steps_per_epoch
-        ),
+        train=ContextBatches(data, recipe.model.context, config.batch_size, recipe.seed, config.steps_per_epoch),
         test=episodes,
         watched={"test": episodes} if recipe.evaluation.while_training else {},
         facts={
             "set": data.name,
             "source": data.source,
-            "environment": episodes.game.environment,
+            "environment": recipe.environment,
             "transitions": len(data),
             "trajectories": len(data.starts),
             "mean_return": float(data.returns.mean()),
@@ -327,3 +192,273 @@ def build_from(recipe: D4RLRecipe, data: Trajectories) -> Experiment:
             "max_length": 3 * recipe.model.context,
         },
     )
+
+
+class ContextBatches(Batches):
+    """Batches (states (B, K, S), actions (B, K, A), returns to go (B, K), time stamps (B, K), padding (B, K))."""
+
+    def __init__(
+        self, data: Trajectories, context: int, batch_size: int, shuffle_seed: int | None = None, steps: int = 0
+    ) -> None:
+        self.context = context
+        columns = [torch.from_numpy(c) for c in (data.observations, data.actions, data.returns_to_go, data.timesteps)]
+        last = torch.from_numpy(data.ends - 1).repeat_interleave(torch.from_numpy(data.lengths))  # row of its episode
+        super().__init__([*columns, last], batch_size, shuffle_seed, steps)
+
+    def windows(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """The windows that begin at these rows, (B,) → (B, K, …)."""
+        *columns, last = self.tensors
+        index = rows.unsqueeze(-1) + torch.arange(self.context, device=rows.device)
+        padding = index > last[rows].unsqueeze(-1)
+        index = index.masked_fill(padding, 0)
+        windows = (column[index] for column in columns)
+        return (*(w.masked_fill(padding.reshape(*padding.shape, *[1] * (w.ndim - 2)), 0) for w in windows), padding)
+
+    def __iter__(self) -> Iterator[Any]:
+        for sizes, rows in self.turns():
+            yield self.cut(self.windows(rows), sizes)
+
+
+class Episodes(Batches):
+    """Takes the place of the test set: the model is evaluated by playing."""
+
+    def __init__(self, recipe: D4RLRecipe) -> None:
+        super().__init__([torch.empty(0)], 1)
+        self.recipe = recipe
+
+
+class DecisionModule(TrainingModule):
+    """A Decision Transformer in training on `ContextBatches`."""
+
+    headline: ClassVar[str] = "score"
+    model: DecisionTransformer
+
+    def task_loss(self, batch: Batch) -> Tensor:
+        """Mean squared error over the actions of the valid steps."""
+        states, actions, returns, timesteps, padding = batch
+        predicted = self.model.predict(states, actions, returns, timesteps, padding)
+        valid = (~padding).unsqueeze(-1)
+        error = (predicted.float() - actions).square() * valid
+        return error.sum() / (valid.sum() * actions.shape[-1])
+
+    def scores(self, model: torch.nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        raise NotImplementedError("a Decision Transformer is evaluated by playing episodes")
+
+    def evaluate(self, batches: Batches) -> dict[str, float]:
+        """Returns of the episodes and D4RL's normalised score of their mean; empty without episodes."""
+        assert isinstance(batches, Episodes)
+        return measure(self.final_model, batches.recipe) if batches.recipe.evaluation.episodes else {}
+
+
+def measure(model: Any, recipe: D4RLRecipe) -> dict[str, float]:
+    """Play a recipe's episodes. Their initial states are the same for every model trained with the recipe's seed."""
+    name, config = recipe.data.name, recipe.evaluation
+    seeds = [derive_seed("episode", recipe.seed, i) % 2**31 for i in range(config.episodes)]
+    title = f"{name}: {config.episodes} episodes" if recipe.trainer.progress else None
+    was_training = model.training
+    model.eval()
+    with precision_context(recipe.trainer.precision, model.state_mean.device):
+        played = play(model, recipe.environment, recipe.target, seeds, config.streaming, config.video, title)
+    model.train(was_training)
+    return {
+        "score": normalized_score(name, float(played.returns.mean())),
+        "return_mean": float(played.returns.mean()),
+        "return_std": float(played.returns.std()),
+        "length_mean": float(played.lengths.mean()),
+        "episodes": config.episodes,
+        "target": recipe.target,
+    }
+
+
+class Window:
+    """Reads the last K steps again at every step, as the paper does."""
+
+    def __init__(self, model: DecisionTransformer) -> None:
+        self.model = model
+        self.past: list[Tensor] = []
+
+    def act(self, states: Tensor, togo: Tensor, step: int) -> Tensor:
+        """The next action of each episode, (n, action_dim)."""
+        stamp = torch.full((len(states), 1), step, device=states.device)
+        unknown = states.new_zeros(len(states), 1, self.model.action_dim)  # no causal layer sees it
+        now = [states.unsqueeze(1), unknown, togo.unsqueeze(1), stamp]
+        joined = [torch.cat([a, b], dim=1) for a, b in zip(self.past, now, strict=True)] if self.past else now
+        self.past = [column[:, -self.model.context :] for column in joined]
+        action = self.model.predict(*self.past)[:, -1].float()
+        self.past[1] = torch.cat([self.past[1][:, :-1], action.unsqueeze(1)], dim=1)
+        return action
+
+    def keep(self, rows: Tensor) -> None:
+        """Continue with these episodes; the others have ended."""
+        self.past = [column[rows] for column in self.past]
+
+
+@dataclass
+class Stream:
+    """Reads each token once, from the step `start` on; the layers' state holds what came before."""
+
+    model: DecisionTransformer
+    start: int
+    memory: Memory
+    previous: Tensor | None = None
+
+    def act(self, states: Tensor, togo: Tensor, step: int) -> Tensor:
+        stamps = torch.full((len(states),), step, device=states.device)
+        action, self.memory = self.model.act(states, togo, stamps, self.previous, self.memory)
+        self.previous = action.float()
+        return self.previous
+
+    def keep(self, rows: Tensor) -> None:
+        self.memory = select(self.memory, rows)
+        self.previous = None if self.previous is None else self.previous[rows]
+
+
+class Rolling:
+    """Overlapping streams, one started every K/2 steps: the oldest one acts until it has read K steps.
+
+    So the context has between K/2 and K steps, as the training windows have, and no step is read again.
+    """
+
+    def __init__(self, model: DecisionTransformer) -> None:
+        self.model = model
+        self.streams: list[Stream] = []
+
+    def act(self, states: Tensor, togo: Tensor, step: int) -> Tensor:
+        context = self.model.context
+        if self.streams and step - self.streams[0].start == context:
+            del self.streams[0]
+        if not self.streams or (len(self.streams) == 1 and step - self.streams[0].start == (context + 1) // 2):
+            self.streams.append(Stream(self.model, step, self.model.initial_state(len(states))))
+        action, *_ = [stream.act(states, togo, step) for stream in self.streams]
+        for stream in self.streams:
+            stream.previous = action  # the action taken, not the one that the younger stream predicts
+        return action
+
+    def keep(self, rows: Tensor) -> None:
+        for stream in self.streams:
+            stream.keep(rows)
+
+
+def make_reader(model: DecisionTransformer, episodes: int, streaming: Streaming) -> Window | Stream | Rolling:
+    """The reader for a streaming mode, if every layer supports it."""
+    if streaming == "off":
+        return Window(model)
+    tokens = 3 * (model.context if streaming == "rolling" else HORIZON)
+    for i, (name, block) in enumerate(zip(model.attention_names, model.blocks, strict=True)):
+        max_length = getattr(block.attention, "max_length", None)
+        if not block.streams:
+            reason = "has no streaming state: play with streaming off"
+        elif max_length is not None and max_length < tokens:
+            reason = f"is built for {max_length} tokens, and an episode has up to {tokens}: play with streaming rolling"
+        else:
+            continue
+        raise RunError(f"layer {i + 1}'s attention {name!r} {reason}")
+    return Rolling(model) if streaming == "rolling" else Stream(model, 0, model.initial_state(episodes))
+
+
+@dataclass
+class Played:
+    """Results of episodes."""
+
+    returns: np.ndarray
+    lengths: np.ndarray
+    actions: list[np.ndarray] = field(repr=False)
+    """Per step the actions of the running episodes."""
+
+
+@torch.no_grad()
+def play(
+    model: DecisionTransformer,
+    environment: str,
+    target: float,
+    seeds: Sequence[int],
+    streaming: Streaming = "off",
+    video: Path | None = None,
+    title: str | None = None,
+) -> Played:
+    """Play one episode per seed, all in parallel, each asked for the return `target`.
+
+    video: a file for a film of the first episode. title: of a progress bar; None shows none.
+    """
+    from tqdm import tqdm
+
+    device, count = model.state_mean.device, len(seeds)
+    with contextlib.ExitStack() as stack:
+        envs = [
+            stack.enter_context(contextlib.closing(make_environment(environment, film=i == 0 and video is not None)))
+            for i in range(count)
+        ]
+        check_fit(model, envs[0], environment)
+        bar = stack.enter_context(tqdm(desc=title, total=HORIZON, leave=False, disable=None if title else True))
+        reader = make_reader(model, count, streaming)
+        states = np.stack([env.reset(seed=seed)[0] for env, seed in zip(envs, seeds, strict=True)])
+        returns, lengths, running = np.zeros(count), np.zeros(count, int), np.arange(count)
+        taken: list[np.ndarray] = []
+        frames: list[np.ndarray] = []
+        while len(running):
+            togo = torch.as_tensor(target - returns[running], dtype=torch.float32, device=device)
+            seen = torch.as_tensor(states, dtype=torch.float32, device=device)
+            actions = reader.act(seen, togo, len(taken)).cpu().numpy()
+            taken.append(actions)
+            steps = [envs[i].step(action) for i, action in zip(running, actions, strict=True)]
+            returns[running] += [reward for _, reward, *_ in steps]
+            lengths[running] += 1
+            if video is not None and running[0] == 0:
+                frames.append(envs[0].render())
+            left = np.flatnonzero([not (fell or timed_out) for _, _, fell, timed_out, _ in steps])
+            if len(left) < len(running):
+                reader.keep(torch.as_tensor(left, device=device))
+            running, states = running[left], np.stack([state for state, *_ in steps])[left]
+            bar.set_postfix_str(f"{len(running)} running, mean return {returns.mean():.0f}", refresh=False)
+            bar.update()
+    if video is not None:
+        write_video(video, frames)
+    return Played(returns, lengths, taken)
+
+
+def make_environment(name: str, *, film: bool = False) -> Any:
+    """A gymnasium environment by its name."""
+    try:
+        import gymnasium
+    except ImportError:
+        raise RunError(f"playing episodes needs gymnasium with MuJoCo: {INSTALL}") from None
+    if film and sys.platform == "linux" and "DISPLAY" not in os.environ:
+        os.environ.setdefault("MUJOCO_GL", "egl")  # render without a screen
+    with contextlib.suppress(ImportError, AttributeError):
+        import mujoco
+
+        mujoco.set_mju_user_warning(lambda text: None)  # else it writes MUJOCO_LOG.TXT into the working directory
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # gymnasium recommends -v5, which has other rewards
+            return gymnasium.make(name, render_mode="rgb_array" if film else None)
+    except gymnasium.error.DependencyNotInstalled as error:
+        raise RunError(f"environment {name!r} is not installed ({_one_line(error)}): {INSTALL}") from None
+    except (gymnasium.error.Error, ImportError) as error:
+        raise RunError(f"environment {name!r} cannot be made here ({_one_line(error)})") from None
+
+
+def check_fit(model: DecisionTransformer, env: Any, environment: str) -> None:
+    """The data's widths and the environment's must be equal."""
+    widths = {"states": (env.observation_space, model.state_dim), "actions": (env.action_space, model.action_dim)}
+    for what, (space, width) in widths.items():
+        if tuple(space.shape) != (width,):
+            raise RunError(
+                f"environment {environment!r} has {what} of shape {tuple(space.shape)} where the data has ({width},): "
+                "name the data's own with --evaluation.env"
+            )
+
+
+def write_video(file: Path, frames: Sequence[np.ndarray]) -> None:
+    """Write an animated picture of every fourth frame."""
+    import imageio
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        imageio.mimsave(file, list(frames[::4]), duration=40, loop=0)
+    except (ValueError, OSError) as error:
+        raise RunError(f"cannot write a video to {file} ({_one_line(error)}): try a name that ends in .gif") from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,13 +1,11 @@
-"""Several processes, one run. Lightning starts the command again for every further device, or a launcher (torchrun,
-SLURM) has started them all.
+"""Several processes, one run. Fabric starts the command again for every further device, or a launcher (torchrun,
+SLURM) has started all processes.
 
-The processes form a mesh: along "data" each takes its share of every batch, along "context" its stretch of every
-sequence. A loss is that of the whole sequences, so the mean over all processes is the gradient, whatever the mesh.
+The processes form a mesh: along "data" each takes its share of every batch, along "context" its shard of every
+sequence. A loss is that of whole sequences, so the mean over all processes is the gradient for any mesh.
 
-SIGTERM, a scheduler's way to say that the machine is needed: save where the training stands, then leave with 143.
-
-The signal only leaves a note. Processes agree on it between two batches, because a checkpoint needs all of them: a
-process that stopped alone would leave the others waiting in a reduction.
+SIGTERM, by which a scheduler asks for the machine, sets a flag. The processes agree on it between two batches, because
+a checkpoint needs all of them. The run saves a checkpoint and exits with code 143.
 """
 
 from __future__ import annotations
@@ -34,12 +32,12 @@ if TYPE_CHECKING:
     from primal_attention.parallel import Context
     from primal_attention.train.config import TrainerConfig
 
-
 FOLDER = "PRIMAL_RUN_FOLDER"
+EXIT_CODE = 128 + signal.SIGTERM  # 143, as shells report it
 
 
 def rank() -> int:
-    """This process's number in the run; 0 also when it is the only one."""
+    """Return this process's rank; 0 if it is the only process."""
     for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"):
         if os.environ.get(name, "").isdigit():
             return int(os.environ[name])
@@ -47,26 +45,25 @@ def rank() -> int:
 
 
 def is_main() -> bool:
-    """Whether this process writes the run's files and speaks to the user."""
+    """Return True in the process that writes the run's files and prints."""
     return rank() == 0
 
 
 def launched() -> bool:
-    """Whether a launcher started all processes at once, torchrun or a scheduler's."""
+    """Return True if a launcher started all processes at once, torchrun or a scheduler's."""
     return "TORCHELASTIC_RUN_ID" in os.environ or int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1
 
 
 def restarted() -> bool:
-    """Whether this run was started before, by the same launcher or job, and has to go on by itself."""
+    """Return True if the launcher or the job was started before: the run then resumes without --resume."""
     counts = (os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
     return any(count.isdigit() and int(count) > 0 for count in counts)
 
 
 def rejoin(device: torch.device) -> None:
-    """After a restart by torchrun, meet the other processes under this attempt's own keys.
+    """After a restart by torchrun, initialize the process group under keys of this attempt.
 
-    torchrun's store outlives the processes: what the dead ones wrote into it would send the new ones to addresses where
-    nobody is left. A first start needs nothing; who calls init_process_group finds that it is done.
+    torchrun's store outlives the processes, and the keys of the dead ones would point to addresses that are gone.
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if attempt == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or dist.is_initialized():
@@ -80,11 +77,13 @@ def rejoin(device: torch.device) -> None:
 
 
 def agree_on_folder(folder: Path, *, named: bool = True) -> Path:
-    """The main process's run folder: the others find its files there and must not take the next free number.
+    """Return the main process's run folder.
 
-    named: the user has said which folder. Processes that start at once would each look for a free one.
+    Args:
+        folder: This process's own choice.
+        named: The user named the folder, so all processes have the same one.
     """
-    if named:  # by the same flag for all of them
+    if named:
         return folder
     if launched():
         raise RunError("several processes start at once and each would pick a folder: name it with --out FOLDER")
@@ -95,7 +94,7 @@ def agree_on_folder(folder: Path, *, named: bool = True) -> Path:
 
 
 def machines(config: TrainerConfig) -> tuple[int, int]:
-    """Devices per machine, and machines."""
+    """Return the devices per machine and the number of machines."""
     if not launched():
         return config.devices, 1
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -113,21 +112,20 @@ def machines(config: TrainerConfig) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Layout:
-    """The processes of a run as a mesh of ("data", "context"), and where this one stands."""
+    """The processes of a run as a mesh of ("data", "context"), and this process's place in it."""
 
     mesh: DeviceMesh
     everyone: Context
 
     @classmethod
     def of(cls, device_type: str, world: int, context: int) -> Layout:
-        from torch.distributed import group
         from torch.distributed.device_mesh import init_device_mesh
 
         from primal_attention.parallel import Context
 
         mesh = init_device_mesh(device_type, (world // context, context), mesh_dim_names=("data", "context"))
-        assert group.WORLD is not None
-        return cls(mesh, Context(group.WORLD))
+        assert dist.group.WORLD is not None
+        return cls(mesh, Context(dist.group.WORLD))
 
     @property
     def sequence(self) -> DeviceMesh:
@@ -140,11 +138,11 @@ class Layout:
 
     @property
     def data(self) -> tuple[int, int]:
-        """Which share of a batch is this process's, of how many."""
+        """This process's share of a batch: its index and the number of shares."""
         return self.mesh.get_local_rank("data"), self.mesh["data"].size()
 
     def adapt(self, model: nn.Module) -> None:
-        """Let a model work on its part of the sequences, with the statistics of the whole batch where it has any."""
+        """Make a model work on its shard of the sequences, with batch statistics of all processes."""
         from primal_attention.models.uea import MaskedBatchNorm
         from primal_attention.parallel import context_parallel
 
@@ -158,62 +156,75 @@ class Layout:
                 module.context = self.everyone
 
 
-def shard(model: nn.Module, mesh: Any) -> None:
-    """Spread a model's weights over the devices (FSDP2): block by block, then the rest."""
+def shard(model: nn.Module, device_type: str) -> None:
+    """Shard a model's weights over all processes (FSDP2): block by block, then the rest."""
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     from primal_attention.nn.blocks import EncoderBlock
 
+    mesh = init_device_mesh(device_type, (dist.get_world_size(),))
     for block in model.modules():
         if isinstance(block, EncoderBlock):
             fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
 
 
-def whole(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """A state dict with sharded tensors gathered; every process must call it."""
+def gather_full(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return a state dict with sharded tensors gathered; every process must call it."""
     return {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in state.items()}
 
 
-CODE = 128 + signal.SIGTERM  # 143, as a shell reports it
+def split_like(target: Any, full: Tensor) -> Tensor:
+    """Return a whole tensor as `target` holds it: this process's rows if it is sharded."""
+    if not hasattr(target, "device_mesh"):
+        return full
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(full.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
 
 
-class Notice:
-    """Whether the processes of this run were asked to stop."""
+def load_full(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Load whole tensors into a model that may be sharded."""
+    own = model.state_dict()
+    model.load_state_dict({name: split_like(own[name], tensor) for name, tensor in state.items()})
+
+
+class StopRequest:
+    """A flag that SIGTERM sets while a training runs."""
 
     def __init__(self) -> None:
-        self.here = False
-        self._before: Any = None
+        self.received = False
+        self._previous: Any = None
 
-    def listen(self) -> None:
-        """From now on a SIGTERM is a note. Signals reach the main thread alone: elsewhere nothing changes."""
+    def install(self) -> None:
+        """Handle SIGTERM by the flag. Only the main thread receives signals; in others nothing changes."""
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, self._note)
+            self._previous = signal.signal(signal.SIGTERM, self._receive)
 
-    def rest(self) -> None:
-        if self._before is not None and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._before)
-            self._before = None
+    def remove(self) -> None:
+        if self._previous is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._previous)
+            self._previous = None
 
-    def _note(self, signum: int, frame: FrameType | None) -> None:
-        self.here = True
+    def _receive(self, signum: int, frame: FrameType | None) -> None:
+        self.received = True
 
     def anywhere(self, device: torch.device) -> bool:
-        """Whether any process has the note; all of them must ask at the same moment."""
-        distributed = torch.distributed
-        if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
-            return self.here
-        note = torch.tensor([float(self.here)], device=device)
-        distributed.all_reduce(note, op=distributed.ReduceOp.MAX)
-        return bool(note.item())
+        """Return True if any process received the signal; all of them must call this together."""
+        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+            return self.received
+        flag = torch.tensor([float(self.received)], device=device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag.item())
 
 
 @contextlib.contextmanager
 def leave_at_once() -> Iterator[None]:
-    """Outside of a training there is nothing to save that is not saved: a SIGTERM ends the command with 143."""
+    """End the command with code 143 on SIGTERM outside of a training, where everything is saved."""
 
     def leave(signum: int, frame: FrameType | None) -> None:
-        raise SystemExit(CODE)
+        raise SystemExit(EXIT_CODE)
 
     if threading.current_thread() is not threading.main_thread():
         yield

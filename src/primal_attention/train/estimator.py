@@ -1,7 +1,7 @@
-"""PrimalClassifier: the modern recipe behind fit and predict, for people with series and labels.
+"""PrimalClassifier: the recipe `uea-modern` as an aeon and scikit-learn classifier.
 
 from primal_attention import PrimalClassifier
-model = PrimalClassifier(random_state=0).fit(X, y)       # X (cases, channels, time), or a list of (channels, time)
+model = PrimalClassifier(random_state=0).fit(X, y)      # X (samples, channels, time), or a list of (channels, time)
 model.predict(X_new); model.predict_proba(X_new)
 model.save("model.safetensors"); PrimalClassifier.load("model.safetensors")
 """
@@ -10,44 +10,48 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import lightning.pytorch as pl
 import numpy as np
 import torch
 from aeon.classification.base import BaseClassifier
-from lightning.pytorch.callbacks import Callback
 from sklearn.utils import check_random_state
 
 from primal_attention.data.uea import PrincipalChannels, SeriesData, Split, Standardizer, interpolate_missing, pad
-from primal_attention.train import runner
+from primal_attention.train import loop
 from primal_attention.train.batches import derive_seed
-from primal_attention.train.callbacks import Bar, Row
+from primal_attention.train.checkpoint import read_weights
 from primal_attention.train.config import from_plain, to_plain
-from primal_attention.train.experiment import Experiment
-from primal_attention.train.module import TrainingModule
-from primal_attention.train.readers import Schema, check_fields, read_weights
 from primal_attention.train.uea import AugmentConfig, ClassifierConfig, UEARecipe, build_from, make_model, modern_recipe
 from primal_attention.utils.errors import DataError, RunError
-from primal_attention.utils.files import write_atomically
+from primal_attention.utils.files import COUNT, check, write_atomically
 
-FORMAT = 2  # 1 did not say the network
-SAVED: Schema = {"parameters": dict, "classes": list, "classes_dtype": str, "n_channels": int, "max_length": int}
+FORMAT = 2
+SAVED = {
+    "parameters": dict,
+    "network": dict,
+    "classes": list,
+    "classes_dtype": str,
+    "n_channels": COUNT,
+    "max_length": COUNT,
+}
+T = TypeVar("T")
+EVALUATED_SAMPLES = 256  # in one batch
 
 
 class PrimalClassifier(BaseClassifier):
     """Time-series classifier: a Transformer with Primal-Attention in every layer, trained with the KSVD objective.
 
     Series may have any number of channels, unequal lengths and missing values (interpolated along time). Channels are
-    standardised by the training cases.
+    standardised by the training samples.
 
     Parameters
     ----------
     epochs : int, default=100
-        The recipe `uea-modern` trains for 400; a quarter of it serves most sets and a CPU.
+        The recipe `uea-modern` trains for 400; a quarter is enough for most data sets.
     batch_size : int, default=32
     learning_rate : float, default=1e-3
         Peak of the one-cycle schedule.
@@ -61,10 +65,10 @@ class PrimalClassifier(BaseClassifier):
     eta : float, default=0.1
         Weight of the KSVD loss.
     augment : bool, default=True
-        Warp, scale and mix training series at random.
+        Warp, scale and mix the training series at random.
     early_stop : int or None, default=None
-        Hold out `validation_fraction` of the cases and stop after so many epochs without a better score on them. The
-        weights of the best epoch are kept. None trains on all cases for all epochs.
+        Hold out `validation_fraction` of the samples and stop after this many epochs without a better score on them.
+        The classifier has the weights of the best epoch. None trains on all samples for all epochs.
     validation_fraction : float, default=0.2
     device : str, default="auto"
         "auto", "cpu" or "gpu".
@@ -77,7 +81,7 @@ class PrimalClassifier(BaseClassifier):
     classes_ : array of the class labels
     n_classes_, n_channels_ : int
     network_ : ClassifierConfig
-        The network that was trained, as the recipe had it at the time.
+        The trained network.
     history_ : list of dict
         One row of losses per epoch.
 
@@ -150,6 +154,9 @@ class PrimalClassifier(BaseClassifier):
     def recipe(self, seed: int = 0) -> UEARecipe:
         """The training recipe that the parameters describe."""
         base = modern_recipe("fit")
+        shared: dict[str, Any] = {
+            name: getattr(self, name) for name in ("embed_dim", "num_heads", "layers", "rank", "landmarks", "dropout")
+        }
         accelerator: Any = self.device
         return replace(
             base,
@@ -157,17 +164,7 @@ class PrimalClassifier(BaseClassifier):
             eta=self.eta,
             protocol="validation" if self.early_stop else "last",
             data=replace(base.data, holdout=self.validation_fraction),
-            model=replace(
-                base.model,
-                attention=(self.attention,),
-                embed_dim=self.embed_dim,
-                num_heads=self.num_heads,
-                layers=self.layers,
-                ffn_dim=4 * self.embed_dim,
-                rank=self.rank,
-                landmarks=self.landmarks,
-                dropout=self.dropout,
-            ),
+            model=replace(base.model, attention=(self.attention,), ffn_dim=4 * self.embed_dim, **shared),
             augment=base.augment if self.augment else AugmentConfig(label_smoothing=base.augment.label_smoothing),
             optim=replace(base.optim, lr=self.learning_rate),
             trainer=replace(
@@ -182,27 +179,25 @@ class PrimalClassifier(BaseClassifier):
 
     def _fit(self, X: Sequence[np.ndarray], y: np.ndarray) -> PrimalClassifier:
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
-        recipe = self._checked(lambda: self.recipe(seed))
+        recipe = _checked(self.recipe, seed)
         labels = np.array([self._class_dictionary[label] for label in y], dtype=np.int64)
         split = Split(to_series(X), labels)
         data = SeriesData("fit", split, split.take(np.arange(0)), tuple(map(str, self.classes_)))
-        # The caller's own random numbers must not move, nor decide anything here.
+        # The result does not depend on the caller's random generator, and leaves it unchanged.
         with torch.random.fork_rng():
             torch.manual_seed(derive_seed("weights", seed))
-            experiment = self._checked(lambda: build_from(recipe, data))
-            memory = Memory(experiment)
-            callbacks = [Bar("PrimalClassifier", memory), memory] if self.verbose else [memory]
-            trainer = runner.trainer_for(recipe, experiment, callbacks, None)
-            trainer.fit(experiment.module, train_dataloaders=experiment.train)
-        state = memory.best_state or experiment.module.final_model.state_dict()
-        standard = experiment.standardizer
-        assert standard is not None
+            experiment = _checked(build_from, recipe, data)
+            if experiment.select is None:
+                experiment.watched = {}  # there is no test set
+            training = loop.Training(recipe, experiment, title="PrimalClassifier")
+            training.fit()
+        state = training.state.chosen or experiment.module.final_model.state_dict()
         self.network_ = recipe.model
-        self.n_channels_ = data.channels
-        self.max_length_ = data.max_length
-        self.standard_ = standard
+        self.n_channels_, self.max_length_ = data.channels, data.max_length
+        assert experiment.standardizer is not None
+        self.standard_ = experiment.standardizer
         self.weights_ = {name: tensor.detach().cpu().numpy().copy() for name, tensor in state.items()}
-        self.history_ = memory.rows
+        self.history_ = training.state.rows
         return self
 
     def _predict(self, X: Sequence[np.ndarray]) -> np.ndarray:
@@ -216,25 +211,18 @@ class PrimalClassifier(BaseClassifier):
         with torch.random.fork_rng():
             model = make_model(self.network_, values.shape[-1], self.n_classes_, self.max_length_)
         model.load_state_dict({name: torch.from_numpy(array.copy()) for name, array in self.weights_.items()})
-        where = runner.pick_device(self.recipe().trainer)
+        where = loop.pick_device(self.recipe().trainer)
         model.to(where).eval()
         parts = []
         with torch.no_grad():
-            for start in range(0, len(values), 256):
-                x, padding = (torch.from_numpy(a[start : start + 256]).to(where) for a in (values, mask))
+            for start in range(0, len(values), EVALUATED_SAMPLES):
+                rows = slice(start, start + EVALUATED_SAMPLES)
+                x, padding = (torch.from_numpy(array[rows]).to(where) for array in (values, mask))
                 parts.append(model(x, padding).double().softmax(dim=-1).cpu())
         return torch.cat(parts).numpy()
 
-    @staticmethod
-    def _checked(make: Any) -> Any:
-        """Values out of range are ValueErrors to the callers of an estimator."""
-        try:
-            return make()
-        except RunError as error:
-            raise ValueError(str(error)) from error
-
     def save(self, file: str | Path) -> Path:
-        """Write the fitted classifier to one safetensors file: numbers and a description, no code."""
+        """Write the fitted classifier to one safetensors file: arrays and a description, no code."""
         from safetensors.numpy import save
 
         self._check_is_fitted()
@@ -260,22 +248,23 @@ class PrimalClassifier(BaseClassifier):
 
     @classmethod
     def load(cls, file: str | Path) -> PrimalClassifier:
-        """Read a classifier that `save` wrote. The file holds numbers only, so this runs nothing from it."""
+        """Read a classifier that `save` wrote; nothing in the file is executed."""
+        return _checked(cls._load, Path(file))
+
+    @classmethod
+    def _load(cls, file: Path) -> PrimalClassifier:
         from safetensors import safe_open
 
-        file = Path(file)
-        try:
-            arrays = {name: t.numpy() for name, t in read_weights(file).items()}
-            with safe_open(file, "np") as opened:
-                about = json.loads((opened.metadata() or {}).get("primal_attention", "{}"))
-            if about.get("kind") != "PrimalClassifier" or about.get("format") not in (1, FORMAT):
-                raise RunError(f"{file} holds no PrimalClassifier of format 1 to {FORMAT}")
-            check_fields(about, SAVED, file)
-            check_fields(arrays, {"mean": np.ndarray, "std": np.ndarray}, file)
-        except RunError as error:
-            raise ValueError(str(error)) from error
+        arrays = {name: t.numpy() for name, t in read_weights(file).items()}
+        with safe_open(file, "np") as opened:
+            about = json.loads((opened.metadata() or {}).get("primal_attention", "{}"))
+        if about.get("kind") != "PrimalClassifier" or about.get("format") != FORMAT:
+            raise RunError(f"{file} is not a PrimalClassifier of format {FORMAT} (got format {about.get('format')})")
+        check(about, SAVED, file)
+        check(arrays, {"mean": ..., "std": ...}, file)
         known = inspect.signature(cls.__init__).parameters
         self = cls(**{name: value for name, value in about["parameters"].items() if name in known})
+        self.network_ = from_plain(ClassifierConfig, about["network"], f"{file}: network.")
         self.classes_ = np.array(about["classes"], dtype=about["classes_dtype"])
         self.n_classes_ = len(self.classes_)
         self._class_dictionary = {label: i for i, label in enumerate(self.classes_)}
@@ -283,20 +272,9 @@ class PrimalClassifier(BaseClassifier):
         mean, std, basis = arrays.pop("mean"), arrays.pop("std"), arrays.pop("basis", None)
         self.standard_ = Standardizer(mean, std) if basis is None else PrincipalChannels(mean, std, basis)
         self.weights_ = {name.removeprefix("weights/"): array for name, array in arrays.items()}
-        self.network_ = self._network(about.get("network"), file)
         self.history_ = []
         self.is_fitted = True
         return self
-
-    def _network(self, told: Any, file: Path) -> ClassifierConfig:
-        """The network that a file tells, or the one of the recipe when files did not tell it."""
-        if told is not None:
-            try:
-                return from_plain(ClassifierConfig, told, "network")
-            except RunError as error:
-                raise ValueError(f"{file}: {error}") from error
-        kernel = self.weights_["encoder.blocks.0.local.conv.weight"].shape[-1]
-        return replace(self.recipe().model, differences=False, local_kernel=kernel)
 
     @classmethod
     def _get_test_params(cls, parameter_set: str = "default") -> dict[str, Any]:
@@ -311,38 +289,17 @@ class PrimalClassifier(BaseClassifier):
         }
 
 
+def _checked(function: Callable[..., T], *args: Any) -> T:
+    """Call a function; its errors become ValueErrors, as callers of an estimator expect."""
+    try:
+        return function(*args)
+    except RunError as error:
+        raise ValueError(str(error)) from error
+
+
 def to_series(X: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Cases of (channels, time) to series of (time, channels) without gaps."""
-    series = [interpolate_missing(np.asarray(case, dtype=np.float64).T) for case in X]
+    """Samples of (channels, time) to series of (time, channels) without gaps."""
+    series = [interpolate_missing(np.asarray(sample, dtype=np.float64).T) for sample in X]
     if not any(np.isfinite(s).any() for s in series):
         raise DataError("X has no value that is a finite number")
     return series
-
-
-class Memory(Callback):
-    """A run without a folder: the losses per epoch, and the weights of the epoch that held-out cases choose."""
-
-    def __init__(self, experiment: Experiment) -> None:
-        self.experiment = experiment
-        self.rows: list[Row] = []
-        self.best: tuple[tuple[float, float], int] | None = None
-        self.best_state: dict[str, torch.Tensor] | None = None
-
-    def on_fit_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        for batches in (self.experiment.train, *self.experiment.watched.values()):
-            batches.to(module.device)
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        assert isinstance(module, TrainingModule)
-        epoch = trainer.current_epoch + 1
-        row: Row = {"epoch": epoch, **module.epoch_means()}
-        if self.experiment.select is not None:
-            name, score = self.experiment.select
-            found = module.evaluate(self.experiment.watched[name])
-            row |= {f"{name}_{key}": value for key, value in found.items()}
-            rank = (found[score], -found["loss"])
-            if self.best is None or rank > self.best[0]:
-                self.best = (rank, epoch)
-                self.best_state = {k: v.detach().clone() for k, v in module.final_model.state_dict().items()}
-            trainer.should_stop = epoch - self.best[1] >= module.recipe.trainer.early_stop
-        self.rows.append(row)

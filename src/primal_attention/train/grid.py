@@ -31,7 +31,7 @@ PROTOCOL_SCORES = {
     "validation": {"validation_chosen"},
     "both": {"last", "best_on_test", "validation_chosen"},
 }
-QUIET = {"trainer.progress": False, "trainer.tensorboard": False}
+QUIET = {"trainer.progress": False, "trainer.logger": ("csv",)}
 
 
 @dataclass(frozen=True)
@@ -127,11 +127,11 @@ def run_job(job: Job) -> Outcome:
     try:
         if job.result.exists():
             return Outcome(job, summary=read_json(job.result, {"scores": {...: dict}}))
-        from primal_attention.train import runner
+        from primal_attention.train import loop
 
         gc.collect()  # memory of the previous run in this process would count as this one's
         recipe = override(registry.get(job.recipe), {**QUIET, **job.changes})
-        summary = runner.train(recipe, job.run, name=job.recipe, resume=True, command=job.command, commit=job.commit)
+        summary = loop.train(recipe, job.run, name=job.recipe, resume=True, command=job.command, commit=job.commit)
         write_json(job.result, summary)
         return Outcome(job, summary=summary)
     except (RunError, DataError) as error:

@@ -1,259 +1,53 @@
-"""Batches of token sequences: on the device where a set fits there, else one step ahead of use; padding cut off.
+"""Long-Range Arena: the paper's recipes, one per task, and shorter trainings of the same models.
 
-Padding costs as much as tokens and, where layers leave it out, changes nothing. Evaluations then take cases of like
-length together, and a training may do so too: its batches are of a few kinds (`kinds_of`), each cut to one width, so
-that each kind's steps have one shape and can be recorded.
+    primal data listops && primal train lra/listops               PrimalFormer, the paper's settings
+    primal train lra/text --model.attention primal+               Primal.+
+    primal train lra/image --model.attention nystrom --data.folder data/cifar10
+    primal train lra-short/text                                   the same model in a fraction of the time
 
-Training of classifiers of token sequences: cross-entropy, accuracy, and J squared after the mean over the batch.
+The benchmark counts steps: an epoch is what lies between two evaluations. Validation chooses the epoch, and test is
+evaluated once. A batch is (tokens (B, N), labels (B,)), or (tokens, tokens, labels) where a sample is a pair.
 
-A batch is (tokens (B, N), labels (B,)), or (tokens, tokens, labels) where the cases are pairs.
-
-Long-Range Arena: the paper's recipes, one per task, in steps as the benchmark counts them.
-
-primal data listops && primal train lra/listops                  PrimalFormer, the paper's settings
-primal train lra/text --model.attention primal+                  Primal.+
-primal train lra/image --model.attention nystrom --data.folder data/cifar10
-primal train lra-short/text                                      the same model in a fraction of the time
-
-An epoch is the stretch between two evaluations. Validation data choose the epoch, and test is measured once.
+Padding costs as much as tokens and, where layers ignore it, changes nothing. Evaluation batches therefore hold samples
+of similar length, cut where the longest one ends. Training batches may come in a few length buckets (`bucket_widths`),
+each cut to one width, so that the steps of a bucket have one shape and can be recorded.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from primal_attention.train.batches import Batches, derive_seed
-from primal_attention.train.config import OptimConfig, Recipe, TrainerConfig, require
-from primal_attention.train.module import Batch, TrainingModule
+from primal_attention.data.lra import image, listops, pathfinder, retrieval, text
+from primal_attention.data.lra.tokens import TokenData, TokenSplit
+from primal_attention.models.lra import LRAClassifier
+from primal_attention.models.uea import without_r_scores
+from primal_attention.train.batches import Batches, derive_seed, send
+from primal_attention.train.config import NetworkConfig, OptimConfig, Recipe, TrainerConfig, require
+from primal_attention.train.task import Batch, Experiment, TrainingModule
+from primal_attention.train.uea import classification_scores
 
-if TYPE_CHECKING:
-    from primal_attention.data.lra.tokens import TokenData
-    from primal_attention.train.experiment import Experiment
-
-
-RESIDENT = 2**31  # bytes of a set up to which it is kept on the device
-WIDTH_MULTIPLE = 64  # widths are multiples of it, which kernels like
-
-
-def lengths_of(tokens: np.ndarray, at_once: int = 4096) -> Tensor:
-    """Per case, the tokens up to the last that is no padding (0), at least 1."""
-    found = [
-        tokens.shape[1] - np.argmax(np.asarray(tokens[start : start + at_once])[:, ::-1] != 0, axis=1)
-        for start in range(0, len(tokens), at_once)
-    ]
-    # A case without any token has its "last" one at the end: as good as any place.
-    return torch.from_numpy(np.concatenate(found))
-
-
-def room_of(arrays: Sequence[np.ndarray], at_once: int = 4096) -> int:
-    """Places that hold the tokens of every case, wherever its padding (0) stands."""
-    full = arrays[0].shape[1]
-    parts = (tokens[start : start + at_once] for tokens in arrays for start in range(0, len(tokens), at_once))
-    return _rounded(max(int(np.count_nonzero(part, axis=1).max()) for part in parts), full)
-
-
-def kinds_of(lengths: Tensor, full: int, kinds: int, batch_size: int) -> list[int]:
-    """Widths of batches, ascending up to `full`: the first is enough for half of the cases, the next for half of the
-    rest, and so on. Fewer than `kinds` where one would not fill a batch."""
-    widths: list[int] = []
-    ordered, taken = lengths.sort().values, 0
-    for _ in range(kinds - 1):
-        upto = taken + (len(ordered) - taken) // 2
-        width = _rounded(int(ordered[max(upto - 1, 0)]), full)
-        upto = int((ordered <= width).sum())
-        if upto - taken < batch_size or len(ordered) - upto < batch_size:
-            break
-        widths.append(width)
-        taken = upto
-    return [*widths, full]
-
-
-def _rounded(length: int, full: int) -> int:
-    return min(-(-length // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, full)
-
-
-class TokenBatches(Batches):
-    """As `Batches`, where the first tensors are (cases, length) tokens and the last the labels.
-
-    lengths: per case; None leaves all cases whole. widths: of the kinds of training batches; without any, they are
-    drawn from all cases and left whole.
-    """
-
-    device = torch.device("cpu")
-
-    def __init__(
-        self,
-        tensors: Sequence[Tensor],
-        batch_size: int,
-        shuffle_seed: int | None = None,
-        steps: int = 0,
-        *,
-        lengths: Tensor | None = None,
-        widths: Sequence[int] = (),
-    ) -> None:
-        super().__init__(tensors, batch_size, shuffle_seed, steps)
-        self.full = tensors[0].shape[1]
-        self.lengths = lengths
-        self.widths = list(widths)
-        self.held: list[Tensor] | None = None
-        if lengths is not None and self.widths:
-            kind = torch.searchsorted(torch.tensor(self.widths), lengths)
-            self.members = [(kind == k).nonzero().squeeze(1) for k in range(len(self.widths))]
-
-    def to(self, device: torch.device) -> TokenBatches:
-        self.device = torch.device(device)
-        if sum(t.nbytes for t in self.tensors) <= RESIDENT:
-            self.held = [t.to(self.device) for t in self.tensors]
-        return self
-
-    # Which cases come together
-
-    def rows(self) -> Iterator[Tensor]:
-        if self.lengths is None:
-            yield from super().rows()
-        elif self.shuffle_seed is None:
-            yield from self._by_length()
-        elif self.steps and self.widths:
-            yield from self._by_kind()
-        else:
-            yield from super().rows()
-
-    def _by_length(self) -> Iterator[Tensor]:
-        """Longest first, as many tokens in a batch as `batch_size` whole cases have."""
-        assert self.lengths is not None
-        order = self.lengths.argsort(descending=True, stable=True)
-        start = 0
-        while start < len(order):
-            size = self.batch_size * self.full // self.width(order[start : start + 1])
-            yield order[start : start + size]
-            start += size
-
-    def _by_kind(self) -> Iterator[Tensor]:
-        """Whole batches of one kind each, in random order, pass after pass."""
-        size = self._size
-        per_turn = sum(len(m) // size for m in self.members)
-        turn, batches = -1, torch.empty(0)
-        for position in range(self.epoch * self.steps, (self.epoch + 1) * self.steps):
-            if turn != position // per_turn:
-                turn = position // per_turn
-                batches = self._kinds_of_turn(turn)
-            yield batches[position % per_turn]
-
-    @property
-    def _size(self) -> int:
-        """Cases of a training batch: all there are, where they do not fill one."""
-        return min(self.batch_size, self.cases)
-
-    def _kinds_of_turn(self, turn: int) -> Tensor:
-        generator = torch.Generator().manual_seed(derive_seed("order", self.shuffle_seed, turn))
-        found = []
-        for members in self.members:
-            mixed = members[torch.randperm(len(members), generator=generator)]
-            found.append(mixed[: len(mixed) // self._size * self._size].view(-1, self._size))
-        batches = torch.cat(found)
-        return batches[torch.randperm(len(batches), generator=generator)]
-
-    def width(self, rows: Tensor) -> int:
-        """What these cases are cut to."""
-        if self.lengths is None or (self.shuffle_seed is not None and not self.widths):
-            return self.full
-        longest = int(self.lengths[rows].max())
-        if self.shuffle_seed is None:
-            return _rounded(longest, self.full)
-        return next(width for width in self.widths if width >= longest)
-
-    # Their tokens
-
-    def __iter__(self) -> Iterator[Any]:
-        if self.held is None and self.device.type != "cpu":
-            yield from self._streamed()
-            return
-        tensors = self.held or self.tensors
-        for sizes, rows in self.turns():
-            index = rows if self.device.type == "cpu" else self._pinned(rows).to(self.device, non_blocking=True)
-            yield self._trimmed([t[index] for t in tensors], sizes, rows)
-
-    def _streamed(self) -> Iterator[Any]:
-        """Only the rows of a batch are copied. A thread gathers the next ones during a step."""
-        turns = self.turns()
-
-        def fetch() -> tuple[list[Tensor], list[int], Tensor] | None:
-            turn = next(turns, None)
-            if turn is None:
-                return None
-            return [self._pinned(t[turn[1]]) for t in self.tensors], *turn
-
-        with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(fetch)
-            while (fetched := waiting.result()) is not None:
-                waiting = pool.submit(fetch)
-                tensors, sizes, rows = fetched
-                yield self._trimmed([t.to(self.device, non_blocking=True) for t in tensors], sizes, rows)
-
-    def _pinned(self, t: Tensor) -> Tensor:
-        """Only from pinned memory does a copy run beside the computation."""
-        return t.pin_memory() if self.device.type == "cuda" else t
-
-    def _trimmed(self, tensors: Sequence[Tensor], sizes: list[int], rows: Tensor) -> Any:
-        found = self.cut(tensors, sizes)
-        batches = found if isinstance(found, list) else [found]
-        widths = [self.width(part) for part in rows.split(sizes)]
-        cut = [
-            (*(t if width == self.full else t[:, :width] for t in sequences), labels)
-            for (*sequences, labels), width in zip(batches, widths, strict=True)
-        ]
-        return cut if isinstance(found, list) else cut[0]
-
-
-class SequenceModule(TrainingModule):
-    """A classifier of token sequences in training.
-
-    padded: token 0 is padding; else the model gets no mask. any_length: the batches come in several lengths.
-    """
-
-    splits_sequences: ClassVar[bool] = True
-    ksvd_reduction: ClassVar[Literal["sample", "batch"]] = "batch"
-    evaluates_compiled: ClassVar[bool] = False
-
-    def __init__(self, model: nn.Module, recipe: Recipe, *, padded: bool, any_length: bool = False) -> None:
-        super().__init__(model, recipe, any_length=any_length)
-        self.padded = padded
-
-    def inputs(self, batch: Batch) -> tuple[Any, ...]:
-        *sequences, _ = batch
-        given: list[Tensor | None] = []
-        for ids in sequences:
-            # Stored in one byte, looked up by eight.
-            given += self.tokens(ids.long(), ids == 0 if self.padded else None)
-        return tuple(given)
-
-    def task_loss(self, batch: Batch) -> Tensor:
-        return F.cross_entropy(self.model(*self.inputs(batch)), batch[-1])
-
-    def scores(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        labels = batch[-1]
-        logits = model(*self.inputs(batch)).float()
-        return {
-            "accuracy": (logits.argmax(dim=-1) == labels).sum(),
-            "loss": F.cross_entropy(logits, labels, reduction="sum"),
-            "cases": torch.tensor(len(labels)),
-        }
-
-
-EVALUATED_TOKENS = 2**19  # in one batch of an evaluation
+READERS = {
+    "listops": listops.load,
+    "text": text.load,
+    "retrieval": retrieval.load,
+    "image": image.load,
+    "pathfinder": pathfinder.load,
+}
 IMAGES = ("image", "pathfinder")
-LANDMARKS_PER_RANK = 10  # landmarks as a multiple of the rank
+EVALUATED_TOKENS = 2**19  # in one evaluation batch
+LANDMARKS_PER_RANK = 10
+LENGTH_BUCKETS = 4  # of the short recipes: as many shapes as a training records
+WIDTH_MULTIPLE = 64  # kernels prefer widths that are multiples of it
+ROWS_AT_ONCE = 4096  # read from memory-mapped arrays
 
 
 @dataclass(frozen=True)
@@ -275,91 +69,80 @@ TASKS = {
     "image": Task(35_000, 175, 256, 175, (30, 0.1), (30, 0.1)),
     "pathfinder": Task(62_400, 312, 256, 312, (30, 0.1), (20, 0.05)),
 }
+Positions = Literal["random", "line", "grid"]
 
 
 @dataclass(frozen=True)
 class Short:
     """A training of the same model in fewer and smaller steps, at a higher learning rate.
 
-    zero_is_padding, positions: where the labels alone say too little of an image's rows and columns to learn in so few
-    steps, black is padding, as it is in the paper's runs, and positions start as a grid; of a list's order, as a line.
-    sampling: where sequences would be learned by heart from their landmarks, those move.
-    ema: where validation falls again before the rate does, an average over the last steps is measured and kept.
+    zero_is_padding, positions: too few steps to learn the order of the tokens from labels alone, so the positions start
+    as a line or a grid, and black pixels are padding, as in the paper's runs.
+    sampling: random landmarks where the model memorises sequences by fixed ones.
+    ema: averaged weights where validation accuracy falls before the learning rate does.
     """
 
     steps: int
     batch_size: int
-    evaluations: int
     lr: float = 1e-3
-    warmup: float = 0.1
     zero_is_padding: bool = False
-    positions: Literal["random", "line", "grid"] = "random"
+    positions: Positions = "random"
     sampling: Literal["even", "random"] = "even"
     ema: float = 0.0
 
 
 SHORT = {
-    "listops": Short(5_000, 32, 20, positions="line", ema=0.998),
-    "text": Short(5_000, 32, 20, lr=5e-4, sampling="random", ema=0.998),
-    "retrieval": Short(5_000, 32, 20),
-    "image": Short(12_000, 64, 20),
-    "pathfinder": Short(20_000, 256, 20, lr=5e-4, zero_is_padding=True, positions="grid"),
+    "listops": Short(5_000, 32, positions="line", ema=0.998),
+    "text": Short(5_000, 32, lr=5e-4, sampling="random", ema=0.998),
+    "retrieval": Short(5_000, 32),
+    "image": Short(12_000, 64),
+    "pathfinder": Short(20_000, 256, lr=5e-4, zero_is_padding=True, positions="grid"),
 }
-KINDS = 4  # of batches by length: as many shapes as a training records
+SHORT_EVALUATIONS = 20
 
 
 @dataclass(frozen=True)
 class LRAData:
-    """Which task and where its files lie."""
+    """The task and its files."""
 
     task: Literal["listops", "text", "retrieval", "image", "pathfinder"] = "listops"
     folder: Path | None = None
     """Folder of the task's files; None is $PRIMAL_LRA/TASK or data/lra/TASK."""
     zero_is_padding: bool = False
-    """Image, Pathfinder: take black pixels for padding, as the published research code does. Layers then see the others
-    only, which costs less the darker the images are."""
-    kinds: int = 1
-    """Padded tasks: kinds of training batches by length, each cut where its longest cases end; 1 mixes all cases, as
-    model.published-padding does."""
+    """Image, Pathfinder: treat black pixels as padding, as the published research code does. The darker the images,
+    the lower the cost."""
+    length_buckets: int = 1
+    """Padded tasks: length buckets of the training batches, each cut where its longest samples end; 1 mixes all
+    lengths, as model.published-padding does."""
+
+    RENAMED: ClassVar[Mapping[str, str]] = {"kinds": "length_buckets"}
 
     def __post_init__(self) -> None:
-        require(self.kinds >= 1, f"data.kinds must be at least 1 (got {self.kinds})")
+        require(self.length_buckets >= 1, f"data.length-buckets must be at least 1 (got {self.length_buckets})")
 
 
 @dataclass(frozen=True)
-class LRAModel:
+class LRAModel(NetworkConfig):
     """The network; see primal_attention.models.lra."""
 
-    attention: tuple[str, ...] = ("primal",)
-    """One name for all layers, a name with a plus for the last layer only, or one name per layer."""
     embed_dim: int = 64
     num_heads: int = 2
-    layers: int = 2
     ffn_dim: int = 128
     dropout: float = 0.1
-    rank: int | None = None
-    """Directions s of Primal-Attention; None takes the paper's for the task."""
     landmarks: int | None = None
     """Rows that make f(X); None is ten times the rank, as in the paper."""
     sampling: Literal["even", "random"] = "even"
-    """Which rows make f(X) in training: evenly spaced ones, or each moved at random by up to half of the spacing. Where
-    weights are not data-dependent there is no f(X), and random counts as even."""
+    """Rows that make f(X) in training: evenly spaced, or each moved at random by up to half of the spacing. Without
+    data-dependent weights there is no f(X), and random counts as even."""
     data_dependent: bool = True
     """Build Primal-Attention's projection weights from f(X); off uses W_e and W_r themselves."""
     r_scores: bool = True
-    """Let Primal-Attention's r-scores reach its output; off is the paper's ablation (they stay in the objective)."""
-    positions: Literal["random", "line", "grid"] = "random"
-    """What the learned positions are before training: noise, waves along the sequence (line), or waves along the rows
-    and the columns of an image (grid)."""
+    """Use Primal-Attention's r-scores in its output; off is the paper's ablation (the objective keeps them)."""
+    positions: Positions = "random"
+    """Initial values of the learned positions: noise, waves along the sequence (line), or waves along the rows and the
+    columns of an image (grid)."""
     published_padding: bool = False
-    """Treat padding as the published research code does (primal and softmax layers); sequences then stay whole."""
-
-    def __post_init__(self) -> None:
-        for name in ("embed_dim", "num_heads", "layers", "ffn_dim", "rank", "landmarks"):
-            value = getattr(self, name)
-            require(value is None or value >= 1, f"model.{name.replace('_', '-')} must be at least 1 (got {value})")
-        require(0 <= self.dropout < 1, f"model.dropout must lie in [0, 1) (got {self.dropout})")
-        require(len(self.attention) > 0, "model.attention must name at least one kind")
+    """Treat padding as the published research code does (primal and softmax layers). Sequences are then not cut."""
 
 
 @dataclass(frozen=True)
@@ -369,62 +152,53 @@ class LRARecipe(Recipe):
     benchmark: ClassVar[str] = "lra"
 
     watch_test: bool = False
-    """Measure test at every evaluation too, for the columns LAST and BEST-ON-TEST; validation still chooses."""
+    """Evaluate test during training too, for the columns LAST and BEST-ON-TEST; validation still chooses."""
     data: LRAData = field(default_factory=LRAData)
     model: LRAModel = field(default_factory=LRAModel)
 
     def resolved(self) -> LRARecipe:
-        attention, task = self.model.attention, TASKS[self.data.task]
-        rank, eta = task.plus if attention[-1].endswith("+") or "softmax" in attention else task.former
+        task = TASKS[self.data.task]
+        rank, eta = task.plus if self.model.is_primal_plus else task.former
         rank = self.model.rank or rank
         sampling = self.model.sampling if self.model.data_dependent else "even"
         landmarks = self.model.landmarks or LANDMARKS_PER_RANK * rank
-        model = dataclasses.replace(self.model, rank=rank, landmarks=landmarks, sampling=sampling)
-        return dataclasses.replace(self, eta=eta if self.eta is None else self.eta, model=model)
-
-    def label(self) -> str:
-        return "-".join(self.model.attention)
+        model = replace(self.model, rank=rank, landmarks=landmarks, sampling=sampling)
+        return replace(self, eta=eta if self.eta is None else self.eta, model=model)
 
     def build(self) -> Experiment:
-        recipe = self.resolved()
-        return build_from(recipe, load(recipe.data))
+        return build_from(self.resolved(), load(self.data))
 
 
-def paper_recipe(task: str) -> LRARecipe:
-    """The paper's settings: AdamW 1e-4, one cycle along straight lines, mixed precision."""
-    known = TASKS[task]
+def paper_recipe(name: str) -> LRARecipe:
+    """The paper's settings: AdamW 1e-4, a linear one-cycle schedule, mixed precision."""
+    task = TASKS[name]
     return LRARecipe(
-        data=LRAData(task=task),  # type: ignore[arg-type]
+        data=LRAData(task=name),  # type: ignore[arg-type]
         optim=OptimConfig(
-            name="adamw",
-            lr=1e-4,
-            eps=1e-6,
-            schedule="onecycle-linear",
-            warmup=known.warmup / known.steps,
-            clip=0.0,
+            name="adamw", lr=1e-4, eps=1e-6, schedule="onecycle-linear", warmup=task.warmup / task.steps, clip=0.0
         ),
         trainer=TrainerConfig(
-            epochs=known.steps // known.evaluate_every,
-            steps_per_epoch=known.evaluate_every,
-            batch_size=known.batch_size,
+            epochs=task.steps // task.evaluate_every,
+            steps_per_epoch=task.evaluate_every,
+            batch_size=task.batch_size,
             precision="bf16-mixed",
             compile="auto",
         ),
     )
 
 
-def short_recipe(task: str) -> LRARecipe:
+def short_recipe(name: str) -> LRARecipe:
     """The paper's model, trained in a fraction of the paper's time: see `SHORT`."""
-    paper, short = paper_recipe(task), SHORT[task]
-    return dataclasses.replace(
+    paper, short = paper_recipe(name), SHORT[name]
+    return replace(
         paper,
-        data=dataclasses.replace(paper.data, kinds=KINDS, zero_is_padding=short.zero_is_padding),
-        model=dataclasses.replace(paper.model, positions=short.positions, sampling=short.sampling),
-        optim=dataclasses.replace(paper.optim, lr=short.lr, warmup=short.warmup, clip=1.0),
-        trainer=dataclasses.replace(
+        data=replace(paper.data, length_buckets=LENGTH_BUCKETS, zero_is_padding=short.zero_is_padding),
+        model=replace(paper.model, positions=short.positions, sampling=short.sampling),
+        optim=replace(paper.optim, lr=short.lr, warmup=0.1, clip=1.0),
+        trainer=replace(
             paper.trainer,
-            epochs=short.evaluations,
-            steps_per_epoch=short.steps // short.evaluations,
+            epochs=SHORT_EVALUATIONS,
+            steps_per_epoch=short.steps // SHORT_EVALUATIONS,
             batch_size=short.batch_size,
             ema=short.ema,
         ),
@@ -438,88 +212,53 @@ def default_folder(task: str) -> Path:
 
 def load(config: LRAData) -> TokenData:
     """Read a task's three splits."""
-    from primal_attention.data.lra import image as pixels
-    from primal_attention.data.lra import listops, pathfinder, retrieval, text
-
-    readers: dict[str, Callable[[Path], TokenData]] = {
-        "listops": listops.load,
-        "text": text.load,
-        "retrieval": retrieval.load,
-        "image": pixels.load,
-        "pathfinder": pathfinder.load,
-    }
-    data = readers[config.task](config.folder or default_folder(config.task))
-    return dataclasses.replace(data, padded=True) if config.zero_is_padding else data
+    data = READERS[config.task](config.folder or default_folder(config.task))
+    return replace(data, padded=True) if config.zero_is_padding else data
 
 
 def make_model(config: LRAModel, data: TokenData, room: int | None = None) -> nn.Module:
     """The network of a resolved configuration; room: see `LRAClassifier`."""
-    from primal_attention.models.lra import LRAClassifier
-    from primal_attention.models.uea import without_r_scores
-
-    keywords: dict[str, dict[str, Any]] = {
-        "primal": {
-            "rank": config.rank,
-            "landmarks": config.landmarks,
-            "sampling": config.sampling,
-            "data_dependent": config.data_dependent,
-        },
-        "linformer": {"max_length": data.length},
-    }
+    primal = {name: getattr(config, name) for name in ("rank", "landmarks", "sampling", "data_dependent")}
+    shared = ("attention", "embed_dim", "num_heads", "layers", "ffn_dim", "dropout", "published_padding", "positions")
     model = LRAClassifier(
         data.vocabulary,
         data.classes,
         data.length,
-        attention=config.attention,
-        embed_dim=config.embed_dim,
-        num_heads=config.num_heads,
-        layers=config.layers,
-        ffn_dim=config.ffn_dim,
-        dropout=config.dropout,
         pairs=data.train.second is not None,
-        attention_kwargs=keywords,
-        published_padding=config.published_padding,
-        positions=config.positions,
+        attention_kwargs={"primal": primal, "linformer": {"max_length": data.length}},
+        **{name: getattr(config, name) for name in shared},
     )
     model.room = room
     return model if config.r_scores else without_r_scores(model)
 
 
 def build_from(recipe: LRARecipe, data: TokenData) -> Experiment:
-    """The experiment of a resolved recipe on data that is already read."""
-    import torch
-
-    from primal_attention.data.lra.tokens import TokenSplit
-    from primal_attention.train.experiment import Experiment
-
+    """The experiment of a resolved recipe on data in memory."""
     # Where padding takes part in the computation, results depend on how much of it there is.
     cuts = data.padded and not recipe.model.published_padding
-    # Padding between tokens that lie on several devices stays where it is.
-    gathered = cuts and recipe.data.zero_is_padding and recipe.data.task in IMAGES and recipe.trainer.context == 1
-    room = room_of([split.tokens for split in data.splits.values()]) if gathered else None
+    # Padding between tokens on several devices stays in place.
+    gathers = cuts and recipe.data.zero_is_padding and recipe.data.task in IMAGES and recipe.trainer.context == 1
+    room = count_room([split.tokens for split in data.splits.values()]) if gathers else None
 
     def batches(split: TokenSplit, shuffle_seed: int | None = None, steps: int = 0) -> TokenBatches:
         tokens = [split.tokens] if split.second is None else [split.tokens, split.second]
-        size = recipe.trainer.batch_size
-        lengths = None
-        if cuts and room is None and (shuffle_seed is None or recipe.data.kinds > 1):
-            lengths = torch.stack([lengths_of(t) for t in tokens]).amax(dim=0)
-        widths = []
-        if shuffle_seed is None:  # nothing depends on which cases come together here
-            size = max(size, EVALUATED_TOKENS // data.length)
+        size, lengths, widths = recipe.trainer.batch_size, None, []
+        if cuts and room is None and (shuffle_seed is None or recipe.data.length_buckets > 1):
+            lengths = torch.stack([count_lengths(t) for t in tokens]).amax(dim=0)
+        if shuffle_seed is None:
+            size = max(size, EVALUATED_TOKENS // data.length)  # scores do not depend on the evaluation's batches
         elif lengths is not None:
-            widths = kinds_of(lengths, data.length, recipe.data.kinds, size)
-        tensors = [torch.from_numpy(a) for a in (*tokens, split.labels)]
+            widths = bucket_widths(lengths, data.length, recipe.data.length_buckets, size)
+        tensors = [torch.from_numpy(array) for array in (*tokens, split.labels)]
         return TokenBatches(tensors, size, shuffle_seed, steps, lengths=lengths, widths=widths)
 
-    model = make_model(recipe.model, data, room)
     train, test = batches(data.train, recipe.seed, recipe.trainer.steps_per_epoch), batches(data.test)
-    watched = {"val": batches(data.valid)} | ({"test": test} if recipe.watch_test else {})
+    model = make_model(recipe.model, data, room)
     return Experiment(
         module=SequenceModule(model, recipe, padded=data.padded, any_length=len(train.widths) > 1),
         train=train,
         test=test,
-        watched=watched,
+        watched={"val": batches(data.valid)} | ({"test": test} if recipe.watch_test else {}),
         select=("val", "accuracy"),
         facts={
             "set": data.name,
@@ -531,3 +270,142 @@ def build_from(recipe: LRARecipe, data: TokenData) -> Experiment:
             "max_length": data.length,
         },
     )
+
+
+class SequenceModule(TrainingModule):
+    """A classifier of token sequences in training.
+
+    padded: token 0 is padding; else the model gets no mask. any_length: the batches come in several lengths.
+    """
+
+    splits_sequences: ClassVar[bool] = True
+    ksvd_reduction: ClassVar[Literal["sample", "batch"]] = "batch"
+    evaluates_compiled: ClassVar[bool] = False
+
+    def __init__(self, model: nn.Module, recipe: Recipe, *, padded: bool, any_length: bool = False) -> None:
+        super().__init__(model, recipe, any_length=any_length)
+        self.padded = padded
+
+    def inputs(self, batch: Batch) -> tuple[Any, ...]:
+        *sequences, _ = batch
+        inputs: list[Tensor | None] = []
+        for ids in sequences:  # stored as bytes, looked up as int64
+            inputs += self.tokens(ids.long(), ids == 0 if self.padded else None)
+        return tuple(inputs)
+
+    def task_loss(self, batch: Batch) -> Tensor:
+        return F.cross_entropy(self.model(*self.inputs(batch)), batch[-1])
+
+    def scores(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        return classification_scores(model(*self.inputs(batch)), batch[-1])
+
+
+def _chunks(tokens: np.ndarray) -> Iterator[np.ndarray]:
+    return (np.asarray(tokens[start : start + ROWS_AT_ONCE]) for start in range(0, len(tokens), ROWS_AT_ONCE))
+
+
+def count_lengths(tokens: np.ndarray) -> Tensor:
+    """Tokens of each sample up to the last one that is not padding (0); all of them where there is none."""
+    ends = [tokens.shape[1] - np.argmax(chunk[:, ::-1] != 0, axis=1) for chunk in _chunks(tokens)]
+    return torch.from_numpy(np.concatenate(ends))
+
+
+def count_room(splits: Sequence[np.ndarray]) -> int:
+    """Positions that hold the tokens of any sample once its padding (0) is left out."""
+    most = max(int(np.count_nonzero(chunk, axis=1).max()) for tokens in splits for chunk in _chunks(tokens))
+    return _round_width(most, splits[0].shape[1])
+
+
+def bucket_widths(lengths: Tensor, full: int, buckets: int, batch_size: int) -> list[int]:
+    """Widths of length buckets, ascending up to `full`: the first holds half of the samples, the next one half of the
+    rest, and so on. There are fewer than `buckets` where one would not fill a batch."""
+    widths: list[int] = []
+    ordered, taken = lengths.sort().values, 0
+    for _ in range(buckets - 1):
+        upto = taken + (len(ordered) - taken) // 2
+        width = _round_width(int(ordered[max(upto - 1, 0)]), full)
+        upto = int((ordered <= width).sum())
+        if upto - taken < batch_size or len(ordered) - upto < batch_size:
+            break
+        widths.append(width)
+        taken = upto
+    return [*widths, full]
+
+
+def _round_width(length: int, full: int) -> int:
+    return min(-(-length // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, full)
+
+
+class TokenBatches(Batches):
+    """As `Batches`, where the first tensors are (samples, length) tokens and the last one the labels.
+
+    The indices are drawn on the CPU; `to` copies the data to the device.
+    lengths: of the samples; None cuts no batch. widths: of the length buckets of training batches.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        batch_size: int,
+        shuffle_seed: int | None = None,
+        steps: int = 0,
+        *,
+        lengths: Tensor | None = None,
+        widths: Sequence[int] = (),
+    ) -> None:
+        super().__init__(tensors, batch_size, shuffle_seed, steps)
+        self.full = tensors[0].shape[1]
+        self.lengths, self.widths = lengths, list(widths)
+        self.resident = self.tensors
+
+    def to(self, device: torch.device) -> TokenBatches:
+        self.resident = [t.to(device) for t in self.tensors]
+        return self
+
+    def order(self, turn: int) -> Tensor:
+        """With buckets: batches of one bucket each, in random order. What does not fill one joins the next bucket."""
+        if self.lengths is None or self.shuffle_seed is None:
+            return super().order(turn)
+        generator = torch.Generator().manual_seed(derive_seed("order", self.shuffle_seed, turn))
+        bucket = torch.searchsorted(torch.tensor(self.widths), self.lengths)
+        batches, rest = [], torch.empty(0, dtype=torch.long)
+        for number in range(len(self.widths)):
+            members = (bucket == number).nonzero().squeeze(1)
+            members = torch.cat([rest, members[torch.randperm(len(members), generator=generator)]])
+            count = len(members) // self.batch_size * self.batch_size
+            batches.append(members[:count].view(-1, self.batch_size))
+            rest = members[count:]
+        whole = torch.cat(batches)
+        return torch.cat([whole[torch.randperm(len(whole), generator=generator)].flatten(), rest])
+
+    def rows(self) -> Iterator[Tensor]:
+        """In evaluation the longest samples first, as many tokens in a batch as `batch_size` uncut samples have."""
+        if self.lengths is None or self.shuffle_seed is not None:
+            yield from super().rows()
+            return
+        order, start = self.lengths.argsort(descending=True, stable=True), 0
+        while start < len(order):
+            size = self.batch_size * self.full // self.width(order[start : start + 1])
+            yield order[start : start + size]
+            start += size
+
+    def width(self, rows: Tensor) -> int:
+        """The width to which a batch of these samples is cut."""
+        if self.lengths is None:
+            return self.full
+        longest = int(self.lengths[rows].max())
+        return next((width for width in self.widths if width >= longest), _round_width(longest, self.full))
+
+    def __iter__(self) -> Iterator[Any]:
+        for sizes, rows in self.turns():
+            index = send(rows, self.resident[0].device)
+            batches = self.cut([t[index] for t in self.resident], sizes)
+            widths = [self.width(part) for part in rows.split(sizes)]
+            if self.group == 1:
+                yield self._trim(batches, widths[0])
+            else:
+                yield [self._trim(batch, width) for batch, width in zip(batches, widths, strict=True)]
+
+    def _trim(self, batch: Batch, width: int) -> Batch:
+        *tokens, labels = batch
+        return (*(t if width == self.full else t[:, :width] for t in tokens), labels)

@@ -1,19 +1,4 @@
-"""RAdam whose steps can be recorded once and replayed.
-
-RAdam's step sizes depend on the step's number through the rectification r_t. torch's capturable form computes them on
-the device in float32, where ρ_t = ρ_∞ − 2tβ₂ᵗ / (1 − β₂ᵗ) loses its leading digits in the early steps, with two small
-kernels per parameter. Here the host computes them in double precision before each step and leaves one number on the
-device, which a recorded step reads:
-
-    p ← p − size · m / (√v + ε)        and  p ← p − size · m  in the first steps, while the variance of 1/√v is unknown
-
-The first form is Adam's after infinitely many steps, whose corrections of m and v are 1: one pass of torch's fused
-Adam over all weights. Done in parts it would read and write them ten times, which is most of what a small step does.
-
-Optimisers by their name in a recipe, and how the learning rate rises and falls.
-
-Averaged weights: a mean over the last steps that is measured and saved in place of the weights themselves.
-"""
+"""Optimizers by their name in a recipe, learning-rate schedules, and averaged weights."""
 
 from __future__ import annotations
 
@@ -26,13 +11,22 @@ from torch import Tensor, nn
 
 from primal_attention.nn.baselines.random_buffers import drawn_buffers
 from primal_attention.train.config import OptimConfig
-from primal_attention.train.recording import Number
+from primal_attention.utils.cuda_graph import Number
 
-LATE = 1e9  # a step's number at which βᵗ is 0
+LATE_STEP = 1e9  # a step number at which βᵗ is 0
 
 
 class RecordableRAdam(torch.optim.Optimizer):
-    """As `torch.optim.RAdam`; call `prepare` before each `step`, recorded or not. The state is kept per parameter."""
+    """`torch.optim.RAdam` whose steps can be captured in a CUDA graph. Call `prepare` before each `step`.
+
+    RAdam's step sizes depend on the step number through the rectification r_t. torch's capturable form computes them
+    on the device in float32, where ρ_t = ρ_∞ − 2tβ₂ᵗ / (1 − β₂ᵗ) loses its leading digits in the early steps, with two
+    small kernels per parameter. Here the host computes them in float64 and writes one number to the device:
+
+        p ← p − size · m / (√v + ε),   and   p ← p − size · m   in the first steps, while Var(1/√v) is unknown
+
+    The first form is Adam's at a late step, where its corrections of m and v are 1: one pass of torch's fused Adam.
+    """
 
     def __init__(
         self,
@@ -43,21 +37,21 @@ class RecordableRAdam(torch.optim.Optimizer):
         weight_decay: float = 0.0,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "step": 0})
-        # Not in the groups: they are values of a step, no settings, and must not be replaced by a checkpoint's.
+        # Not in the groups: these are values of a step, and loading a checkpoint must not replace them.
         self._sizes: list[tuple[Number, Tensor]] = []
         self._adaptive: list[bool] = []
 
     @property
     def steady(self) -> bool:
-        """Whether the step that was prepared has the form of all later ones: what is recorded before would be lost."""
+        """True if the prepared step has the form of all later ones."""
         return all(self._adaptive)
 
     def prepare(self) -> None:
-        """Count a step and put its sizes where `step` reads them."""
+        """Count a step and write its size to the device."""
         if not self._sizes:
             for group in self.param_groups:
                 device = group["params"][0].device
-                self._sizes.append((Number(device), torch.full((), LATE, device=device)))
+                self._sizes.append((Number(device), torch.full((), LATE_STEP, device=device)))
         self._adaptive = []
         for group, (size, _) in zip(self.param_groups, self._sizes, strict=True):
             group["step"] += 1
@@ -79,21 +73,10 @@ class RecordableRAdam(torch.optim.Optimizer):
             means = [self.state[p]["exp_avg"] for p in params]
             squares = [self.state[p]["exp_avg_sq"] for p in params]
             if adaptive:
-                torch._fused_adam_(
-                    params,
-                    grads,
-                    means,
-                    squares,
-                    [],
-                    [late] * len(params),
-                    lr=size.held,
-                    beta1=beta1,
-                    beta2=beta2,
-                    weight_decay=group["weight_decay"],
-                    eps=group["eps"],
-                    amsgrad=False,
-                    maximize=False,
-                )
+                steps = [late] * len(params)
+                options = {"weight_decay": group["weight_decay"], "eps": group["eps"], "amsgrad": False}
+                options |= {"lr": size.tensor, "beta1": beta1, "beta2": beta2, "maximize": False}
+                torch._fused_adam_(params, grads, means, squares, [], steps, **options)
                 continue
             if group["weight_decay"]:
                 grads = list(torch._foreach_add(grads, params, alpha=group["weight_decay"]))
@@ -104,7 +87,7 @@ class RecordableRAdam(torch.optim.Optimizer):
 
 
 def step_size(lr: float, betas: tuple[float, float], step: int) -> tuple[float, bool]:
-    """What multiplies m, and whether m / (√v + ε) or m alone."""
+    """Return RAdam's factor on m, and whether m is divided by √v + ε."""
     beta1, beta2 = betas
     longest = 2 / (1 - beta2) - 1
     length = longest - 2 * step * beta2**step / (1 - beta2**step)
@@ -116,9 +99,12 @@ def step_size(lr: float, betas: tuple[float, float], step: int) -> tuple[float, 
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig, *, recordable: bool = False) -> torch.optim.Optimizer:
-    """Optimiser with decay on matrices only: biases, norms and other vectors carry scale, not capacity.
+    """Return the optimizer of a recipe. Weight decay applies to matrices only, not to biases, norms and other vectors.
 
-    recordable: its steps can stand in a CUDA graph.
+    Args:
+        model: Its trainable parameters are optimized.
+        config: Name and settings.
+        recordable: Steps can be captured in a CUDA graph.
     """
     weights = [p for p in model.parameters() if p.requires_grad]
     groups = [
@@ -133,27 +119,39 @@ def make_optimizer(model: nn.Module, config: OptimConfig, *, recordable: bool = 
     kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[config.name]
     options = {"fused": True, "capturable": True} if recordable else {}
     optimizer = kind(groups, lr=config.lr, betas=betas, eps=config.eps, **options)
-    # torch would warn that the first steps, before the recording, are not recorded.
+    # The eager steps before the capture are intended; torch would warn about them.
     optimizer._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]
     return optimizer
 
 
-def schedule(config: OptimConfig, total: int) -> Callable[[int], float]:
-    """The factor on the learning rate at each of `total` steps."""
-    warmup = max(1, round(total * config.warmup))
-    if config.schedule in ("warmup", "inverse-sqrt"):
+def learning_rate(config: OptimConfig, total: int, warmup_total: int = 0) -> Callable[[int], float]:
+    """Return the learning rate as a function of the step.
 
-        def rise(step: int) -> float:
+    Args:
+        config: Peak rate and schedule.
+        total: Steps of the training.
+        warmup_total: Steps that `warmup` is a part of, if not `total`: those of a run before it was extended.
+    """
+    warmup = max(1, round((warmup_total or total) * config.warmup))
+
+    def factor(step: int) -> float:
+        if config.schedule == "constant":
+            return 1.0
+        if config.schedule in ("warmup", "inverse-sqrt"):
             late = 1.0 if config.schedule == "warmup" else math.sqrt(warmup / max(step + 1, warmup))
             return min((step + 1) / warmup, late)
+        return one_cycle(step, warmup, total, linear if config.schedule == "onecycle-linear" else cosine)
 
-        return rise
-    shape = linear if config.schedule == "onecycle-linear" else cosine
-    return lambda step: one_cycle(step, warmup, total, shape)
+    return lambda step: config.lr * factor(step)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
 
 
 def cosine(part: float) -> float:
-    """From 0 to 1, slow at both ends."""
+    """Rise from 0 to 1, slow at both ends."""
     return (1 - math.cos(math.pi * part)) / 2
 
 
@@ -162,27 +160,27 @@ def linear(part: float) -> float:
 
 
 def one_cycle(step: int, warmup: int, total: int, shape: Callable[[float], float] = cosine) -> float:
-    """Factor on the peak learning rate: from 1/25 up to 1, then down to 0."""
+    """Return the factor on the peak learning rate: from 1/25 up to 1, then down to 0."""
     if step < warmup:
         return 1 / 25 + (1 - 1 / 25) * shape(step / warmup)
     return 1 - shape(min(1.0, (step - warmup) / max(1, total - warmup)))
 
 
 def average_share(decay: float, step: int) -> float:
-    """How far the average moves towards the weights; early steps use a shorter memory, or the start would linger."""
+    """Return the weight of the new parameters in the average; early steps forget faster, or the start would linger."""
     return 1 - min(decay, (1 + step) / (10 + step))
 
 
 @torch.no_grad()
 def update_average(averaged: nn.Module, model: nn.Module, share: float | Tensor) -> None:
-    """Move the averaged weights towards the model's. A share on the device is for steps that are recorded.
+    """Move the averaged weights towards the model's by `share`, which is a tensor in captured steps.
 
-    Counts and random draws are the model's own: a mean of independent draws is no draw, it is shorter.
+    Counts and random draws are copied: a mean of independent draws is not a draw.
     """
-    taken = drawn_buffers(model)
+    copied = drawn_buffers(model)
     means, news = [], []
     for (name, mean), new in zip(averaged.state_dict().items(), model.state_dict().values(), strict=True):
-        if name in taken or not mean.is_floating_point():
+        if name in copied or not mean.is_floating_point():
             mean.copy_(new)
         elif isinstance(share, Tensor):
             means.append(mean)

@@ -1,4 +1,4 @@
-"""Recorded steps: the same training as without them, on a CPU (nothing is recorded) to the bit, on a GPU in numbers."""
+"""Recorded steps train as eager ones: to the bit on a CPU, where nothing is recorded, and closely on a GPU."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from typing import Any
 import pytest
 import torch
 import toy
-from power_cut import PowerCutError, assert_resumes_to_the_same
+from faults import assert_resumes_to_the_same, assert_same, cut_off
 from safetensors.torch import load_file
 
-from primal_attention.train import cuda_graph as graphed
-from primal_attention.train import module, runner
-from primal_attention.train.batches import Batches
+from primal_attention.train import loop
 from primal_attention.train.config import override
-from primal_attention.train.module import TrainingModule
-from primal_attention.train.optimizer import RecordableRAdam, update_average
-from primal_attention.train.recording import Number, Recorder, Recording
+from primal_attention.train.cuda_graph import RecordedStep, records_steps
+from primal_attention.train.task import TrainingModule
+from primal_attention.utils.cuda_graph import Number, Recorder, Recording
 from primal_attention.utils.errors import DivergedError, RunError
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -41,9 +39,8 @@ def rows(folder: Path) -> list[dict[str, float]]:
 def test_on_a_cpu_the_training_is_the_same_to_the_bit(toy_folder: Path, tmp_path: Path, attention: str):
     for graph in ("off", "on"):
         recipe = toy.recipe(toy_folder, trainer__graph=graph, model__attention=(attention,), optim__name="adamw")
-        runner.train(recipe, tmp_path / graph)
-    for file in ("metrics.csv", "model.safetensors"):
-        assert (tmp_path / "on" / file).read_bytes() == (tmp_path / "off" / file).read_bytes()
+        loop.train(recipe, tmp_path / graph)
+    assert_same(tmp_path / "on", tmp_path / "off")
     assert [row["step"] for row in rows(tmp_path / "on")] == [4, 8, 12]
 
 
@@ -52,62 +49,28 @@ def test_a_run_cut_off_resumes_to_the_same_metrics_and_weights(toy_folder: Path,
     assert_resumes_to_the_same(recipe, tmp_path, step=6)
 
 
-def test_a_loss_that_is_no_number_is_seen_at_the_latest_before_the_epoch_is_measured(
+def test_a_loss_that_is_not_finite_is_found_before_the_epoch_is_evaluated(
     toy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    # As on a GPU, where the loss is looked at every so many steps only.
+    # As on a GPU, where the loss is checked every so many steps.
     monkeypatch.setattr(TrainingModule, "count_step", lambda self, _: setattr(self, "_steps", self._steps + 1))
     recipe = toy.recipe(toy_folder, trainer__graph="on", optim__lr=1e12, optim__schedule="constant", optim__clip=0.0)
     with pytest.raises(DivergedError, match=r"one of the steps \d+ to \d+ \(epoch \d+\): weight .* is not finite"):
-        runner.train(recipe, tmp_path)
+        loop.train(recipe, tmp_path)
     assert not list(tmp_path.glob("model.safetensors"))
-
-
-def test_batches_come_in_groups_of_the_same_batches():
-    plain, grouped = (Batches([torch.arange(22), torch.arange(22) * 2], 4, shuffle_seed=1) for _ in range(2))
-    grouped.group = 4
-    lists = list(grouped)
-    assert [len(batches) for batches in lists] == [4, 2]
-    assert len(grouped) == 2
-    assert grouped.batches_per_epoch == len(plain) == 6
-    for a, b in zip(plain, (batch for batches in lists for batch in batches), strict=True):
-        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_recordable_radam_is_radam(weight_decay: float):
-    torch.manual_seed(0)
-    start = [torch.randn(4, 3), torch.randn(3)]
-    ours, theirs = ([torch.nn.Parameter(t.clone()) for t in start] for _ in range(2))
-    a = RecordableRAdam(ours, lr=0.05, weight_decay=weight_decay)
-    b = torch.optim.RAdam(theirs, lr=0.05, weight_decay=weight_decay)
-    for step in range(30):
-        for p, q in zip(ours, theirs, strict=True):
-            p.grad = torch.sin(3 * p.detach()) + 0.01 * step
-            q.grad = torch.sin(3 * q.detach()) + 0.01 * step
-        if step == 12:  # a checkpoint in between
-            again = RecordableRAdam(ours, lr=0.05, weight_decay=weight_decay)
-            again.load_state_dict(a.state_dict())
-            a = again
-        a.prepare()
-        assert a.steady == (step >= 5)  # the first five steps have no 1/√v
-        a.step()
-        b.step()
-        for p, q in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)  # float32, factors in another order
 
 
 def test_a_number_on_the_device_is_written_where_it_changes():
     number = Number(torch.device("cpu"))
     for value in (0.5, 0.5, 0.25):
-        before = number.held._version
+        before = number.tensor._version
         changes = value != number.value
         number.put(value)
-        assert float(number.held) == value
-        assert (number.held._version != before) == changes
+        assert float(number.tensor) == value
+        assert (number.tensor._version != before) == changes
 
 
-def test_steps_are_recorded_once_they_are_all_alike(monkeypatch: pytest.MonkeyPatch):
+def test_steps_are_recorded_once_they_are_steady(monkeypatch: pytest.MonkeyPatch):
     class Steps(Recorder):
         done = 0
 
@@ -126,18 +89,6 @@ def test_steps_are_recorded_once_they_are_all_alike(monkeypatch: pytest.MonkeyPa
     assert steps.done == 5
 
 
-def test_a_share_on_the_device_moves_the_average_as_a_number_does():
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
-    model(torch.randn(5, 3))
-    a, b = (torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3)) for _ in range(2))
-    b.load_state_dict(a.state_dict())
-    update_average(a, model, 0.3)
-    update_average(b, model, torch.tensor(0.3))
-    for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True):
-        torch.testing.assert_close(x, y)
-
-
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -146,12 +97,12 @@ def test_a_share_on_the_device_moves_the_average_as_a_number_does():
         ({"trainer__devices": 2, "trainer__strategy": "ddp"}, "one device"),
     ],
 )
-def test_what_cannot_be_recorded_is_said_or_left_alone(toy_folder: Path, changes: dict[str, Any], reason: str):
+def test_graph_on_names_what_it_needs_and_auto_runs_eagerly(toy_folder: Path, changes: dict[str, Any], reason: str):
     recipe = toy.recipe(toy_folder, trainer__graph="on", **changes)
-    found = runner.build(recipe.resolved()).module
+    found = loop.build(recipe.resolved()).module
     with pytest.raises(RunError, match=f"trainer.graph on needs .*{reason}.*--trainer.graph auto"):
-        graphed.suits(recipe, found)
-    assert not graphed.suits(override(recipe, {"trainer.graph": "auto"}), found)
+        records_steps(recipe, found)
+    assert not records_steps(override(recipe, {"trainer.graph": "auto"}), found)
 
 
 # On a GPU
@@ -162,7 +113,7 @@ LONG = {"trainer__epochs": 8, "trainer__accelerator": "gpu"}  # 4 steps an epoch
 def train(folder: Path, data: Path, graph: str, **changes: Any) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="steps run without a CUDA graph.*")
-        return runner.train(toy.recipe(data, trainer__graph=graph, **LONG, **changes), folder)
+        return loop.train(toy.recipe(data, trainer__graph=graph, **LONG, **changes), folder)
 
 
 @pytest.mark.parametrize("marked", [pytest.param(None, marks=GPU)], ids=["gpu"])
@@ -188,17 +139,17 @@ def test_on_a_gpu_recorded_steps_give_the_numbers_of_eager_ones(
 
 @pytest.mark.parametrize("marked", [pytest.param(None, marks=GPU)], ids=["gpu"])
 def test_on_a_gpu_steps_are_recorded_and_draw_anew(toy_folder: Path, tmp_path: Path, monkeypatch, marked: None):
-    found: list[graphed.RecordedStep] = []
-    usual = graphed.RecordedStep.run
-    monkeypatch.setattr(graphed.RecordedStep, "run", lambda self, b: (found.append(self), usual(self, b))[1])
+    found: list[RecordedStep] = []
+    usual = RecordedStep.run
+    monkeypatch.setattr(RecordedStep, "run", lambda self, b: (found.append(self), usual(self, b))[1])
     replays: list[float] = []
-    finish = graphed.RecordedStep._finish
+    count = TrainingModule.count_step
 
-    def look(self: graphed.RecordedStep, batch: Any) -> None:
-        replays.append(float(self.module._sums["loss"]))
-        finish(self, batch)
+    def look(self: TrainingModule, batch: Any) -> None:
+        replays.append(float(self._sums["loss"]))
+        count(self, batch)
 
-    monkeypatch.setattr(graphed.RecordedStep, "_finish", look)
+    monkeypatch.setattr(TrainingModule, "count_step", look)
     train(tmp_path, toy_folder, "on", optim__lr=1e-12, trainer__steps_per_epoch=12)
     assert found[-1].recordings, "no step was recorded"
     steps = torch.tensor(replays).view(8, 12).diff(dim=1).flatten()
@@ -209,28 +160,19 @@ def test_on_a_gpu_steps_are_recorded_and_draw_anew(toy_folder: Path, tmp_path: P
 @pytest.mark.parametrize("attention", ["softmax", "performer", "reformer", "linformer", "nystrom", "primal+"])
 def test_on_a_gpu_every_attention_trains(toy_folder: Path, tmp_path: Path, attention: str, marked: None):
     recipe = toy.recipe(toy_folder, trainer__graph="on", model__attention=(attention,), **LONG, **PLAIN)
-    summary = runner.train(recipe, tmp_path / "on")
-    runner.train(override(recipe, {"trainer.graph": "off"}), tmp_path / "off")
+    summary = loop.train(recipe, tmp_path / "on")
+    loop.train(override(recipe, {"trainer.graph": "off"}), tmp_path / "off")
     a, b = rows(tmp_path / "off"), rows(tmp_path / "on")
     assert a[-1]["loss"] == pytest.approx(b[-1]["loss"], rel=1e-2)
     assert summary["epochs"] == 8
 
 
 @pytest.mark.parametrize("marked", [pytest.param(None, marks=GPU)], ids=["gpu"])
-def test_on_a_gpu_a_recorded_run_resumes(toy_folder: Path, tmp_path: Path, monkeypatch, marked: None):
-    train(tmp_path / "whole", toy_folder, "on", **PLAIN)
-    usual = module.TrainingModule.on_train_epoch_start
-
-    def fail(self: TrainingModule) -> None:
-        if self.current_epoch == 5:
-            raise PowerCutError
-        usual(self)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module.TrainingModule, "on_train_epoch_start", fail)
-        with pytest.raises(PowerCutError):
-            train(tmp_path / "cut", toy_folder, "on", **PLAIN)
-    runner.train(toy.recipe(toy_folder, trainer__graph="on", **LONG, **PLAIN), tmp_path / "cut", resume=True)
+def test_on_a_gpu_a_recorded_run_resumes(toy_folder: Path, tmp_path: Path, marked: None):
+    recipe = toy.recipe(toy_folder, trainer__graph="on", **LONG, **PLAIN)
+    loop.train(recipe, tmp_path / "whole")
+    cut_off(recipe, tmp_path / "cut", step=21)
+    loop.train(recipe, tmp_path / "cut", resume=True)
     for x, y in zip(rows(tmp_path / "whole"), rows(tmp_path / "cut"), strict=True):
         assert x["loss"] == pytest.approx(y["loss"], rel=1e-3)
         assert (x["step"], x["lr"]) == (y["step"], y["lr"])
@@ -250,6 +192,6 @@ def test_on_a_gpu_a_step_that_cannot_be_recorded_runs_as_usual(
     monkeypatch.setattr(TrainingModule, "losses", look_at_the_device)
     recipe = toy.recipe(toy_folder, trainer__graph="on", **LONG)
     with pytest.warns(UserWarning, match="steps run without a CUDA graph") as caught:
-        summary = runner.train(recipe, tmp_path)
+        summary = loop.train(recipe, tmp_path)
     assert len([w for w in caught if "CUDA graph" in str(w.message)]) == 1
     assert summary["epochs"] == 8

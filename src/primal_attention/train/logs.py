@@ -1,0 +1,175 @@
+"""What a training shows and keeps: loggers, the progress bar, the summary."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import primal_attention
+from primal_attention.nn.objective import primal_layers
+from primal_attention.train.config import FORMAT
+from primal_attention.utils.errors import RunError
+
+if TYPE_CHECKING:
+    from primal_attention.train.config import Recipe
+    from primal_attention.train.loop import State
+    from primal_attention.train.task import Experiment
+
+Row = dict[str, Any]
+Summary = dict[str, Any]
+
+
+def make_loggers(names: Sequence[str], folder: Path, title: str, ids: dict[str, str], step: int) -> dict[str, Any]:
+    """Return Lightning's loggers by name. metrics.csv is not among them: the loop writes it.
+
+    Args:
+        names: The recipe's `trainer.logger`.
+        folder: TensorBoard, offline wandb and, without MLFLOW_TRACKING_URI, MLflow write here.
+        title: Name of the run in wandb and MLflow.
+        ids: Run ids of wandb and MLflow by logger; filled in, so that a resumed run continues them.
+        step: The step to continue from; TensorBoard drops later points.
+    """
+    loggers: dict[str, Any] = {}
+    for name in dict.fromkeys(names):
+        try:
+            if name == "tensorboard":
+                from lightning.fabric.loggers import TensorBoardLogger
+
+                purge = step + 1 if step else None
+                loggers[name] = TensorBoardLogger(folder, name="tensorboard", version="", purge_step=purge)
+            elif name == "wandb":
+                from lightning.pytorch.loggers import WandbLogger
+
+                ids.setdefault(name, uuid.uuid4().hex[:8])
+                about = {"project": "primal-attention", "name": title, "id": ids[name], "resume": "allow"}
+                loggers[name] = WandbLogger(save_dir=folder, **about)
+                loggers[name].experiment  # noqa: B018 (starts the run now, before anything is trained)
+            elif name == "mlflow":
+                from lightning.pytorch.loggers import MLFlowLogger
+
+                os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # for runs without a server
+                uri = os.environ.get("MLFLOW_TRACKING_URI") or f"file:{(folder / 'mlruns').resolve()}"
+                about = {"tracking_uri": uri, "run_name": title, "run_id": ids.get(name)}
+                loggers[name] = MLFlowLogger("primal-attention", **about)
+                ids[name] = str(loggers[name].run_id)
+        except ModuleNotFoundError:
+            raise RunError(f"trainer.logger {name} needs {name}: pip install {name}") from None
+        except Exception as error:  # each service raises its own types
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise RunError(f"trainer.logger {name} cannot start: {reason}") from error
+    return loggers
+
+
+class ProgressBar:
+    """One bar for the whole training, with the remaining time and the latest numbers."""
+
+    def __init__(self, title: str, epochs: int) -> None:
+        self.title, self.epochs, self.batches, self.bar = title, epochs, 1, None
+
+    def start(self, epoch: int, batches: int) -> None:
+        try:
+            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+        except ImportError:
+            return
+        self.batches = max(1, batches)
+        self.bar: Any = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=16),
+            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            TimeRemainingColumn(elapsed_when_finished=True),
+            TextColumn("{task.fields[numbers]}"),
+        )
+        self.task = self.bar.add_task(self.title, total=self.epochs, completed=epoch, numbers="")
+        self.bar.start()
+
+    def advance(self) -> None:
+        if self.bar is not None:
+            self.bar.update(self.task, advance=1 / self.batches)
+
+    def finish_epoch(self, row: Row) -> None:
+        if self.bar is not None:
+            self.bar.update(self.task, completed=row["epoch"], numbers=describe(row))
+
+    def stop(self) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+
+def describe(row: Row) -> str:
+    """Return an epoch's numbers in a few words."""
+    parts = [f"loss {row['task_loss']:.3f}"]
+    if "J" in row:
+        parts.append(f"J {row['J']:+.3f}")
+    parts += [f"{key.split('_')[0]} {100 * value:.1f} %" for key, value in row.items() if key.endswith("_accuracy")]
+    parts += [f"{key.split('_')[0]} {value:.1f}" for key, value in row.items() if key.endswith("_score")]
+    return "  ".join(parts)
+
+
+def summarize(
+    recipe: Recipe, experiment: Experiment, state: State, test: Mapping[str, float], device: torch.device
+) -> Summary:
+    """Return the summary of one training."""
+    model = experiment.module.model
+    layers = primal_layers(model)
+    return {
+        "format": FORMAT,
+        "version": primal_attention.__version__,
+        "benchmark": recipe.benchmark,
+        "label": recipe.label(),
+        "seed": recipe.seed,
+        "scores": scores(experiment, state, test),
+        "test": test,
+        "epochs": len(state.rows),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "primal_layers": len(layers),
+        "objective": {"first": state.rows[0]["J"], "last": state.rows[-1]["J"]} if layers else None,
+        # The median: the first epoch includes warm-up.
+        "seconds_per_epoch": statistics.median(state.seconds),
+        "peak_memory_bytes": state.peak_bytes,
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "data": dict(experiment.facts),
+    }
+
+
+def scores(experiment: Experiment, state: State, test: Mapping[str, float]) -> dict[str, Any]:
+    """Return the scores by protocol: the last epoch, the best on test, the epoch that validation chose."""
+    headline, rows = experiment.module.headline, state.rows
+    found: dict[str, Any] = {}
+    seen = [row for row in rows if f"test_{headline}" in row]
+    if seen:
+        best = max(seen, key=lambda row: row[f"test_{headline}"])
+        found["best_on_test"] = {"epoch": best["epoch"], headline: best[f"test_{headline}"]}
+    if experiment.select is None:
+        validation = {f"validation_{k.removeprefix('val_')}": v for k, v in rows[-1].items() if k.startswith("val_")}
+        return {**found, "last": {"epoch": rows[-1]["epoch"], **validation, **test}}
+    if seen:  # the saved weights are those of the chosen epoch
+        found["last"] = {"epoch": seen[-1]["epoch"], **{key: seen[-1][f"test_{key}"] for key in test}}
+    assert state.best is not None
+    chosen = {"epoch": state.best["epoch"], "validation_accuracy": state.best["rank"][0]}
+    return {**found, "validation_chosen": {**chosen, **test}}
+
+
+def merge(summaries: Sequence[Summary], rows: Sequence[Row], name: str) -> Summary:
+    """Return one summary of a run's trainings: the first one's, with the scores of all.
+
+    Args:
+        summaries: Of the run's trainings.
+        rows: Of the first training. At the chosen epoch it is a training on all samples up to that epoch.
+        name: Name of the recipe.
+    """
+    summary = {"recipe": name, **summaries[0]}
+    for other in summaries[1:]:
+        summary["scores"] = {**summary["scores"], **other["scores"]}
+    chosen = summary["scores"].get("validation_chosen")
+    if chosen and "last" in summary["scores"] and len(summaries) > 1:
+        accuracies = {row["epoch"]: row.get("test_accuracy") for row in rows}
+        if (accuracy := accuracies.get(chosen["epoch"])) is not None:
+            chosen["retrained_accuracy"] = accuracy
+    return summary

@@ -1,0 +1,494 @@
+"""Train a recipe in a run folder: build, resume, epochs, steps, evaluation, checkpoints, summary.
+
+    run folder    config.yaml         the resolved recipe, with the command and the versions
+                  metrics.csv         one row per epoch; contains nothing that a second run would not repeat
+                  checkpoints/        last.ckpt and previous.ckpt
+                  model.safetensors   the weights that the test score belongs to
+                  summary.json        the result; written last, so its presence means that the run has finished
+                  validation/         the same files for the training with validation samples (protocol both)
+                  .lock               the process that trains here, while it does
+
+Files are written atomically. A run that was killed at any moment resumes from its last intact checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+import warnings
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from primal_attention.nn.baselines.random_buffers import draw_counts, restore_draw_counts
+from primal_attention.train import checkpoint, distributed
+from primal_attention.train.batches import derive_seed
+from primal_attention.train.checkpoint import LAST, PREVIOUS
+from primal_attention.train.config import Recipe, TrainerConfig
+from primal_attention.train.cuda_graph import GROUP, RecordedStep, records_steps
+from primal_attention.train.logs import ProgressBar, Row, Summary, make_loggers, merge, summarize
+from primal_attention.train.optimizer import (
+    average_share,
+    learning_rate,
+    make_optimizer,
+    set_learning_rate,
+    update_average,
+)
+from primal_attention.train.task import Experiment, compile_failure
+from primal_attention.utils.errors import Preempted, RunError
+from primal_attention.utils.files import write_csv, write_error, write_json, write_weights
+
+
+def train(
+    recipe: Recipe,
+    folder: Path,
+    *,
+    name: str = "",
+    resume: bool = False,
+    command: str = "",
+    commit: str | None = None,
+    new_schedule: bool = False,
+) -> Summary:
+    """Run all trainings of a recipe in a folder, which the main process locks.
+
+    Args:
+        recipe: What to train.
+        folder: The run folder.
+        name: Name of the recipe.
+        resume: Continue the run in the folder. More epochs than before extend it, if its schedule allows that.
+        command: The command line, for config.yaml.
+        commit: Commit of the code, if git cannot tell it.
+        new_schedule: The user gave --optim.schedule, which may then replace that of an extended run.
+
+    Returns:
+        The content of summary.json.
+    """
+    main = distributed.is_main()
+    lock = checkpoint.lock_folder(folder, restarted=distributed.restarted()) if main else nullcontext()
+    with lock:
+        return _train_in(folder, recipe, name, resume, command, commit, new_schedule)
+
+
+def _train_in(
+    folder: Path, recipe: Recipe, name: str, resume: bool, command: str, commit: str | None, new_schedule: bool
+) -> Summary:
+    recipe = recipe.resolved()
+    resume = resume or distributed.restarted() or not distributed.is_main()
+    plan = checkpoint.check_config(folder, recipe, resume=resume, new_schedule=new_schedule)
+    if (folder / "summary.json").exists() and not plan.extends:
+        return read_summary(folder)
+    if recipe.trainer.accelerator == "gpu" and not (torch.cuda.is_available() or torch.backends.mps.is_available()):
+        raise RunError("trainer.accelerator gpu: torch finds no GPU here (primal info says more)")
+    title = name if recipe.label() in name else f"{name or recipe.benchmark} {recipe.label()}"
+    summaries, rows = [], []
+    for part, phase in recipe.phases():
+        if part:
+            summaries.append(_train_in(folder / part, phase, name, True, command, commit, new_schedule))
+            continue
+        experiment = build(phase)  # before anything is written: a recipe that cannot be built leaves no folder
+        if distributed.is_main():
+            checkpoint.write_config(folder, recipe, plan, name=name, command=command, commit=commit)
+        training = Training(phase, experiment, folder, plan.schedule_epochs, title)
+        training.fit()
+        summaries.append(training.finish())
+        rows = training.state.rows
+    summary = {**merge(summaries, rows, name), **checkpoint.run_origin(folder)}
+    if distributed.is_main():
+        write_json(folder / "summary.json", summary)
+    return summary
+
+
+def build(recipe: Recipe) -> Experiment:
+    """Return the recipe's experiment; values that the model or the memory does not allow are a one-line error."""
+    torch.manual_seed(derive_seed("weights", recipe.seed))
+    if torch.cuda.is_available():
+        torch.set_float32_matmul_precision("high" if recipe.trainer.tf32 else "highest")
+    try:
+        return recipe.build()
+    except (ValueError, TypeError, OverflowError, MemoryError, RuntimeError) as error:  # RuntimeError: torch's memory
+        if type(error).__module__.startswith("primal_attention"):
+            raise
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise RunError(f"this recipe cannot be built: {reason}") from error
+
+
+@dataclass
+class State:
+    """Progress of a training besides weights; stored in every checkpoint.
+
+    metrics.csv is always written from `rows`, so a resumed run has the file of an uninterrupted one.
+    """
+
+    rows: list[Row] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    finished: bool = False
+    best: Row | None = None  # epoch and rank of the chosen epoch
+    chosen: dict[str, torch.Tensor] | None = None  # its weights
+    middle: dict[str, Any] | None = None  # position within an epoch
+    unmeasured: Row | None = None  # row of an epoch that is trained and not yet evaluated
+    peak_bytes: int | None = None
+    logger_ids: dict[str, str] = field(default_factory=dict)
+
+
+class Training:
+    """One training in one folder.
+
+    Args:
+        recipe: The resolved recipe of this training.
+        experiment: What the recipe builds.
+        folder: Without one, nothing is written and SIGTERM keeps its handler.
+        schedule_epochs: Epochs that the schedule's warmup is a part of.
+        title: Name in the progress bar and the loggers.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        experiment: Experiment,
+        folder: Path | None = None,
+        schedule_epochs: int = 0,
+        title: str = "",
+    ) -> None:
+        self.recipe, self.config, self.folder, self.title = recipe, recipe.trainer, folder, title
+        self.experiment, self.module, self.batches = experiment, experiment.module, experiment.train
+        self.schedule_epochs = schedule_epochs or self.config.epochs
+        self.state = State()
+        self.stop = distributed.StopRequest()
+        self.loggers: dict[str, Any] = {}
+        self.written = 0.0  # when metrics.csv was
+        if self.config.early_stop and experiment.select is None:
+            raise RunError("trainer.early-stop needs validation samples to judge by: add --protocol validation")
+
+    def fit(self) -> None:
+        """Train from the last checkpoint, or from the start, to the last epoch."""
+        self.fabric = make_fabric(self.config)
+        self.bar = ProgressBar(self.title, self.config.epochs) if self.config.progress else None
+        try:
+            self.set_up()
+            self.resume()
+            self.start()
+            self.finish_epoch()  # of a run that was stopped during an evaluation
+            while not self.state.finished:
+                self.train_epoch()
+                self.finish_epoch()
+        except Preempted:
+            raise
+        except BaseException as error:
+            for process in getattr(self.fabric.strategy.launcher, "procs", ()):
+                process.kill()  # the other ranks would wait for this one
+            if isinstance(error, Exception) and (reason := compile_failure(error)) is not None:
+                message = f"torch.compile cannot compile this model here ({reason}): add --trainer.compile off"
+                raise RunError(message) from error
+            raise
+        finally:
+            self.close()
+
+    # Build and resume
+
+    def set_up(self) -> None:
+        """Launch the other processes; place the model, its shards, the optimizer and the data."""
+        fabric, module, config = self.fabric, self.module, self.config
+        distributed.rejoin(fabric.device)
+        fabric.launch()
+        self.device, self.is_main = fabric.device, fabric.is_global_zero
+        module.to(self.device).train()
+        module.global_rank = fabric.global_rank
+        if fabric.world_size > 1:
+            module.adopt(distributed.Layout.of(self.device.type, fabric.world_size, config.context))
+        if config.strategy == "fsdp":
+            for model in (module.model, module.averaged):
+                if model is not None:
+                    distributed.shard(model, self.device.type)
+        is_recorded = records_steps(self.recipe, module)
+        recordable = is_recorded and self.device.type == "cuda"
+        self.optimizer = make_optimizer(module.model, self.recipe.optim, recordable=recordable)
+        steps = -(-self.batches.batches_per_epoch // config.accumulate)
+        self.rate = learning_rate(self.recipe.optim, steps * config.epochs, steps * self.schedule_epochs)
+        self.recorded = RecordedStep(module, self.optimizer, self.rate) if is_recorded else None
+        self.batches.group = GROUP if is_recorded else 1
+        self.batches.share(*module.share)
+        for batches in (self.batches, *self.experiment.watched.values()):
+            batches.to(self.device)
+
+    def resume(self) -> None:
+        """Load the newest intact checkpoint, if there is one."""
+        if self.folder is None:
+            return
+        found = checkpoint.load_newest(self.folder / "checkpoints", self.module, main=self.is_main)
+        if found is None:
+            if self.is_main and (self.folder / "metrics.csv").exists():
+                warnings.warn(f"{self.folder / 'checkpoints'} is empty: the training starts again", stacklevel=2)
+            return
+        place, content = found
+        if place.is_dir():
+            checkpoint.load_sharded(place, content, self.module, self.optimizer)
+        else:
+            self.module.load_state_dict(content["state_dict"])
+            self.optimizer.load_state_dict(content["optimizer_states"][0])
+        self.module.global_step = content["global_step"]
+        restore_draw_counts(self.module.model, content.get("draws", {}))
+        self.fabric.strategy.precision.load_state_dict(content.get("precision", {}))
+        self.state = State(**{key: value for key, value in content["run"].items() if key in vars(self.state)})
+        self.state.finished = self.is_finished()
+
+    def start(self) -> None:
+        """Wrap the model for DDP, open the loggers, and handle SIGTERM from here on."""
+        is_ddp = self.config.strategy == "ddp"
+        self.wrapped: Any = self.fabric.strategy.setup_module(self.module) if is_ddp else self.module
+        if self.bar is not None and self.is_main:
+            self.bar.start(len(self.state.rows), len(self.batches))
+        if self.folder is None:
+            return
+        self.stop.install()
+        self.module.poll = self.stop_evaluation
+        if self.is_main:
+            self.module.write_files(self.folder)
+            names, ids = self.config.logger, self.state.logger_ids
+            self.loggers = make_loggers(names, self.folder, self.title, ids, self.module.global_step)
+
+    # Epochs and steps
+
+    def train_epoch(self) -> None:
+        """Train one epoch, or the rest of an interrupted one; its row waits in `state.unmeasured`."""
+        state, module, batches = self.state, self.module, self.batches
+        batches.set_epoch(len(state.rows))
+        module.start_epoch(len(state.rows))
+        done, started = 0, time.perf_counter()
+        if state.middle is not None:
+            middle, state.middle = state.middle, None
+            module.restore_epoch_state(middle["processes"], middle["steps"], self.fabric.world_size)
+            batches.skip = done = middle["batches"]
+            started -= middle["seconds"]
+        if self.device.type == "cuda":  # the peak is that of training, without evaluations
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        for batch in batches:  # a list of batches if steps are recorded
+            is_last = done + 1 == len(batches)
+            updated = self.train_step(batch, done, is_last)
+            done += 1
+            if self.bar is not None:
+                self.bar.advance()
+            if updated and not is_last:
+                self.save_within_epoch(done, time.perf_counter() - started)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            state.peak_bytes = max(state.peak_bytes or 0, torch.cuda.max_memory_allocated())
+        state.seconds.append(time.perf_counter() - started)
+        rate = self.optimizer.param_groups[0]["lr"]
+        means = module.epoch_means()
+        state.unmeasured = {"epoch": len(state.rows) + 1, "step": module.global_step, "lr": rate, **means}
+
+    def train_step(self, batch: Any, number: int, is_last: bool) -> bool:
+        """Run a batch and, if it completes an accumulation, update the weights; return True for an update."""
+        if self.recorded is not None:
+            self.recorded.run(batch if isinstance(batch, list) else [batch])
+            return True
+        module, fabric, accumulate = self.module, self.fabric, self.config.accumulate
+        updates = is_last or (number + 1) % accumulate == 0
+        if module.layout is not None:
+            module.batch_weight = self.batches.part(number)
+        with self.wrapped.no_sync() if not updates and self.wrapped is not module else nullcontext():
+            with fabric.autocast():
+                loss = self.wrapped(batch, number)
+            fabric.backward(loss / accumulate)
+        if updates:
+            self.update_weights()
+        return updates
+
+    def update_weights(self) -> None:
+        """Clip, step, average."""
+        module, fabric, optimizer = self.module, self.fabric, self.optimizer
+        set_learning_rate(optimizer, self.rate(module.global_step))
+        if self.recipe.optim.clip:
+            fabric.clip_gradients(module, optimizer, max_norm=self.recipe.optim.clip, error_if_nonfinite=False)
+        fabric.strategy.optimizer_step(optimizer)
+        optimizer.zero_grad(set_to_none=True)
+        module.global_step += 1
+        if module.averaged is not None:
+            update_average(module.averaged, module.model, average_share(self.config.ema, module.global_step))
+
+    # Evaluate, save and stop
+
+    def finish_epoch(self) -> None:
+        """Evaluate the epoch in `state.unmeasured`, log its row, save a checkpoint, and stop if asked to."""
+        state, config, module = self.state, self.config, self.module
+        if state.unmeasured is None:
+            return
+        row = dict(state.unmeasured)
+        is_last = row["epoch"] >= config.epochs
+        if is_last or row["epoch"] % config.evaluate_every == 0:
+            for name, batches in self.experiment.watched.items():
+                row |= {f"{name}_{key}": value for key, value in module.evaluate(batches).items()}
+            self.choose(row)
+        state.rows.append(row)
+        state.unmeasured = None
+        state.finished = self.is_finished()
+        stops = self.folder is not None and self.stop.anywhere(self.device)
+        saves = state.finished or stops or row["epoch"] % config.checkpoint_every == 0
+        if saves:
+            self.save()
+        self.log(row, at_once=saves)
+        if stops and not state.finished:
+            raise Preempted(f"asked to stop: saved after epoch {row['epoch']}")
+
+    def choose(self, row: Row) -> None:
+        """Keep the weights of the epoch with the best score on the selection set; the lower loss breaks ties."""
+        if self.experiment.select is None:
+            return
+        name, score = self.experiment.select
+        rank = [row[f"{name}_{score}"], -row[f"{name}_loss"]]
+        if self.state.best is None or rank > self.state.best["rank"]:
+            self.state.best = {"epoch": row["epoch"], "rank": rank}
+            weights = distributed.gather_full(self.module.final_model.state_dict())
+            self.state.chosen = {name: t.detach().to("cpu", copy=True) for name, t in weights.items()}
+
+    def is_finished(self) -> bool:
+        state, patience = self.state, self.config.early_stop
+        is_spent = bool(patience and state.best and len(state.rows) - state.best["epoch"] >= patience)
+        return state.unmeasured is None and (len(state.rows) >= self.config.epochs or is_spent)
+
+    def save(self) -> None:
+        """Write a checkpoint; all processes call this together."""
+        if self.folder is None:
+            return
+        folder, module = self.folder / "checkpoints", self.module
+        precision = self.fabric.strategy.precision.state_dict()
+        progress = {"global_step": module.global_step, "draws": draw_counts(module.model), "precision": precision}
+        progress["run"] = vars(self.state)
+        if self.config.strategy == "fsdp":
+            checkpoint.save_sharded(folder, module, self.optimizer, progress)
+        elif self.is_main:
+            tensors = {"state_dict": module.state_dict(), "optimizer_states": [self.optimizer.state_dict()]}
+            checkpoint.save_checkpoint(folder / LAST, {**tensors, **progress}, keep=folder / PREVIOUS)
+        self.fabric.barrier()
+
+    def save_within_epoch(self, done: int, seconds: float) -> None:
+        """Save between two batches of an epoch if a checkpoint is due or SIGTERM came."""
+        if self.folder is None:
+            return
+        every, group = self.config.checkpoint_steps, self.batches.group
+        stops = self.stop.anywhere(self.device)
+        if not stops and not (every and done * group // every > (done - 1) * group // every):
+            return
+        states: list[Any] = [self.module.epoch_state()]
+        if self.fabric.world_size > 1:
+            own, states = states[0], [None] * self.fabric.world_size
+            torch.distributed.all_gather_object(states, own)
+        steps = states[0]["steps"]
+        self.state.middle = {"batches": done, "steps": steps, "seconds": seconds, "processes": states}
+        self.save()
+        self.state.middle = None
+        if stops:
+            raise Preempted(f"asked to stop: saved after batch {done} of epoch {len(self.state.rows) + 1}")
+
+    def stop_evaluation(self) -> None:
+        """Save between two batches of an evaluation if SIGTERM came; the resumed run evaluates the epoch again."""
+        if self.stop.anywhere(self.device):
+            self.save()
+            raise Preempted("asked to stop: saved before the last epoch was measured")
+
+    def log(self, row: Row, *, at_once: bool) -> None:
+        if self.bar is not None:
+            self.bar.finish_epoch(row)
+        if self.folder is None or not self.is_main:
+            return
+        if at_once or time.monotonic() - self.written > 1:  # short epochs would spend their time on this file
+            write_csv(self.folder / "metrics.csv", self.state.rows)
+            self.written = time.monotonic()
+        batches = self.batches
+        samples = batches.steps * min(batches.batch_size, batches.cases) if batches.steps else batches.cases
+        for name, logger in self.loggers.items():
+            try:
+                logger.log_metrics({**row, "samples_per_second": samples / self.state.seconds[-1]}, row["step"])
+            except OSError as error:
+                raise write_error(self.folder / name, error) from error
+
+    def close(self) -> None:
+        self.stop.remove()
+        self.module.poll = None
+        self.recorded = None  # the recordings hold the memory of a step
+        if self.bar is not None:
+            self.bar.stop()
+        for logger in self.loggers.values():
+            with contextlib.suppress(OSError):  # a full disk: metrics.csv has the same numbers
+                logger.finalize("success" if self.state.finished else "aborted")
+
+    # Finish
+
+    def finish(self) -> Summary:
+        """Evaluate the final model on test, write model.safetensors, and return the training's summary."""
+        assert self.folder is not None
+        model = self.module.final_model
+        if self.experiment.select is not None:
+            assert self.state.chosen is not None
+            distributed.load_full(model, self.state.chosen)
+        test = self.module.evaluate(self.experiment.test.to(self.device))
+        weights = distributed.gather_full(model.state_dict())
+        if self.is_main:
+            write_weights(self.folder / "model.safetensors", weights)
+        return summarize(self.recipe, self.experiment, self.state, test, self.device)
+
+
+def make_fabric(config: TrainerConfig) -> Any:
+    """Return Fabric for the devices and the precision of a recipe, without its notices.
+
+    FSDP runs use the DDP strategy for its processes and shard the model themselves.
+    """
+    from lightning.fabric import Fabric
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+    logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="lightning.*")
+    devices, nodes = distributed.machines(config)
+    if config.devices > 1 and config.strategy == "auto":
+        raise RunError(f"trainer.devices {config.devices} needs --trainer.strategy ddp or fsdp")
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(config.deterministic)
+    strategy = "auto" if config.strategy == "auto" else "ddp"
+    options: dict[str, Any] = {"accelerator": config.accelerator, "devices": devices, "num_nodes": nodes}
+    try:
+        return Fabric(strategy=strategy, precision=config.precision, **options)
+    except (MisconfigurationException, ValueError, RuntimeError) as error:
+        raise RunError(" ".join(str(error).split())) from error
+
+
+def pick_device(config: TrainerConfig) -> torch.device:
+    """Return the device of a single-process evaluation."""
+    if config.accelerator in ("auto", "gpu") and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("mps" if config.accelerator != "cpu" and torch.backends.mps.is_available() else "cpu")
+
+
+def read_summary(folder: Path) -> Summary:
+    """Return the summary of a finished run."""
+    return checkpoint.read_summary(folder / "summary.json")
+
+
+def evaluate(folder: Path) -> dict[str, dict[str, float]]:
+    """Evaluate a finished run's weights on test again; return scores by training ("" or "validation")."""
+    read_summary(folder)
+    _, recipe = checkpoint.read_run(folder)
+    scores = {}
+    for part, phase in recipe.phases():
+        experiment = build(phase)
+        device = pick_device(phase.trainer)
+        load_weights(experiment.module.final_model, folder / part / "model.safetensors")
+        experiment.module.to(device)
+        scores[part] = experiment.module.evaluate(experiment.test.to(device))
+    return scores
+
+
+def load_weights(model: torch.nn.Module, file: Path) -> None:
+    """Load a safetensors file into a model that it fits."""
+    try:
+        model.load_state_dict(checkpoint.read_weights(file))
+    except RuntimeError as error:
+        reason = str(error).splitlines()[-1].strip()[:200]
+        raise RunError(f"{file} does not fit the model of its config.yaml ({reason})") from error

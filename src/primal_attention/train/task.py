@@ -1,0 +1,355 @@
+"""The base class of the benchmarks' training tasks: task loss, KSVD loss, averaged weights, scores.
+
+    loss = task loss + η · mean_l J_l²
+
+The two losses and J are logged separately. All random numbers of an epoch (dropout, augmentation) follow from the seed
+and the epoch's number, so a resumed run repeats what an uninterrupted one does.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from primal_attention.nn.baselines.random_buffers import RandomBuffers
+from primal_attention.nn.objective import ksvd_loss, primal_layers
+from primal_attention.train.batches import Batches, derive_seed, set_seed
+from primal_attention.train.config import Recipe, TrainerConfig
+from primal_attention.utils.errors import DivergedError, RunError
+
+if TYPE_CHECKING:
+    from primal_attention.data.uea import Standardizer
+    from primal_attention.train.distributed import Layout
+
+CHECK_EVERY = 50  # steps between two checks of the loss on a device; each check waits for the device
+Batch = tuple[Tensor, ...]
+
+
+class TrainingModule(nn.Module):
+    """A model in training. Subclasses define the loss and the scores of their benchmark."""
+
+    ksvd_reduction: ClassVar[Literal["sample", "batch"]] = "sample"
+    """Square J per sample or after the mean over the batch; the paper's benchmarks differ."""
+    headline: ClassVar[str] = "accuracy"
+    """The score that represents a run; higher is better."""
+    splits_sequences: ClassVar[bool] = False
+    """True if `task_loss` and `scores` pass their inputs through `tokens`, which context parallelism needs."""
+    evaluates_compiled: ClassVar[bool] = True
+    """False if evaluation batches have many shapes: a compiled model is then evaluated eagerly."""
+
+    def __init__(self, model: nn.Module, recipe: Recipe, **compile_options: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.recipe = recipe
+        self.has_primal = bool(primal_layers(model))
+        # Copied before the first forward pass, while no layer holds an autograd graph.
+        self.averaged = copy.deepcopy(model).requires_grad_(False) if recipe.trainer.ema else None
+        self.compiled = compiles(recipe.trainer)
+        if self.compiled:
+            torch.compiler.reset()  # torch bounds the number of graphs per function, over all models of a process
+            model.compile(**compile_options)
+        # Set by the loop.
+        self.layout: Layout | None = None  # of several processes
+        self.poll: Callable[[], None] | None = None  # called between evaluation batches
+        self.batch_weight = 1.0  # this rank's samples of a batch over the ranks' mean
+        self.current_epoch = self.global_step = self.global_rank = 0
+        self._sums: dict[str, Tensor] = {}
+        self._steps = 0  # batches of this epoch
+
+    # What a benchmark defines
+
+    def task_loss(self, batch: Batch) -> Tensor:
+        raise NotImplementedError
+
+    def scores(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        """Return sums over the samples of a batch; the key "cases" counts the samples."""
+        raise NotImplementedError
+
+    def inputs(self, batch: Batch) -> tuple[Any, ...]:
+        """Return the arguments of the model: a batch without its labels."""
+        *inputs, _ = batch
+        return tuple(inputs)
+
+    def write_files(self, folder: Path) -> None:
+        """Write what the weights need besides config.yaml into a run folder, once at the start."""
+
+    # Several processes
+
+    def adopt(self, layout: Layout | None) -> None:
+        """Share batches, and sequences if the layout splits them, with the other processes."""
+        if layout is not None and layout.splits and not self.splits_sequences:
+            raise RunError(f"trainer.context must be 1: {self.recipe.benchmark} trains on whole sequences only")
+        self.layout = layout
+        for model in (self.model, self.averaged):
+            if layout is not None and model is not None:
+                layout.adapt(model)
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """This process's share of every batch: its index and the number of shares."""
+        return (0, 1) if self.layout is None else self.layout.data
+
+    def tokens(self, *sequences: Tensor | None) -> tuple[Any, ...]:
+        """Return this process's shard of (B, N, …) tensors; all of them if sequences are not split.
+
+        Random numbers drawn before (augmentation) agree among the processes of a sequence. Later ones are independent.
+        """
+        if self.layout is None or not self.layout.splits:
+            return sequences
+        if self.training:
+            self._seed("tokens", self._steps, self.global_rank)
+        from primal_attention.parallel import shard
+
+        return tuple(None if t is None else shard(t, self.layout.sequence) for t in sequences)
+
+    # Training
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def _seed(self, *what: object) -> None:
+        set_seed(derive_seed("epoch", self.recipe.seed, self.current_epoch, *what), self.device)
+
+    def start_epoch(self, epoch: int) -> None:
+        self.current_epoch, self._steps = epoch, 0
+        self._seed(self.share[0])
+        for total in self._sums.values():  # in place: recorded steps add to these tensors
+            total.zero_()
+
+    def losses(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the loss and its parts, scaled so that their mean over the ranks is a single process's value."""
+        if self.layout is not None and self.layout.splits:
+            self._seed("batch", self._steps, self.share[0])
+        task = self._weighted(self.task_loss(batch))
+        parts = {"task_loss": task}
+        loss = task
+        if self.has_primal:
+            group = None if self.layout is None else self.layout.everyone.group
+            ksvd = ksvd_loss(self.model, self.ksvd_reduction, group=group, part=self.batch_weight)
+            loss = torch.add(task, ksvd, alpha=self.recipe.eta or 0.0)
+            parts |= {"ksvd_loss": ksvd, "J": self._weighted(layer_objectives(self.model))}
+        parts["loss"] = loss
+        return parts
+
+    def _weighted(self, mean: Tensor) -> Tensor:
+        return mean if self.batch_weight == 1.0 else self.batch_weight * mean
+
+    def training_step(self, batch: Batch, number: int = 0) -> Tensor:
+        """Return the loss of a batch and add its parts to the epoch's sums."""
+        if self.compiled:  # a compiled layer does not count its forward passes
+            for layer in self.model.modules():
+                if isinstance(layer, RandomBuffers):
+                    layer.count_forward()
+        parts = self.losses(batch)
+        self.add_to_sums(parts)
+        self.count_step(batch)
+        return parts["loss"]
+
+    forward = training_step  # DDP synchronizes gradients of what runs in forward
+
+    def add_to_sums(self, parts: Mapping[str, Tensor]) -> None:
+        values = {key: value.detach().float() for key, value in parts.items()}
+        for key, value in values.items():
+            if key not in self._sums:
+                self._sums[key] = torch.zeros_like(value)
+        torch._foreach_add_([self._sums[key] for key in values], list(values.values()))  # one launch
+
+    def count_step(self, batch: Batch) -> None:
+        """Count a batch whose losses were added; check from time to time that the loss is finite."""
+        self._steps += 1
+        total = self._sums["loss"]
+        interval = 1 if total.device.type == "cpu" else CHECK_EVERY
+        # One loss that is not finite keeps the sum from being finite for the rest of the epoch.
+        if self._steps % interval == 0 and not torch.isfinite(total):
+            raise DivergedError(self._explain(batch, interval))
+
+    def epoch_means(self) -> dict[str, float]:
+        """Return the mean over the epoch's batches and the ranks of the losses, of J, and of each layer's J."""
+        totals = torch.cat([t.reshape(-1) for t in self._sums.values()]) / max(self._steps, 1)
+        if self.layout is not None:
+            torch.distributed.all_reduce(totals)
+            totals /= torch.distributed.get_world_size()
+        values = iter(totals.tolist())  # one wait for the device
+        means: dict[str, float] = {}
+        layers: list[float] = []
+        for key, total in self._sums.items():
+            found = [next(values) for _ in range(total.numel())]
+            means[key] = sum(found) / len(found)
+            layers = found if key == "J" else layers
+        if not math.isfinite(means["loss"]):  # before the weights are evaluated or saved
+            raise DivergedError(self._explain(None, self._steps % CHECK_EVERY or CHECK_EVERY))
+        names = [name for name, layer in primal_layers(self.model).items() if layer.objective is not None]
+        return means | {f"J/{name}": value for name, value in zip(names, layers, strict=False)}
+
+    def epoch_state(self) -> dict[str, Any]:
+        """Return this process's state within an epoch: counts, sums and random generators."""
+        return {
+            "steps": self._steps,
+            "sums": {key: value.tolist() for key, value in self._sums.items()},
+            "random": torch.get_rng_state(),
+            "random_on_device": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
+        }
+
+    def restore_epoch_state(self, states: Sequence[Mapping[str, Any]], steps: int, world: int) -> None:
+        """Continue from the `epoch_state` of every process. With another number of them, generators start anew."""
+        same = len(states) == world
+        own = [states[self.global_rank]] if same else states
+        self._steps = steps
+        for key in own[0]["sums"]:  # only the mean over the processes matters, so each may hold the mean
+            total = torch.tensor([state["sums"][key] for state in own], device=self.device).mean(dim=0)
+            if key == "J" and total.ndim == 0:  # written before J was kept per layer
+                total = total.repeat(len(primal_layers(self.model)))
+            self._sums[key] = total
+        if not same:
+            self._seed("resumed", steps, self.share[0])
+            return
+        torch.set_rng_state(own[0]["random"])
+        if own[0]["random_on_device"] is not None and self.device.type == "cuda":
+            torch.cuda.set_rng_state(own[0]["random_on_device"], self.device)
+
+    # Evaluation
+
+    @property
+    def final_model(self) -> nn.Module:
+        """The weights that are evaluated and saved: the average if there is one."""
+        return self.model if self.averaged is None else self.averaged
+
+    @torch.no_grad()
+    def evaluate(self, batches: Batches) -> dict[str, float]:
+        """Return the mean scores of the final model over a set, the same in a run and in `primal evaluate`."""
+        model = self.final_model
+        was_training = model.training
+        model.eval()
+        sums: dict[str, list[Tensor]] = {}
+        eager = run_eagerly(self.compiled and not self.evaluates_compiled)
+        with precision_context(self.recipe.trainer.precision, self.device), eager:
+            for batch in batches:
+                if self.poll is not None:
+                    self.poll()
+                for key, value in self.scores(model, batch).items():
+                    sums.setdefault(key, []).append(value)
+        model.train(was_training)
+        # Read at the end: the loop above does not wait for the device.
+        totals = {key: sum(torch.stack(values).tolist()) for key, values in sums.items()}
+        samples = totals.pop("cases")
+        return {key: total / samples for key, total in totals.items()}
+
+    # Divergence
+
+    def _explain(self, batch: Batch | None, steps: int) -> str:
+        """Return one line: when the loss stopped being finite, where it shows, and what to try."""
+        now, recipe = self.global_step, self.recipe
+        when = f"step {now}" if steps == 1 else f"one of the steps {max(0, now - steps)} to {now}"
+        tries = [f"a smaller --optim.lr (now {recipe.optim.lr:g})"]
+        if not recipe.optim.clip or recipe.optim.clip > 1:
+            tries.append(f"--optim.clip 1 (now {recipe.optim.clip:g})")
+        if recipe.trainer.precision != "32-true":
+            tries.append("--trainer.precision 32-true")
+        if self.has_primal and recipe.eta:
+            tries.append(f"a smaller --eta (now {recipe.eta:g})")
+        where = self.first_bad_layer(batch)
+        return f"the loss is not finite at {when} (epoch {self.current_epoch + 1}): {where}; try {', '.join(tries)}"
+
+    def first_bad_layer(self, batch: Batch | None) -> str:
+        """Name the first value that is not finite: an input, a weight, a layer's J or a layer's output."""
+        if batch is not None and not all(torch.isfinite(t).all() for t in batch if t.is_floating_point()):
+            return "the batch itself has values that are not finite"
+        for name, weight in self.model.named_parameters():
+            if not torch.isfinite(weight).all():
+                return f"weight {name!r} is not finite"
+        for name, layer in primal_layers(self.model).items():
+            if layer.objective is not None and not torch.isfinite(layer.objective).all():
+                return f"the KSVD objective of layer {name!r} is not finite"
+        if batch is None:
+            return "the weights are finite"
+        bad: list[str] = []
+
+        def hook_for(name: str) -> Any:
+            def hook(_: nn.Module, __: Any, output: Any) -> None:
+                if isinstance(output, Tensor) and not torch.isfinite(output).all():
+                    bad.append(name)
+
+            return hook
+
+        hooks = [m.register_forward_hook(hook_for(name)) for name, m in self.model.named_modules() if name]
+        try:
+            with torch.no_grad(), run_eagerly(self.compiled):
+                self.task_loss(batch)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return f"layer {bad[0]!r} gives values that are not finite" if bad else "only the loss itself is not finite"
+
+
+@dataclass
+class Experiment:
+    """What a recipe builds: a module, the data it trains on and the data it is evaluated on.
+
+    Attributes:
+        module: The model in training.
+        train: Training batches.
+        test: Evaluated at the end.
+        watched: Sets evaluated during training, by name ("test" or "val").
+        select: The watched set and score that choose an epoch, such as ("val", "accuracy"); None takes the last one.
+        facts: Sizes of the data, for the summary.
+        standardizer: Applied to the series, where there are any.
+    """
+
+    module: TrainingModule
+    train: Batches
+    test: Batches
+    watched: Mapping[str, Batches]
+    select: tuple[str, str] | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    standardizer: Standardizer | None = None
+
+
+def layer_objectives(model: nn.Module) -> Tensor:
+    """Return the mean J of each Primal layer over the last batch in training mode, detached, (layers,)."""
+    objectives = (layer.objective for layer in primal_layers(model).values())
+    return torch.stack([j.detach().float().mean() for j in objectives if j is not None])
+
+
+def objective(model: nn.Module) -> Tensor:
+    """Return the mean J over the Primal layers and the last batch in training mode, detached."""
+    return layer_objectives(model).mean()
+
+
+def precision_context(precision: str, device: torch.device, *, cache: bool = True) -> AbstractContextManager[Any]:
+    """Return the autocast context of a `trainer.precision`."""
+    dtypes = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+    if precision not in dtypes:
+        return nullcontext()
+    return torch.autocast(device.type, dtype=dtypes[precision], cache_enabled=cache)
+
+
+def compiles(config: TrainerConfig) -> bool:
+    """Return True if a training's model goes through torch.compile."""
+    if config.compile != "auto":
+        return config.compile == "on"
+    one_gpu = config.devices == 1 and config.accelerator in ("auto", "gpu") and torch.cuda.is_available()
+    return one_gpu and config.strategy == "auto" and not config.deterministic
+
+
+def run_eagerly(compiled: bool = True) -> AbstractContextManager[Any]:
+    """Run compiled parts eagerly: for shapes that occur once, and for hooks inside of them."""
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+
+
+def compile_failure(error: BaseException) -> str | None:
+    """Return the cause of a torch.compile error in one line; None for any other error."""
+    dynamo = sys.modules.get("torch._dynamo.exc")  # absent if nothing was compiled
+    if dynamo is None or not isinstance(error, dynamo.TorchDynamoException):
+        return None
+    inner = getattr(error, "inner_exception", error)
+    return (str(inner).strip().splitlines() or [type(inner).__name__])[0]

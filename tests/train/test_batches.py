@@ -1,0 +1,84 @@
+"""Batches: an order that follows from seed and epoch, epochs of steps, shares of ranks, groups."""
+
+from __future__ import annotations
+
+import torch
+
+from primal_attention.train.batches import Batches, derive_seed, set_seed
+
+
+def epochs(batches: Batches, count: int) -> list[list[int]]:
+    found = []
+    for epoch in range(count):
+        batches.set_epoch(epoch)
+        found += [rows.tolist() for (rows,) in batches]
+    return found
+
+
+def test_the_order_depends_on_seed_and_epoch_alone():
+    batches = Batches([torch.arange(10)], 4, shuffle_seed=3)
+    first = torch.cat([b[0] for b in batches])
+    assert torch.equal(torch.cat([b[0] for b in batches]), first)
+    batches.set_epoch(1)
+    assert not torch.equal(torch.cat([b[0] for b in batches]), first)
+    batches.set_epoch(0)
+    assert torch.equal(torch.cat([b[0] for b in batches]), first)
+    assert sorted(first.tolist()) == list(range(10))
+    assert len(batches) == 3
+
+
+def test_ranks_share_every_batch_between_them():
+    shares = []
+    for rank in range(2):
+        batches = Batches([torch.arange(11)], 4, shuffle_seed=0)
+        batches.share(rank, 2)
+        shares.append([b[0].tolist() for b in batches])
+    assert all(a for a in shares[0] + shares[1])
+    assert sorted({x for share in shares for batch in share for x in batch}) == list(range(11))
+    assert len(shares[0]) == len(shares[1]) == 3
+
+
+def test_an_epoch_of_steps_goes_on_where_the_last_one_ended():
+    short = Batches([torch.arange(10)], 3, shuffle_seed=0, steps=2)
+    long = Batches([torch.arange(10)], 3, shuffle_seed=0, steps=6)
+    assert len(short) == 2
+    assert epochs(short, 3) == epochs(long, 1)
+
+
+def test_every_sample_comes_once_per_pass_and_batches_are_whole():
+    batches = epochs(Batches([torch.arange(12)], 4, shuffle_seed=1, steps=3), 2)
+    assert all(len(batch) == 4 for batch in batches)
+    for turn in (batches[:3], batches[3:]):
+        assert sorted(row for batch in turn for row in batch) == list(range(12))
+    assert batches[:3] != batches[3:]
+
+
+def test_without_steps_an_epoch_is_one_pass_with_its_rest():
+    batches = epochs(Batches([torch.arange(10)], 4, shuffle_seed=1), 1)
+    assert [len(batch) for batch in batches] == [4, 4, 2]
+
+
+def test_a_batch_larger_than_the_set_takes_the_set():
+    assert [len(b) for b in epochs(Batches([torch.arange(5)], 8, shuffle_seed=0, steps=3), 1)] == [5, 5, 5]
+
+
+def test_batches_come_in_groups_of_the_same_batches():
+    plain, grouped = (Batches([torch.arange(22), torch.arange(22) * 2], 4, shuffle_seed=1) for _ in range(2))
+    grouped.group = 4
+    lists = list(grouped)
+    assert [len(batches) for batches in lists] == [4, 2]
+    assert len(grouped) == 2
+    assert grouped.batches_per_epoch == len(plain) == 6
+    for a, b in zip(plain, (batch for batches in lists for batch in batches), strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_neighbouring_seeds_give_unrelated_streams():
+    assert len({derive_seed("epoch", s, e) for s in range(20) for e in range(20)}) == 400
+
+
+def test_a_seed_starts_the_numbers_that_torch_starts():
+    torch.manual_seed(5)
+    numbers = torch.randn(3)
+    set_seed(5, torch.device("cpu"))
+    assert torch.equal(torch.randn(3), numbers)

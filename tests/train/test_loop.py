@@ -1,0 +1,297 @@
+"""Runs: repeatable, resumable after a kill, evaluated by both protocols, extended, logged."""
+
+from __future__ import annotations
+
+import csv
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import toy
+from faults import assert_resumes_to_the_same, assert_same, cut_off
+
+from primal_attention.cli import main as cli
+from primal_attention.nn.baselines.performer import PerformerAttention
+from primal_attention.nn.baselines.reformer import ReformerAttention
+from primal_attention.train import loop
+from primal_attention.train.checkpoint import read_weights
+from primal_attention.utils.errors import DivergedError, RunError
+
+
+@pytest.fixture(scope="module")
+def both(toy_folder: Path, tmp_path_factory: pytest.TempPathFactory):
+    """One run with both protocols."""
+    place = tmp_path_factory.mktemp("runs") / "both"
+    return place, loop.train(toy.recipe(toy_folder, protocol="both"), place, name="uea-modern/Toy")
+
+
+def rows(place: Path) -> list[dict[str, str]]:
+    with (place / "metrics.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_run_folder_has_its_files_and_no_leftovers(both):
+    place, _ = both
+    for part in ("", "validation"):
+        names = {p.name for p in (place / part).iterdir()}
+        assert {"config.yaml", "metrics.csv", "checkpoints", "model.safetensors", "summary.json"} <= names
+    assert not list(place.rglob("*.partial"))
+
+
+def test_the_protocols_stand_apart(both):
+    place, summary = both
+    assert set(summary["scores"]) == {"last", "best_on_test", "validation_chosen"}
+    main, held = rows(place), rows(place / "validation")
+    assert summary["scores"]["last"]["accuracy"] == float(main[-1]["test_accuracy"])
+    best = max(float(r["test_accuracy"]) for r in main)
+    assert summary["scores"]["best_on_test"]["accuracy"] == best
+    assert "test_accuracy" not in held[0], "training with validation samples must not look at test"
+    chosen = summary["scores"]["validation_chosen"]
+    assert chosen["validation_accuracy"] == max(float(r["val_accuracy"]) for r in held)
+    assert chosen["retrained_accuracy"] == float(main[chosen["epoch"] - 1]["test_accuracy"])
+
+
+def test_losses_and_j_are_logged_apart(both):
+    place, _ = both
+    for row in rows(place):
+        assert float(row["loss"]) == pytest.approx(float(row["task_loss"]) + 0.1 * float(row["ksvd_loss"]), rel=1e-5)
+        assert "J" in row
+
+
+def test_evaluate_reproduces_the_test_number_exactly(both):
+    place, summary = both
+    again = loop.evaluate(place)
+    assert again[""]["accuracy"] == summary["scores"]["last"]["accuracy"]
+    assert again[""]["loss"] == summary["scores"]["last"]["loss"]
+    assert again["validation"]["loss"] == summary["scores"]["validation_chosen"]["loss"]
+
+
+def test_the_same_recipe_twice_gives_identical_files(both, toy_folder: Path, tmp_path: Path):
+    place, _ = both
+    loop.train(toy.recipe(toy_folder), tmp_path / "again")
+    assert_same(tmp_path / "again", place)
+    loop.train(toy.recipe(toy_folder, seed=1), tmp_path / "other")
+    assert (tmp_path / "other" / "metrics.csv").read_bytes() != (place / "metrics.csv").read_bytes()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs fork and SIGKILL")
+def test_a_run_killed_or_stopped_at_any_moment_resumes_to_bit_identical_weights(tmp_path: Path):
+    script = Path(__file__).with_name("faults.py")
+    done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.strip().splitlines()
+    assert len(lines) == 14
+    assert all(line.endswith(": same") for line in lines), done.stdout + done.stderr
+
+
+def test_a_run_cut_off_between_two_checkpoints_chooses_the_same_weights(both, toy_folder: Path, tmp_path: Path):
+    recipe = toy.recipe(toy_folder, protocol="validation", trainer__checkpoint_every=2)
+    cut_off(recipe, tmp_path, step=7)
+    loop.train(recipe, tmp_path, resume=True)
+    assert_same(tmp_path, both[0] / "validation")
+
+
+def test_watching_test_changes_neither_the_training_nor_what_is_chosen(both, toy_folder: Path, tmp_path: Path):
+    loop.train(toy.recipe(toy_folder, protocol="validation", watch_test=True), tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() == (both[0] / "validation" / "model.safetensors").read_bytes()
+    rows, usual = ((f / "metrics.csv").read_text().splitlines() for f in (tmp_path, both[0] / "validation"))
+    assert rows[0].endswith("test_accuracy,test_loss")
+    assert "test" not in usual[0]
+    assert [row.rsplit(",", 2)[0] for row in rows] == usual
+
+
+@pytest.mark.parametrize(
+    ("attention", "checkpoint_steps", "graph"),
+    [("performer", 2, "on"), ("performer", 0, "off"), ("reformer", 2, "off")],
+)
+def test_random_features_and_hashes_of_a_resumed_run_are_those_of_an_uninterrupted_one(
+    attention: str, checkpoint_steps: int, graph: str, toy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    # Draws that matter within twelve steps, and on short series.
+    monkeypatch.setitem(PerformerAttention.__init__.__kwdefaults__, "redraw_every", 3)
+    monkeypatch.setitem(ReformerAttention.__init__.__kwdefaults__, "chunk", 3)
+    monkeypatch.setattr(loop, "GROUP", 1)
+    changes = {"model__attention": (attention,), "optim__name": "adamw", "trainer__graph": graph}
+    recipe = toy.recipe(toy_folder, trainer__checkpoint_steps=checkpoint_steps, **changes)
+    assert_resumes_to_the_same(recipe, tmp_path, step=7)
+
+
+# Extended runs
+
+CONSTANT = {"optim__schedule": "constant", "trainer__ema": 0.9}
+
+
+def test_an_extended_run_is_a_longer_run(toy_folder: Path, tmp_path: Path):
+    longer = toy.recipe(toy_folder, protocol="both", **CONSTANT)
+    loop.train(longer, tmp_path / "whole")
+    loop.train(toy.recipe(toy_folder, protocol="both", trainer__epochs=1, **CONSTANT), tmp_path / "run", name="first")
+    summary = loop.train(longer, tmp_path / "run", resume=True, command="second")
+    for part in ("", "validation"):
+        assert_same(tmp_path / "run" / part, tmp_path / "whole" / part)
+    assert (summary["epochs"], summary["config"]["trainer"]["epochs"]) == (3, 3)
+    assert loop.train(longer, tmp_path / "run", resume=True) == summary, "and is finished again"
+    with pytest.raises(RunError, match=r"started with --trainer\.epochs 3, not 2"):
+        loop.train(
+            toy.recipe(toy_folder, protocol="both", trainer__epochs=2, **CONSTANT), tmp_path / "run", resume=True
+        )
+
+
+def test_an_inverse_sqrt_schedule_keeps_its_warmup_when_a_run_is_extended(toy_folder: Path, tmp_path: Path):
+    def recipe(epochs: int) -> Any:
+        return toy.recipe(toy_folder, optim__schedule="inverse-sqrt", optim__warmup=0.5, trainer__epochs=epochs)
+
+    loop.train(recipe(2), tmp_path)
+    loop.train(recipe(4), tmp_path, resume=True)
+    rates = [float(row["lr"]) for row in rows(tmp_path)]  # of the last step of each epoch; the warmup was 4 steps
+    assert rates == pytest.approx([1e-3 * (4 / step) ** 0.5 for step in (4, 8, 12, 16)])
+
+
+def test_a_schedule_that_ends_at_zero_needs_a_new_one(toy_folder: Path, tmp_path: Path, capsys):
+    flags = [f"--data.folder {toy_folder} --out {tmp_path / 'run'} --trainer.accelerator cpu --trainer.no-progress"]
+    flags += ["--model.embed-dim 8 --model.num-heads 2 --model.layers 1 --model.rank 3 --trainer.batch-size 30"]
+    words = ["train", "uea-modern/Toy", *" ".join(flags).split()]
+    assert cli.main([*words, "--trainer.epochs", "1"]) == 0
+    capsys.readouterr()
+    assert cli.main([*words, "--trainer.epochs", "2", "--resume"]) == 2
+    err = capsys.readouterr().err
+    assert "cannot go on to 2 epochs: its learning rate (--optim.schedule onecycle) ends at zero after 1" in err
+    assert err.count("\n") == 1
+    for _ in range(2):  # the second time the run is finished
+        assert cli.main([*words, "--trainer.epochs", "2", "--resume", "--optim.schedule", "constant"]) == 0
+    assert len(rows(tmp_path / "run")) == 2
+
+
+# Loggers
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
+def test_losses_and_scores_reach_the_loggers(name: str, toy_folder: Path, tmp_path: Path, monkeypatch):
+    pytest.importorskip(name)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    logged: list[tuple[set[str], int]] = []
+    made = loop.make_loggers
+
+    def spy(*args: Any) -> dict[str, Any]:
+        loggers = made(*args)
+        log = loggers[name].log_metrics
+        loggers[name].log_metrics = lambda row, step: (logged.append((set(row), step)), log(row, step))
+        return loggers
+
+    monkeypatch.setattr(loop, "make_loggers", spy)
+    recipe = toy.recipe(toy_folder, trainer__logger=("csv", name), trainer__epochs=2)
+    cut_off(recipe, tmp_path / "run", step=6)
+    loop.train(recipe, tmp_path / "run", resume=True)
+    wanted = {"task_loss", "J/encoder.blocks.0.attention", "lr", "samples_per_second", "test_accuracy"}
+    assert [step for keys, step in logged if wanted <= keys] == [4, 8]
+    found = [p for p in (tmp_path / "run").rglob("*") if p.is_file() and {name, "mlruns"} & set(p.parts)]
+    assert found, "nothing was written"
+    assert len(rows(tmp_path / "run")) == 2
+
+
+def test_a_logger_without_its_package_is_one_line(toy_folder: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setattr("lightning.pytorch.loggers.wandb._WANDB_AVAILABLE", False)
+    with pytest.raises(RunError, match=r"trainer\.logger wandb needs wandb: pip install wandb"):
+        loop.train(toy.recipe(toy_folder, trainer__logger=("wandb",)), tmp_path)
+
+
+def test_the_old_flag_names_the_new_one(capsys):
+    assert cli.main(["train", "uea/Toy", "--trainer.no-tensorboard"]) == 2
+    assert "--trainer.tensorboard was replaced: use --trainer.logger csv tensorboard" in capsys.readouterr().err
+
+
+# Finished runs and bad recipes
+
+
+def test_a_finished_run_is_not_trained_again(both, toy_folder: Path):
+    place, summary = both
+    before = (place / "checkpoints" / "last.ckpt").stat().st_mtime_ns
+    assert loop.train(toy.recipe(toy_folder, protocol="both"), place, resume=True) == summary
+    assert (place / "checkpoints" / "last.ckpt").stat().st_mtime_ns == before
+
+
+def test_a_folder_with_a_run_is_not_overwritten(both, toy_folder: Path):
+    place, _ = both
+    with pytest.raises(RunError, match="already holds a run: add --resume"):
+        loop.train(toy.recipe(toy_folder, protocol="both"), place)
+    with pytest.raises(RunError, match=r"started with --model\.rank 3, not 4"):
+        loop.train(toy.recipe(toy_folder, protocol="both", model__rank=4), place, resume=True)
+
+
+def test_a_run_folder_of_another_version_says_so(both, tmp_path: Path):
+    place, _ = both
+    other = tmp_path / "old"
+    other.mkdir()
+    for file in ("config.yaml", "summary.json"):
+        (other / file).write_text(re.sub(r'("?format"?): 1', r"\1: 0", (place / file).read_text()))
+    with pytest.raises(RunError, match=r"in format 0; this is version .* reads format 1"):
+        loop.evaluate(other)
+    (other / "summary.json").unlink()
+    with pytest.raises(RunError, match="run has not finished"):
+        loop.evaluate(other)
+    with pytest.raises(RunError, match="nothing is not a run folder"):
+        loop.evaluate(tmp_path / "nothing")
+
+
+def test_early_stopping_needs_validation_samples_and_stops(toy_folder: Path, tmp_path: Path):
+    with pytest.raises(RunError, match="needs validation samples"):
+        loop.train(toy.recipe(toy_folder, trainer__early_stop=1), tmp_path / "a")
+    stopping = toy.recipe(toy_folder, protocol="validation", trainer__early_stop=2, trainer__epochs=40, optim__lr=1e-9)
+    summary = loop.train(stopping, tmp_path / "b")
+    assert summary["epochs"] < 40
+    assert set(summary["scores"]) == {"validation_chosen"}
+
+
+def test_a_recipe_that_cannot_be_built_leaves_no_folder(toy_folder: Path, tmp_path: Path):
+    with pytest.raises(RunError, match="embed_dim must be divisible by num_heads"):
+        loop.train(toy.recipe(toy_folder, model__num_heads=3), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("attention", [("softmax",), ("primal+",), ("linear", "primal"), ("flow",)], ids="-".join)
+def test_any_attention_trains_and_j_is_kept_where_there_is_one(attention, toy_folder: Path, tmp_path: Path):
+    summary = loop.train(toy.recipe(toy_folder, model__attention=attention, trainer__epochs=1), tmp_path / "run")
+    assert (summary["objective"] is None) == (summary["primal_layers"] == 0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"trainer__precision": "bf16-mixed"}, {"trainer__accumulate": 2}, {"model__kind": "paper"}, {"trainer__ema": 0.0}],
+    ids=str,
+)
+def test_variants_train(changes, toy_folder: Path, tmp_path: Path):
+    summary = loop.train(toy.recipe(toy_folder, trainer__epochs=1, **changes), tmp_path / "run")
+    assert summary["scores"]["last"]["epoch"] == 1
+    assert loop.evaluate(tmp_path / "run")[""] == summary["test"]
+
+
+def test_a_model_learns_the_toy_set(toy_folder: Path, tmp_path: Path):
+    changes = {"model__dropout": 0.0, "optim__lr": 1e-2, "trainer__checkpoint_every": 80, "trainer__evaluate_every": 80}
+    easy = toy.recipe(toy_folder, trainer__epochs=80, **changes)
+    summary = loop.train(easy, tmp_path / "run")
+    assert summary["scores"]["last"]["accuracy"] > 0.6  # chance is a third
+    assert summary["objective"]["last"] < summary["objective"]["first"]
+
+
+def test_a_loss_that_is_not_finite_names_step_layer_and_remedy(toy_folder: Path, tmp_path: Path):
+    experiment = loop.build(toy.recipe(toy_folder).resolved())
+    module = experiment.module
+    batch = next(iter(experiment.train))
+    assert "only the loss itself" in module.first_bad_layer(batch)
+    with torch.no_grad():
+        module.model.encoder.blocks[1].feed_forward[0].weight.fill_(torch.nan)
+    assert "'encoder.blocks.1.feed_forward.0.weight'" in module.first_bad_layer(batch)
+    with pytest.raises(DivergedError, match=r"step \d+ \(epoch \d+\): .*; try a smaller --optim\.lr"):
+        loop.train(toy.recipe(toy_folder, optim__lr=1e30, optim__warmup=0.0, trainer__epochs=5), tmp_path / "run")
+
+
+def test_saved_weights_are_the_averaged_ones(both, toy_folder: Path):
+    place, _ = both
+    experiment = loop.build(toy.recipe(toy_folder, protocol="last").resolved())
+    experiment.module.final_model.load_state_dict(read_weights(place / "model.safetensors"))
+    assert experiment.module.final_model is experiment.module.averaged
