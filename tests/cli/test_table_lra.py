@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from primal_attention.bench import lra_cost
-from primal_attention.bench.published import PublishedPrimal
+from primal_attention.bench import lra as bench_lra
+from primal_attention.bench import measurement
 from primal_attention.cli import main as cli
 from primal_attention.data.lra import listops
 from primal_attention.report import paper_lra as paper
@@ -95,42 +95,12 @@ def test_what_the_user_can_mend(here: Path, capsys, words: list[str], said: str)
     assert err.count("\n") == 1
 
 
-def test_the_published_layer_computes_what_ours_does():
-    """Without padding the two differ by rounding alone: the time is that of the same function."""
-    device = torch.device("cpu")
-    data = lra_cost.Shape(64, 20, 3).data(4)
-    torch.manual_seed(0)
-    ours, theirs = (lra_cost.make_module("image", name, data) for name in ("primal", lra_cost.PUBLISHED))
-    theirs.model.load_state_dict(ours.model.state_dict())
-    assert sum(isinstance(m, PublishedPrimal) for m in theirs.model.modules()) == 2
-    batch = tuple(torch.from_numpy(a).to(device) for a in (data.train.tokens, data.train.labels))
-    for module in (ours, theirs):
-        for part in module.model.modules():
-            if isinstance(part, torch.nn.Dropout):
-                part.p = 0.0
-    a, b = ours.losses(batch), theirs.losses(batch)
-    for key in a:
-        torch.testing.assert_close(a[key], b[key], rtol=1e-4, atol=1e-5)
-
-
-def test_the_published_step_is_as_written_and_leaves_no_graph_behind(monkeypatch: pytest.MonkeyPatch):
-    """A graph that outlives its step ties the next one to that step's stream, which no recording survives."""
-    monkeypatch.setitem(lra_cost.TASKS, "image", lra_cost.Shape(32, 20, 3))
-    step = lra_cost.Step("image", lra_cost.PUBLISHED, torch.device("cpu"), 2)
-    step()
-    module = step.recorded.module
-    assert module.recipe.trainer.compile == "off"
-    layers = [m for m in module.model.modules() if isinstance(m, PublishedPrimal)]
-    assert [layer.objective for layer in layers] == [None, None]
-    assert float(module._sums["ksvd_loss"]) > 0
-
-
 def test_a_step_is_measured_and_shown(here: Path, capsys, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(lra_cost.TASKS, "image", lra_cost.Shape(32, 20, 3))
-    usual = lra_cost.measure
-    monkeypatch.setattr(lra_cost, "measure", lambda *a, **k: usual(*a, **k, seconds=0.01))
-    words = ["--tasks", "image", "--models", "softmax", "primal", "published", "--batch-size", "2"]
-    assert lra_cost.main(words) == 0
+    monkeypatch.setitem(bench_lra.TASKS, "image", bench_lra.Task(32, 20, 3))
+    usual = measurement.time_step
+    monkeypatch.setattr(measurement, "time_step", lambda *a, **k: usual(*a, **k, seconds=0.01))
+    words = ["--tasks", "image", "--models", "softmax", "primal", "published", "--batch-size", "2", "--device", "cpu"]
+    assert cli.main(["bench", "lra", *words]) == 0
     assert cli.main(["table", "lra-efficiency", "--no-run", "--csv", "t.csv"]) == 0
     out = capsys.readouterr().out
     assert "PrimalFormer, the published way" in out

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 import torch
 
-from primal_attention.bench.contenders import plain_reason
-from primal_attention.bench.settings import BenchError
+from primal_attention.bench.measurement import plain_reason
 from primal_attention.cli.bench import Parser
 from primal_attention.ops import primal
 from primal_attention.ops.feature_maps import COSINE
 from primal_attention.ops.types import Mode, Weights
+from primal_attention.utils.errors import RunError
 from primal_attention.utils.provenance import cpu_name, installed
 
 ABOUT = "Say what this installation has: versions, devices, which backend runs here and why, extras."
@@ -32,7 +32,7 @@ def main(args: Sequence[str]) -> int:
     parser = Parser(prog="primal info", description=ABOUT, epilog="Example: primal info")
     try:
         parser.parse_args(list(args))
-    except BenchError as error:
+    except RunError as error:
         print(f"primal: {error}", file=sys.stderr)
         return 2
     print("\n".join([*system(), "", *chosen(), "", *extras()]))

@@ -338,17 +338,18 @@ def show_costs(found: argparse.Namespace, args: Sequence[str]) -> int:
     """`primal table lra-efficiency`: measure what has no file yet, then the table of the files."""
     import torch
 
-    from primal_attention.bench import lra_cost
+    from primal_attention.bench import lra
 
-    tasks, models = found.sets or paper_lra.TASKS, found.models or lra_cost.ATTENTIONS
-    for given, known, flag in ((tasks, paper_lra.TASKS, "--sets"), (models, lra_cost.ATTENTIONS, "--models")):
+    tasks, models = found.sets or paper_lra.TASKS, found.models or lra.ATTENTIONS
+    for given, known, flag in ((tasks, paper_lra.TASKS, "--sets"), (models, lra.ATTENTIONS, "--models")):
         for name in given:
             if name not in known:
                 raise RunError(f"{flag} {name} is unknown to {COST}: choose of {', '.join(known)}")
     if not found.no_run:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        lra_cost.run(tasks, models, found.results, device=device, commit=found.commit, tell=lra_cost.say)
-    costs = lra_cost.read(found.results, tasks, models)
+        device, command = torch.device("cuda" if torch.cuda.is_available() else "cpu"), table_command(args)
+        flags = {"device": device, "repeats": 20, "batch_size": None, "commit": found.commit, "command": command}
+        lra.run(argparse.Namespace(tasks=tasks, models=models, results=found.results, **flags))
+    costs = lra.read(found.results, tasks, models)
     if not costs:
         raise RunError(f"{found.results} has no result of this table: run '{table_command(args)}' first")
     give(lra_tables.cost("Long-Range Arena: time and memory of a training step", costs, table_command(args)), found)

@@ -47,7 +47,7 @@ def cost(benches: Sequence[Numbers], demos: Sequence[Numbers], palette: Palette)
 
 def bench_panels(one: Numbers, palette: Palette, names: dict[str, int]) -> tuple[list[str], str]:
     """Panels of one benchmark, a time and a memory for each width, and the line that says where it comes from."""
-    from primal_attention.bench.tables import busy
+    from primal_attention.bench.measurement import busy
     from primal_attention.utils.provenance import device_name
 
     content = one.content
@@ -89,7 +89,7 @@ def bench_panels(one: Numbers, palette: Palette, names: dict[str, int]) -> tuple
 
 
 def against_length(lines: Sequence[Series], title: str, y_name: str, decode: bool = False) -> str:
-    from primal_attention.bench.settings import show_length
+    from primal_attention.bench.measurement import show_length
 
     lengths = sorted({n for line in lines for n in line.x if n is not None})
     ticks = [(n, show_length(int(n))) for n in lengths]

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from primal_attention.bench import saved
+from primal_attention.bench import measurement
 from primal_attention.report.page_numbers import (
     Numbers,
     Spectrum,
@@ -144,7 +144,7 @@ def take(place: Path, found: Found, *, asked_for: bool) -> None:
     if isinstance(content, dict) and "scores" in content:
         found.runs.append(result(content, place))
     elif isinstance(content, dict) and content.get("kind") in BENCH_KINDS and "rows" in content:
-        found.benches.append(Numbers(str(place), saved.check_report(content, place)))
+        found.benches.append(Numbers(str(place), measurement.check_report(content, place)))
     elif isinstance(content, dict) and isinstance(content.get("singular_values"), dict):
         found.demos.append(demo(content, place))
     elif asked_for:
