@@ -6,7 +6,6 @@ exists here only: "published", Primal-Attention as the authors' code computes it
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,6 @@ from primal_attention.train.optimizer import make_optimizer
 from primal_attention.utils.errors import RunError
 from primal_attention.utils.files import COUNT, Number, read_json, write_json
 from primal_attention.utils.progress import Progress
-from primal_attention.utils.provenance import origin
 
 PUBLISHED = "published"
 ATTENTIONS = ("softmax", "nystrom", "linformer", "performer", "reformer", "primal+", "primal", PUBLISHED)
@@ -140,23 +138,28 @@ def result_file(results: Path, task: str, attention: str) -> Path:
     return results / "lra-efficiency" / task / f"{attention}.json"
 
 
-def run(args: Namespace) -> None:
-    """Measure what has no result file yet, one after the other.
-
-    Args:
-        args: the flags of `primal bench lra`.
-    """
-    for flag, names, known in (("tasks", args.tasks, TASKS), ("models", args.models, ATTENTIONS)):
-        for name in names or ():
+def run(
+    tasks: Sequence[str],
+    attentions: Sequence[str],
+    results: Path,
+    *,
+    device: torch.device,
+    repeats: int = 20,
+    batch_size: int | None = None,
+    commit: str | None = None,
+    command: str | None = None,
+) -> None:
+    """Measure what has no result file yet, one after the other."""
+    for flag, names, known in (("tasks", tasks, TASKS), ("models", attentions, ATTENTIONS)):
+        for name in names:
             if name not in known:
                 raise RunError(f"--{flag} {name} is unknown: choose from {', '.join(known)}")
-    cells = [(task, attention) for task in args.tasks or TASKS for attention in args.models or ATTENTIONS]
-    cells = [cell for cell in cells if not result_file(args.results, *cell).exists()]
+    cells = [(t, a) for t in tasks for a in attentions if not result_file(results, t, a).exists()]
     with Progress(len(cells), "timing") as progress:
         for cell in cells:
-            measurement.free_memory(args.device)
-            row = measure(*cell, args.device, args.batch_size, args.repeats)
-            write_json(result_file(args.results, *cell), {**row, **origin(args.device, args.command, args.commit)})
+            measurement.free_memory(device)
+            row = measure(*cell, device, batch_size, repeats)
+            write_json(result_file(results, *cell), {**row, **measurement.provenance(device, command, commit)})
             graph = "" if row["graph"] is None else f"{row['graph']:.2f} s replayed, "
             progress.advance(f"{' '.join(cell)}: {graph}{row['eager']:.2f} s eager per 1000 steps {row['note']}")
 

@@ -165,11 +165,22 @@ def failure(error: Exception) -> tuple[str, str]:
 # The report: provenance, settings and rows
 
 
+def provenance(device: torch.device, command: str | None, commit: str | None) -> dict[str, Any]:
+    """Return command, commit, date, versions and hardware."""
+    return origin(device, command, commit)
+
+
 def start_report(kind: str, args: Namespace) -> dict[str, Any]:
     """Return a report without rows: provenance and the flags."""
     values = {name: value for name, value in vars(args).items() if name not in ("command", "commit", "file")}
     plain = {name: str(v) if isinstance(v, (Path, torch.device)) else v for name, v in values.items()}
-    return {"format": 1, "kind": kind, **origin(args.device, args.command, args.commit), "settings": plain, "rows": []}
+    return {
+        "format": 1,
+        "kind": kind,
+        **provenance(args.device, args.command, args.commit),
+        "settings": plain,
+        "rows": [],
+    }
 
 
 def write_report(file: Path, report: dict[str, Any]) -> None:

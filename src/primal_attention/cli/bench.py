@@ -159,15 +159,26 @@ def read_flags(words: Sequence[str]) -> argparse.Namespace:
 
 def main(words: Sequence[str]) -> int:
     try:
-        args = read_flags(words)
-        module = importlib.import_module(f"primal_attention.bench.{args.benchmark}".replace(".plot", ".measurement"))
-        report = module.read_report(args.file) if args.benchmark == "plot" else module.run(args)
-        if report is not None:
-            show(report, args)
+        run(read_flags(words))
     except RunError as error:
         print(f"primal: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return 0
+
+
+def run(args: argparse.Namespace) -> None:
+    if args.benchmark == "lra":
+        from primal_attention.bench import lra
+
+        sizes = {"repeats": args.repeats, "batch_size": args.batch_size, "device": args.device}
+        tasks, models = args.tasks or tuple(lra.TASKS), args.models or lra.ATTENTIONS
+        lra.run(tasks, models, args.results, **sizes, commit=args.commit, command=args.command)
+    elif args.benchmark == "plot":
+        from primal_attention.bench.measurement import read_report
+
+        show(read_report(args.file), args)
+    else:
+        show(importlib.import_module(f"primal_attention.bench.{args.benchmark}").run(args), args)
 
 
 def show(report: dict[str, Any], args: argparse.Namespace) -> None:

@@ -346,9 +346,8 @@ def show_costs(found: argparse.Namespace, args: Sequence[str]) -> int:
             if name not in known:
                 raise RunError(f"{flag} {name} is unknown to {COST}: choose of {', '.join(known)}")
     if not found.no_run:
-        device, command = torch.device("cuda" if torch.cuda.is_available() else "cpu"), table_command(args)
-        flags = {"device": device, "repeats": 20, "batch_size": None, "commit": found.commit, "command": command}
-        lra.run(argparse.Namespace(tasks=tasks, models=models, results=found.results, **flags))
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        lra.run(tasks, models, found.results, device=device, commit=found.commit, command=table_command(args))
     costs = lra.read(found.results, tasks, models)
     if not costs:
         raise RunError(f"{found.results} has no result of this table: run '{table_command(args)}' first")
