@@ -124,7 +124,7 @@ def test_images_that_do_not_decode_are_named(workplace: Path, capsys) -> None:
         (["bert"], "--data FILE of text lines"),
         (["bert", "--data", "missing.txt"], "missing.txt is not a file of text lines"),
         (["bert", "--data", "short.txt"], "no line of twenty words"),
-        (["bert", "--data", "text.txt", "--map", "9"], "layer 9 is asked for, but the model shows 3 attentions"),
+        (["bert", "--data", "text.txt", "--map", "9"], "layer must be an index into the model's 3 attentions (got 9)"),
         (["bert", "--data", "text.txt", "--map", "x:y"], "LAYER:HEAD"),
         (["bert", "--cases", "0"], "must be at least 1"),
         (["bert", "--device", "toaster"], "cpu, cuda or cuda:N"),

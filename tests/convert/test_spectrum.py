@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from closeness import assert_close
-from convert.test_torch_and_timm import Block, encoder
+from convert.test_replace import Block, encoder
 from primal_attention import PrimalAttention, make_attention, primalize, spectrum
-from primal_attention.convert.kernel_map import kernel_map
+from primal_attention.convert.spectrum import kernel_map
 from primal_attention.nn.blocks import Encoder
 
 SMALL = {"rank": 3, "landmarks": 6}
@@ -143,7 +143,7 @@ def test_half_precision_is_widened() -> None:
 def test_the_map_shows_the_kernel_and_the_landmarks_shares() -> None:
     layer = PrimalAttention(32, 4, **SMALL, bias=False)
     x = torch.randn(2, 9, 32)
-    shown = kernel_map(layer, x, head=2, case=1)
+    shown = kernel_map(layer, x, head=2, sample=1)
     assert_close(shown.matrix, layer.kernel_matrix(x)[1, 2], EXACT)
     torch.testing.assert_close(shown.share.sum(1), torch.ones(9))
     # Without one landmark's rows of W_e and W_r the head's output changes by that landmark's term.
@@ -169,11 +169,11 @@ def test_softmax_heads_have_a_map_without_landmarks() -> None:
 def test_bad_input_is_one_line() -> None:
     with pytest.raises(ValueError, match="Linear has no softmax attention or Primal-Attention"):
         spectrum(nn.Linear(3, 3), torch.randn(1, 3))
-    with pytest.raises(ValueError, match="inputs holds no batch"):
+    with pytest.raises(ValueError, match="inputs has no batch"):
         spectrum(encoder(), [])
-    with pytest.raises(ValueError, match="layer 3 is asked for, but the model shows 3 attentions"):
+    with pytest.raises(ValueError, match="layer must be an index into the model's 3 attentions \\(got 3\\)"):
         kernel_map(encoder(), torch.randn(1, 9, 32), layer=3)
-    with pytest.raises(ValueError, match=r"head 4 is asked for, but layers\.2\.self_attn has 4 heads"):
+    with pytest.raises(ValueError, match="head must be in 0 … 3"):
         kernel_map(encoder(), torch.randn(1, 9, 32), head=4)
-    with pytest.raises(ValueError, match="case 1 is asked for"):
-        kernel_map(encoder(), torch.randn(1, 9, 32), case=1)
+    with pytest.raises(ValueError, match="sample must be in 0 … 0"):
+        kernel_map(encoder(), torch.randn(1, 9, 32), sample=1)

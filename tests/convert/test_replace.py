@@ -100,7 +100,7 @@ def test_cross_attention_in_a_call_is_refused() -> None:
     model = nn.ModuleDict({"attn": nn.MultiheadAttention(32, 4, batch_first=True)})
     primalize(model, **SMALL)
     x, memory = torch.randn(2, 7, 32), torch.randn(2, 5, 32)
-    with pytest.raises(ValueError, match="one tensor: else it is cross-attention"):
+    with pytest.raises(ValueError, match="one tensor: otherwise it is cross-attention"):
         model["attn"](x, memory, memory)
 
 
@@ -141,7 +141,7 @@ def test_timm_parts_without_a_place_are_refused() -> None:
         primalize(model)
     model = nn.Sequential(Block())
     model[0].attn.num_heads = 5
-    with pytest.raises(ValueError, match="width 32 does not divide by its 5 heads"):
+    with pytest.raises(ValueError, match="width 32 is not divisible by its 5 heads"):
         primalize(model)
 
 
@@ -214,9 +214,9 @@ def test_report_counts_parameters_and_operations() -> None:
         (lambda: nn.Linear(3, 3), {}, "nothing to replace in Linear: no attention was found"),
         (encoder, {"layers": 3}, "layers has 3, but the model has 3 replaceable attentions, from 0"),
         (encoder, {"layers": []}, "layers is empty"),
-        (encoder, {"layers": "first"}, "layers must be 'last', 'all', numbers or a predicate"),
+        (encoder, {"layers": "first"}, "layers must be 'last', 'all', indices or a predicate"),
         (encoder, {"layers": lambda *_: False}, "accepts none of the model's 3 attentions"),
-        (encoder, {"num_heads": 3}, "num_heads is the replaced module's own"),
+        (encoder, {"num_heads": 3}, "num_heads is read from the replaced module"),
         (lambda: nn.MultiheadAttention(32, 4), {}, "the model is itself an attention"),
         (lambda: nn.ModuleList([nn.MultiheadAttention(32, 4, kdim=16)]), {}, "0 .* cross-attention"),
         (lambda: nn.ModuleList([nn.MultiheadAttention(32, 4, add_zero_attn=True)]), {}, "appends keys"),

@@ -196,7 +196,7 @@ def test_windows_and_heads_of_their_own_width_are_refused() -> None:
     sizes |= {"num_key_value_heads": 2, "intermediate_size": 48}
     with pytest.raises(ValueError, match="window of 8 tokens"):
         primalize(hf.MistralModel(hf.MistralConfig(**sizes, sliding_window=8)), **SMALL)
-    with pytest.raises(ValueError, match="64 wide together and its input 32"):
+    with pytest.raises(ValueError, match="64 features together and its input 32"):
         primalize(hf.LlamaModel(hf.LlamaConfig(**sizes, head_dim=16)), **SMALL)
     with pytest.raises(ValueError, match="no adapter knows Qwen3Attention"):
         primalize(hf.Qwen3Model(hf.Qwen3Config(**sizes, head_dim=8)), **SMALL)
