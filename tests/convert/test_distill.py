@@ -13,13 +13,7 @@ from torch import Tensor, nn
 from closeness import assert_close
 from convert.test_replace import Block, encoder
 from primal_attention import distill, primalize
-from primal_attention.convert.distill import (
-    NEW_PARAMETERS,
-    Moments,
-    best_ridge,
-    learning_rate_factor,
-    relative_error,
-)
+from primal_attention.convert.distill import NEW_PARAMETERS, Moments, best_ridge, learning_rate_factor, relative_error
 
 SMALL = {"rank": 5, "landmarks": 6}
 SHORT = {"start_batches": 0, "block_steps": 20, "end_steps": 20, "lr": 1e-2, "end_lr": 3e-3, "progress": False}

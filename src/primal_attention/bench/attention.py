@@ -367,7 +367,8 @@ def run(args: Namespace, implementations: Sequence[Implementation] | None = None
     with Progress(total, "timing") as progress, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a large rank; torch's reasons against each SDPA backend
         for cases in grid:
-            torch.compiler.reset()  # Dynamo stops compiling at its limit of graphs per function
+            if any(i.name == "primal-compiled" for i in chosen):
+                torch.compiler.reset()  # Dynamo stops compiling at its limit of graphs per function
             excluded = check_implementations(chosen, cases[0], args.seed + 1, report["gate"], progress)
             for case in cases:
                 # All implementations at one length before the next, so that what is compared is measured together.

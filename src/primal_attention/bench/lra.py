@@ -25,7 +25,7 @@ from primal_attention.train import lra
 from primal_attention.train.config import override
 from primal_attention.train.optimizer import make_optimizer
 from primal_attention.utils.errors import RunError
-from primal_attention.utils.files import COUNT, Number, read_json, write_json
+from primal_attention.utils.files import write_json
 from primal_attention.utils.progress import Progress
 
 PUBLISHED = "published"
@@ -162,23 +162,3 @@ def run(
             write_json(result_file(results, *cell), {**row, **measurement.provenance(device, command, commit)})
             graph = "" if row["graph"] is None else f"{row['graph']:.2f} s replayed, "
             progress.advance(f"{' '.join(cell)}: {graph}{row['eager']:.2f} s eager per 1000 steps {row['note']}")
-
-
-_COST = {
-    "kind": frozenset({"lra-cost"}),
-    "task": frozenset(TASKS),
-    "attention": str,
-    "length": COUNT,
-    "eager": Number(above=0),
-    "graph": (Number(above=0), None),
-    "peak_bytes": (Number(above=0), None),
-    "device": str,
-    "torch": str,
-    "commit?": (str, None),
-}
-
-
-def read(results: Path, tasks: Sequence[str], attentions: Sequence[str]) -> list[Row]:
-    """Return the stored results in the order of the arguments."""
-    files = [result_file(results, task, attention) for task in tasks for attention in attentions]
-    return [read_json(file, _COST) for file in files if file.exists()]

@@ -8,6 +8,7 @@ import math
 import re
 import shlex
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -84,7 +85,11 @@ def make_parser() -> Parser:
         add("--name", help="of the files in it (default: the command and its flags)")
         if name == "model":
             add(
-                "--rows", nargs="+", default=[], metavar="ROW", help="such as vit-eager-autocast, or models such as vit"
+                "--rows",
+                nargs="+",
+                default=[],
+                metavar="ROW",
+                help="vit-eager-autocast, …, or a model such as vit",
             )
             add("--tokens", type=read_length, default=32768, help="per step (default 32K); fewer shorten sequences")
             add("--layers", type=count, help="of every model, instead of its own")
@@ -104,12 +109,7 @@ def make_parser() -> Parser:
         add("--only", nargs="+", default=[], metavar="NAME", help="sdpa, sdpa-cudnn, primal, primal-fused, published …")
         add("--eager", **yes, help="on a GPU: no CUDA graph, launches by the host included")
         add("--repeats", type=count, default=100 if decodes else 20, help="runs on a GPU (default %(default)s)")
-        add(
-            "--seconds",
-            type=seconds,
-            default=0.3 if decodes else 0.5,
-            help="per row on a CPU (default %(default)s)",
-        )
+        add("--seconds", type=seconds, default=0.3 if decodes else 0.5, help="per row on a CPU (default %(default)s)")
         add("--no-plot", dest="plot", action="store_false", help="no PNG and SVG")
         if decodes:
             add("--layers", type=count, help="blocks of a language model, instead of one layer")
@@ -151,7 +151,7 @@ def read_flags(words: Sequence[str]) -> argparse.Namespace:
         args.file = args.out / f"{args.name or '-'.join([args.benchmark, *flags])}.json"
         try:  # now, not after the measurements
             args.file.parent.mkdir(parents=True, exist_ok=True)
-            args.file.open("a").close()
+            tempfile.TemporaryFile(dir=args.file.parent).close()
         except OSError as error:
             raise RunError(f"--out {args.out} cannot be written to ({error.strerror})") from None
     return args

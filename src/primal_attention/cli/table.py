@@ -59,7 +59,7 @@ from primal_attention.train.grid import (
     model_variants,
 )
 from primal_attention.utils.errors import DataError, RunError
-from primal_attention.utils.files import write_csv, write_text
+from primal_attention.utils.files import COUNT, Number, read_json, write_csv, write_text
 
 
 class LeftHalf(nn.Module):
@@ -334,6 +334,16 @@ def give(table: Table, found: argparse.Namespace) -> None:
         write_csv(found.csv, table.records)
 
 
+STEP_COST = {
+    **dict.fromkeys(("task", "attention", "device", "torch"), str),
+    "kind": frozenset({"lra-cost"}),
+    "length": COUNT,
+    "eager": Number(above=0),
+    **dict.fromkeys(("graph", "peak_bytes"), (Number(above=0), None)),
+    "commit?": (str, None),
+}
+
+
 def show_costs(found: argparse.Namespace, args: Sequence[str]) -> int:
     """`primal table lra-efficiency`: measure what has no file yet, then the table of the files."""
     import torch
@@ -348,7 +358,8 @@ def show_costs(found: argparse.Namespace, args: Sequence[str]) -> int:
     if not found.no_run:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         lra.run(tasks, models, found.results, device=device, commit=found.commit, command=table_command(args))
-    costs = lra.read(found.results, tasks, models)
+    files = [lra.result_file(found.results, task, model) for task in tasks for model in models]
+    costs = [read_json(file, STEP_COST) for file in files if file.exists()]
     if not costs:
         raise RunError(f"{found.results} has no result of this table: run '{table_command(args)}' first")
     give(lra_tables.cost("Long-Range Arena: time and memory of a training step", costs, table_command(args)), found)

@@ -50,10 +50,7 @@ class Projections:
         if key_heads < 1 or heads % key_heads:
             raise UnsupportedError(f"its {heads} heads are not divisible by its {key_heads} key heads")
         if self.q[0].shape[0] != width or self.out[0].shape != (width, width):
-            inner = self.q[0].shape[0]
-            raise UnsupportedError(
-                f"its heads have {inner} features together and its input {width}; they must be equal"
-            )
+            raise UnsupportedError(f"its heads have {self.q[0].shape[0]} features and its input {width}, not as many")
         expected = (width // heads * key_heads, width)
         if self.k[0].shape != expected:
             raise UnsupportedError(f"its key map has shape {tuple(self.k[0].shape)}, not {expected}")

@@ -30,6 +30,7 @@ from .adapters import Replacement
 from .spectrum import run_model
 
 Match = Callable[[Any, Any], Tensor | Sequence[Tensor]]
+Error = Callable[[Any], Tensor]
 Pairs = dict[str, tuple[Replacement, nn.Module]]
 RIDGES = (1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0, 1e4)  # times the mean variance of the features; the last fits a constant
 NEW_PARAMETERS = ("w_e", "w_r", "sqrt_lambda", "score_proj", "decay_logit")
@@ -113,9 +114,7 @@ def distill(
         if start_batches > 1:
             result.started = initialise(teacher, pairs, _cycle(data, start_batches))
 
-        def fit_stage(
-            stage: str, part: nn.Module, error: Callable[[Any], Tensor], steps: int, lr: float
-        ) -> list[float]:
+        def fit_stage(stage: str, part: nn.Module, error: Error, steps: int, lr: float) -> list[float]:
             model.requires_grad_(False)
             groups: dict[float, list[nn.Parameter]] = {}  # by learning rate
             for name, parameter in part.named_parameters():
@@ -174,9 +173,7 @@ def _cycle(data: Iterable[Any], steps: int) -> Iterator[Any]:
             if done == steps:
                 return
         if done == before:
-            raise ValueError(
-                f"data gave no batch after {done} of {steps} steps: pass a list or a loader, to read again"
-            )
+            raise ValueError(f"data gave no batch after {done} of {steps} steps: pass a list or a loader")
 
 
 # Training
@@ -185,7 +182,7 @@ def _cycle(data: Iterable[Any], steps: int) -> Iterator[Any]:
 def _fit(
     groups: Mapping[float, list[nn.Parameter]],
     data: Iterable[Any],
-    error: Callable[[Any], Tensor],
+    error: Error,
     steps: int,
     stage: str,
     half: bool,
@@ -276,7 +273,7 @@ def _relative_square(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean() / variance.clamp(min=1e-12)
 
 
-def block_error(teacher: nn.Module, pairs: Pairs) -> Callable[[Any], Tensor]:
+def block_error(teacher: nn.Module, pairs: Pairs) -> Error:
     """Return the error of a batch: new layers get the inputs of the replaced ones and are compared by their outputs."""
 
     def error(batch: Any) -> Tensor:
@@ -295,7 +292,7 @@ def block_error(teacher: nn.Module, pairs: Pairs) -> Callable[[Any], Tensor]:
     return error
 
 
-def end_error(model: nn.Module, teacher: nn.Module, match: Match | None) -> Callable[[Any], Tensor]:
+def end_error(model: nn.Module, teacher: nn.Module, match: Match | None) -> Error:
     """Return the error of a batch: the student's output, or what `match` selects, compared with the teacher's."""
 
     def outputs(network: nn.Module, batch: Any) -> Sequence[Tensor]:

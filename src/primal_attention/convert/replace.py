@@ -134,13 +134,11 @@ def primalize(model: nn.Module, layers: Layers = "last", *, copy: bool = False, 
     return Primalized([row.name for row in rows], model, Report(tuple(rows), before, _count(model), left))
 
 
-def _find_sites(
-    name: str, module: nn.Module, parent: nn.Module | None, seen: set[nn.Module]
-) -> Iterator[Site | Refusal]:
+def _find_sites(name: str, module: nn.Module, parent: nn.Module | None, seen: set[int]) -> Iterator[Site | Refusal]:
     """Yield the attentions of a model in their order."""
-    if module in seen or isinstance(module, (Replacement, PrimalAttention)):
+    if id(module) in seen or isinstance(module, (Replacement, PrimalAttention)):
         return
-    seen.add(module)
+    seen.add(id(module))
     site = find_site(name, module, parent)
     if site is not None:
         yield site

@@ -61,17 +61,11 @@ class Spectrum(dict[str, LayerSpectrum]):
             sigma = layer.singular_values / layer.singular_values[..., :1].clamp(min=1e-300)
             relative, value = sigma.flatten(0, 1).mean(0), layer.singular_values.flatten(0, 1).mean(0)
             mean, deviation = layer.curve()
+            columns = {"value": value, "value_over_largest": relative}
+            columns |= {"explained_mean": mean, "explained_deviation": deviation}
             for i in range(mean.shape[0]):
-                yield {
-                    "layer": number,
-                    "name": layer.name,
-                    "kind": layer.kind,
-                    "index": i + 1,
-                    "value": float(value[i]),
-                    "value_over_largest": float(relative[i]),
-                    "explained_mean": float(mean[i]),
-                    "explained_deviation": float(deviation[i]),
-                }
+                row = {"layer": number, "name": layer.name, "kind": layer.kind, "index": i + 1}
+                yield row | {name: float(values[i]) for name, values in columns.items()}
 
     def __str__(self) -> str:
         width = max([len(name) for name in self] + [5])
@@ -168,12 +162,9 @@ def kernel_map(model: nn.Module, inputs: Any, layer: int = -1, head: int = 0, sa
         valid = shown.ne(0).any(dim=0)  # columns of padding are zero
         share = None
         if isinstance(module, PrimalAttention) and module.data_dependent:
-            assert matrix.left is not None
-            assert matrix.right is not None
-            share = landmark_share(module, matrix.left[sample, head][valid], matrix.right[sample, head][valid], head)
-    return KernelMap(
-        names[layer], matrix.kind, head, shown[valid][:, valid].cpu(), None if share is None else share.cpu()
-    )
+            left, right = (factor[sample, head][valid] for factor in (matrix.left, matrix.right))
+            share = landmark_share(module, left, right, head).cpu()
+    return KernelMap(names[layer], matrix.kind, head, shown[valid][:, valid].cpu(), share)
 
 
 def landmark_share(layer: PrimalAttention, phi_q: Tensor, phi_k: Tensor, head: int) -> Tensor:
@@ -197,16 +188,12 @@ class Matrix(NamedTuple):
     """An attention matrix (B, H, N, N), formed or as factors (B, H, N, p) of K = left @ right.mT."""
 
     kind: str
-    formed: Tensor | None = None
-    left: Tensor | None = None
-    right: Tensor | None = None
+    formed: Any = None
+    left: Any = None
+    right: Any = None
 
     def dense(self) -> Tensor:
-        if self.formed is not None:
-            return self.formed
-        assert self.left is not None
-        assert self.right is not None
-        return self.left @ self.right.mT
+        return self.left @ self.right.mT if self.formed is None else self.formed  # type: ignore[no-any-return]
 
     def singular_values(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the singular values, (B, H, N); zeros beyond the rank that the factors allow."""
