@@ -52,7 +52,8 @@ def summary(label: str, seed: int, accuracy: float) -> dict[str, Any]:
 def put_run(place: Path, label: str, seed: int, accuracy: float, **changes: Any) -> Path:
     """A finished run folder without weights."""
     told = recipe(label, seed, **changes)
-    checkpoint.write_config(place, told, checkpoint.Plan(EPOCHS, extends=False), name=RECIPE, command=f"primal train {RECIPE} --seed {seed}")
+    plan = checkpoint.Plan(EPOCHS)
+    checkpoint.write_config(place, told, plan, name=RECIPE, command=f"primal train {RECIPE} --seed {seed}")
     rows = []
     for epoch in range(1, EPOCHS + 1):
         row = {"epoch": epoch, "step": epoch, "lr": 1e-3, "task_loss": 2.0 / epoch}

@@ -1,54 +1,42 @@
-"""Decoding: Primal's state does not grow, softmax attention's does."""
+"""The state of Primal-Attention does not grow with the tokens read; the cache of softmax attention does."""
 
 from __future__ import annotations
 
 import pytest
 
-from primal_attention.bench import decode, plot, tables
-from primal_attention.bench.settings import BenchError
+from primal_attention.bench import decode
+from primal_attention.bench.measurement import format_report, plot_report
+
+TINY = "decode --lengths 32 128 --widths 16:2 --rank 4 --seconds 0.01"
 
 
-@pytest.fixture(scope="module")
-def settings(tmp_path_factory) -> decode.DecodeSettings:
-    return decode.DecodeSettings(
-        lengths=(32, 128), widths=((16, 2),), rank=4, batch=2, seconds=0.01, baselines=True, device="cpu",
-        out=tmp_path_factory.mktemp("decode"),
-    )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def report(settings):
-    return decode.run(settings)
-
-
-def states(report, name):
-    return [r["state_bytes"] for r in report["rows"] if r["name"] == name]
-
-
-def test_a_stream_keeps_as_much_whatever_was_read(report):
-    for name in ("primal-reference", "primal-cpu", "linear", "performer", "cosformer"):
-        first, last = states(report, name)
-        assert first == last
-    assert states(report, "primal-reference")[0] == 2 * 16 * 4 + 2 * 4  # two sums of d floats, a count per head
-
-
-def test_softmax_keeps_every_key_and_value(report):
-    assert states(report, "sdpa") == [2 * 16 * 4 * (n + 1) for n in (32, 128)]
-
-
-def test_rows_have_times_or_reasons(report):
+def state_sizes(report):
+    sizes: dict[str, list[int]] = {}
     for row in report["rows"]:
         assert (row["seconds"] is not None) == (row["status"] == "ok")
         assert row["status"] == "ok" or row["note"]
-    assert {r["status"] for r in report["rows"] if r["name"] == "primal-fused"} == {"unsupported"}
+        sizes.setdefault(row["name"], []).append(row["state_bytes"])
+    return sizes
 
 
-def test_the_table_and_the_picture(report, tmp_path):
-    assert "state per sequence, kB" in tables.decode(report)
+def test_layers(flags, tmp_path):
+    report = decode.run(flags(f"{TINY} --batch 2 --baselines"))
+    sizes = state_sizes(report)
+    for name in ("primal-reference", "primal-cpu", "linear", "performer", "cosformer"):
+        assert sizes[name][0] == sizes[name][1]
+    assert sizes["primal-reference"][0] == 2 * 16 * 4 + 2 * 4  # two sums of d floats, a count per head
+    assert sizes["sdpa"] == [2 * 16 * 4 * (n + 1) for n in (32, 128)]
+    assert sizes["primal-fused"] == [None, None]
+    assert "state kB" in format_report(report)
     pytest.importorskip("matplotlib")
-    assert len(plot.draw(report, tmp_path / "decode")) == 2
+    assert len(plot_report(report, tmp_path / "decode")) == 2
 
 
-def test_an_unknown_name_is_refused(tmp_path):
-    with pytest.raises(BenchError, match="nobody has this name"):
-        decode.run(decode.DecodeSettings(only=("reformer",), out=tmp_path))
+def test_language_models(flags):
+    report = decode.run(flags(f"{TINY} --layers 2"))
+    sizes = state_sizes(report)
+    first, last = sizes.pop("softmax")
+    assert last - first == 2 * 2 * 96 * 16 * 4 + 2 * 96  # keys and values of two layers, and which slots are valid
+    assert all(sizes[name][0] == sizes[name][1] for name in ("primal-mean", "primal-decay", "primal-delta"))
+    assert all(row["status"] == "ok" for row in report["rows"])
+    assert "language model of 2 layers" in format_report(report)

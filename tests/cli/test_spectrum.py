@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -15,23 +16,39 @@ pytest.importorskip("lightning")
 pytest.importorskip("matplotlib")
 hf = pytest.importorskip("transformers", minversion="5")
 
+from primal_attention.report.spectrum import layer_groups  # noqa: E402
+
 from convert.hf_models import SMALL, make  # noqa: E402
 from primal_attention import primalize  # noqa: E402
 from primal_attention.cli import main as cli  # noqa: E402
-from primal_attention.cli.spectrum import layer_groups  # noqa: E402
 from primal_attention.data import uea  # noqa: E402
 from primal_attention.data.uea import SeriesData, Split  # noqa: E402
 from primal_attention.report.results import read_spectrum  # noqa: E402
 
 TRAIN = """
 --model.embed-dim 8 --model.num-heads 2 --model.layers 2 --model.ffn-dim 16 --model.rank 3 --model.landmarks 4
---trainer.epochs 1 --trainer.batch-size 8 --trainer.accelerator cpu --trainer.no-progress
+--trainer.epochs 1 --trainer.batch-size 8 --trainer.accelerator cpu --trainer.no-progress --trainer.no-tensorboard
 """.split()  # noqa: SIM905 (reads as it is typed)
 
 
+@pytest.fixture(scope="module")
+def saved_bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved") / "bert"
+    model = make("bert")
+    primalize(model, **SMALL)
+    model.save_pretrained(folder)
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(45))]
+    (folder / "vocab.txt").write_text("\n".join(words))
+    hf.BertTokenizer(vocab={w: i for i, w in enumerate(words)}).save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
-def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved_bert: Path) -> Path:
+    """A working directory with a saved model and a text."""
     monkeypatch.chdir(tmp_path)
+    shutil.copytree(saved_bert, tmp_path / "bert")
+    (tmp_path / "text.txt").write_text("\n".join(" ".join(f"w{i * j % 45}" for j in range(30)) for i in range(5)))
     return tmp_path
 
 
@@ -41,63 +58,43 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
     return code, captured.out, captured.err
 
 
-def save_bert(folder: Path) -> None:
-    model = make("bert")
-    primalize(model, **SMALL)
-    model.save_pretrained(folder)
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(45))]
-    (folder / "vocab.txt").write_text("\n".join(words))
-    hf.BertTokenizer(vocab={w: i for i, w in enumerate(words)}).save_pretrained(folder)
-
-
-def test_a_run_folder_gives_table_numbers_and_pictures(workplace: Path, capsys) -> None:
+def test_runs_give_a_table_numbers_and_plots(workplace: Path, capsys) -> None:
     rng = np.random.default_rng(0)
-    halves = [Split([rng.standard_normal((9, 2)) for _ in range(n)], np.arange(n, dtype=np.int64) % 2) for n in (16, 8)]
-    uea.save_npz(SeriesData("Toy", *halves, ("a", "b")), workplace / "data" / "uea")
+    splits = [Split([rng.standard_normal((9, 2)) for _ in range(n)], np.arange(n, dtype=np.int64) % 2) for n in (16, 8)]
+    uea.save_npz(SeriesData("Toy", *splits, ("a", "b")), workplace / "data" / "uea")
     assert cli.main(["train", "uea/Toy", *TRAIN, "--model.attention", "primal+", "--out", "one"]) == 0
+    assert cli.main(["data", "listops", "--train", "8", "--valid", "2", "--test", "4"]) == 0
+    steps = ["--trainer.steps-per-epoch", "1", "--trainer.precision", "32-true"]
+    assert cli.main(["train", "lra/listops", *TRAIN, *steps, "--out", "two"]) == 0
     capsys.readouterr()
+    assert run(capsys, "two", "--samples", "2", "--batch", "1")[0] == 0
     code, out, _ = run(capsys, "one", "--cases", "5", "--map", "1:1")
     assert code == 0
     assert "softmax" in out
-    assert "primal" in out
-    made = sorted(f.name for f in (workplace / "results" / "spectrum").iterdir())
-    ends = [f.partition(".")[0][:12] + f[f.rindex(".") :] for f in made]
-    assert ends == ["spectrum-map.png", "spectrum-map.svg", "spectrum.csv", "spectrum.png", "spectrum.svg"]
-    with (workplace / "results" / "spectrum" / "spectrum.csv").open() as file:
+    folder = workplace / "results" / "spectrum"
+    for name in ("spectrum.csv", "spectrum.png", "spectrum.svg"):
+        assert (folder / name).stat().st_size > 0
+    assert sorted(f.suffix for f in folder.glob("spectrum-map-*")) == [".png", ".svg"]
+    with (folder / "spectrum.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 2 * 9
     assert float(rows[8]["explained_mean"]) == pytest.approx(1)
     assert {row["kind"] for row in rows} == {"softmax", "primal"}
-    drawn = read_spectrum(workplace / "results" / "spectrum" / "spectrum.csv")  # as the page of runs reads it
+    drawn = read_spectrum(folder / "spectrum.csv")  # as the page of runs reads it
     assert [len(values) for values in drawn.values()] == [9, 9]
-
-
-def test_runs_of_long_range_arena_and_one_that_is_no_classifier(workplace: Path, capsys) -> None:
-    assert cli.main(["data", "listops", "--train", "8", "--valid", "2", "--test", "4"]) == 0
-    steps = ["--trainer.steps-per-epoch", "1", "--model.attention", "primal"]
-    assert cli.main(["train", "lra/listops", *TRAIN, *steps, "--trainer.precision", "32-true", "--out", "one"]) == 0
-    capsys.readouterr()
-    code, out, _ = run(capsys, "one", "--cases", "2", "--batch", "1")
-    assert code == 0
-    assert out.count("primal") >= 2
-    config = workplace / "one" / "config.yaml"
-    config.write_text(
-        config.read_text().replace("benchmark: lra", "benchmark: lm").partition("config:")[0] + "config: {}"
-    )
-    code, _, err = run(capsys, "one")
+    config = workplace / "two" / "config.yaml"
+    head = config.read_text().replace("benchmark: lra", "benchmark: lm").partition("config:")[0]
+    config.write_text(head + "config: {}")
+    code, _, err = run(capsys, "two")
     assert code == 2
-    assert "one is a run of lm: primal spectrum looks at classifiers (uea, lra, image)" in err
+    assert "two is a run of lm: primal spectrum looks at classifiers (uea, lra, image)" in err
 
 
 def test_saved_text_models_side_by_side(workplace: Path, capsys) -> None:
-    for name in ("first", "second"):
-        save_bert(workplace / name)
-    (workplace / "text.txt").write_text("\n".join(" ".join(f"w{(i * j) % 45}" for j in range(30)) for i in range(5)))
-    code, out, _ = run(
-        capsys, "first", "second", "--data", "text.txt", "--tokens", "16", "--name", "both", "--out", "o"
-    )
-    assert code == 0
-    assert out.count("primal ") >= 2
+    shutil.copytree("bert", "other")
+    words = ["--data", "text.txt", "--tokens", "16", "--name", "both", "--out", "o"]
+    code, out, _ = run(capsys, "bert", "other", *words)
+    assert (code, out.count("primal ")) == (0, 2)
     assert (workplace / "o" / "both.svg").stat().st_size > 0
 
 
@@ -124,7 +121,7 @@ def test_images_that_do_not_decode_are_named(workplace: Path, capsys) -> None:
         (["bert"], "--data FILE of text lines"),
         (["bert", "--data", "missing.txt"], "missing.txt is not a file of text lines"),
         (["bert", "--data", "short.txt"], "no line of twenty words"),
-        (["bert", "--data", "text.txt", "--map", "9"], "layer 9 is asked for, but the model shows 3 attentions"),
+        (["bert", "--data", "text.txt", "--map", "9"], "layer must be an index into the model's 3 attentions (got 9)"),
         (["bert", "--data", "text.txt", "--map", "x:y"], "LAYER:HEAD"),
         (["bert", "--cases", "0"], "must be at least 1"),
         (["bert", "--device", "toaster"], "cpu, cuda or cuda:N"),
@@ -133,10 +130,8 @@ def test_images_that_do_not_decode_are_named(workplace: Path, capsys) -> None:
     ],
 )
 def test_bad_input_is_one_line(workplace: Path, capsys, words, message) -> None:
-    save_bert(workplace / "bert")
     (workplace / "odd").mkdir()
     (workplace / "odd" / "config.json").write_text('{"architectures": ["NoSuchModel"]}')
-    (workplace / "text.txt").write_text(" ".join(["w1"] * 30))
     (workplace / "short.txt").write_text("w1 w2")
     capsys.readouterr()
     code, _, err = run(capsys, *words)
@@ -159,32 +154,23 @@ def edit(file: Path, **fields) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
 
 
-def pickled_weights(model: Path) -> None:
-    (model / "model.safetensors").unlink()
-    torch.save({"embeddings.word_embeddings.weight": Payload()}, model / "pytorch_model.bin")
-
-
-def pickled_shard(model: Path) -> None:
-    pickled_weights(model)
-    index = {"weight_map": {"embeddings.word_embeddings.weight": "pytorch_model.bin"}}
-    (model / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-def shard_elsewhere(model: Path) -> None:
+def pickle_weights(model: Path, index: str = "") -> None:
+    """Replace the weights by a pickle; `index` is the shard that model.safetensors.index.json names."""
     (model / "model.safetensors").rename(model.parent / "model.safetensors")
-    index = {"weight_map": {"embeddings.word_embeddings.weight": "../model.safetensors"}}
-    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    torch.save({"embeddings.word_embeddings.weight": Payload()}, model / "pytorch_model.bin")
+    if index:
+        content = {"weight_map": {"embeddings.word_embeddings.weight": index}}
+        (model / "model.safetensors.index.json").write_text(json.dumps(content))
 
 
+OWN = {"AutoConfig": "own.Own", "AutoModel": "own.Own"}
 REFUSED = {
-    "pickled weights": (pickled_weights, "pytorch_model.bin is pickled and could run code"),
-    "a pickled shard": (pickled_shard, "must name safetensors files of this folder (got 'pytorch_model.bin')"),
-    "a shard elsewhere": (shard_elsewhere, "must name safetensors files of this folder"),
-    "no weights": (lambda model: (model / "model.safetensors").unlink(), "holds no weights"),
+    "pickled weights": (pickle_weights, "pytorch_model.bin is pickled and could run code"),
+    "a pickled shard": (lambda m: pickle_weights(m, "pytorch_model.bin"), "(got 'pytorch_model.bin')"),
+    "a shard elsewhere": (lambda m: pickle_weights(m, "../model.safetensors"), "safetensors files of this folder"),
+    "no weights": (lambda m: (m / "model.safetensors").unlink(), "holds no weights"),
     "a model of its own code": (
-        lambda model: edit(
-            model / "config.json", architectures=["Own"], auto_map={"AutoConfig": "own.Own", "AutoModel": "own.Own"}
-        ),
+        lambda m: edit(m / "config.json", architectures=["Own"], auto_map=OWN),
         "names the model 'Own', which transformers does not have",
     ),
 }
@@ -193,9 +179,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.replace(" ", "-"))
 def test_code_of_a_model_folder_is_never_run(workplace: Path, capfd, case) -> None:
     damage, message = REFUSED[case]
-    save_bert(workplace / "bert")
     (workplace / "bert" / "own.py").write_text(CODE)
-    (workplace / "text.txt").write_text(" ".join(["w1"] * 30))
     damage(workplace / "bert")
     capfd.readouterr()
     code, out, err = run(capfd, "bert", "--data", "text.txt")
@@ -205,20 +189,16 @@ def test_code_of_a_model_folder_is_never_run(workplace: Path, capfd, case) -> No
 
 
 def test_a_model_that_transformers_has_is_loaded_without_the_folders_code(workplace: Path, capfd) -> None:
-    save_bert(workplace / "bert")
     (workplace / "bert" / "own.py").write_text(CODE)
-    own = {"AutoConfig": "own.Own", "AutoModel": "own.Own", "AutoTokenizer": ["own.Own", "own.Own"]}
+    own = OWN | {"AutoTokenizer": ["own.Own", "own.Own"]}
     for name in ("config.json", "tokenizer_config.json"):
         edit(workplace / "bert" / name, auto_map=own)
     edit(workplace / "bert" / "tokenizer_config.json", tokenizer_class="Own")
     torch.save({"x": Payload()}, workplace / "bert" / "pytorch_model.bin")  # beside the safetensors file: not read
-    (workplace / "text.txt").write_text(" ".join(["w1"] * 30))
     assert run(capfd, "bert", "--data", "text.txt")[0] == 0
     assert not (workplace / "executed").exists()
 
 
-def test_layers_fall_into_three_groups() -> None:
-    assert layer_groups(12) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+def test_layers_form_up_to_three_groups() -> None:
     assert layer_groups(7) == [[0, 1], [2, 3], [4, 5, 6]]
     assert layer_groups(2) == [[0], [1]]
-    assert layer_groups(1) == [[0]]

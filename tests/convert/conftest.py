@@ -1,4 +1,4 @@
-"""These models are so small that a second thread only waits."""
+"""One thread: the models are tiny."""
 
 from __future__ import annotations
 

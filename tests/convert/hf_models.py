@@ -12,27 +12,25 @@ IMAGE = {k: v for k, v in TEXT.items() if k != "vocab_size"} | {"image_size": 16
 SMALL: dict[str, Any] = {"rank": 5, "landmarks": 6}
 
 
+DISTIL = {"vocab_size": 50, "dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 48}
+GPT2 = {"vocab_size": 50, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
+IDS = {"bos_token_id": 0, "eos_token_id": 49}
+MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "bert": (hf.BertModel, hf.BertConfig, TEXT),
+    "roberta": (hf.RobertaModel, hf.RobertaConfig, TEXT | {"pad_token_id": 1}),
+    "distilbert": (hf.DistilBertModel, hf.DistilBertConfig, DISTIL),
+    "gpt2": (hf.GPT2LMHeadModel, hf.GPT2Config, GPT2 | IDS),
+    "llama": (hf.LlamaForCausalLM, hf.LlamaConfig, TEXT | IDS | {"num_key_value_heads": 2}),
+    "vit": (hf.ViTModel, hf.ViTConfig, IMAGE),
+    "deit": (hf.DeiTModel, hf.DeiTConfig, IMAGE),
+}
+
+
 def make(kind: str, **changes: Any) -> Any:
-    """A model in evaluation mode; `changes` go to its configuration."""
+    """Return a model in evaluation mode; `changes` go to its configuration."""
     torch.manual_seed(1)
-    if kind == "bert":
-        model = hf.BertModel(hf.BertConfig(**(TEXT | changes)))
-    elif kind == "roberta":
-        model = hf.RobertaModel(hf.RobertaConfig(**(TEXT | {"pad_token_id": 1} | changes)))
-    elif kind == "distilbert":
-        sizes = {"vocab_size": 50, "dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 48}
-        model = hf.DistilBertModel(hf.DistilBertConfig(**(sizes | changes)))
-    elif kind == "gpt2":
-        sizes = {"vocab_size": 50, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
-        model = hf.GPT2LMHeadModel(hf.GPT2Config(**(sizes | {"bos_token_id": 0, "eos_token_id": 49} | changes)))
-    elif kind == "llama":
-        sizes = TEXT | {"num_key_value_heads": 2, "max_position_embeddings": 64}
-        model = hf.LlamaForCausalLM(hf.LlamaConfig(**(sizes | {"bos_token_id": 0, "eos_token_id": 49} | changes)))
-    elif kind == "vit":
-        model = hf.ViTModel(hf.ViTConfig(**(IMAGE | changes)))
-    else:
-        model = hf.DeiTModel(hf.DeiTConfig(**(IMAGE | changes)))
-    return model.eval()
+    model, config, sizes = MODELS[kind]
+    return model(config(**(sizes | changes))).eval()
 
 
 ENCODERS = ("bert", "roberta", "distilbert")

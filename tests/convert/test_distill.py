@@ -1,73 +1,151 @@
-"""distill: errors fall, only what was asked for moves, and everything else is left as it was."""
+"""distill: the initialisation is exact where it can be, errors fall, and nothing else changes."""
 
 from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from convert.test_torch_and_timm import Block, encoder
+from closeness import assert_close
+from convert.test_replace import Block, encoder
 from primal_attention import distill, primalize
-from primal_attention.convert.errors import relative_error
-from primal_attention.convert.fitting import NEW, rate
+from primal_attention.convert.distill import NEW_PARAMETERS, Moments, best_ridge, learning_rate_factor, relative_error
 
-pytest.importorskip("lightning")
 SMALL = {"rank": 5, "landmarks": 6}
-SHORT = {"start_batches": 0, "block_steps": 40, "end_steps": 40, "lr": 1e-2, "end_lr": 3e-3, "progress": False}
+SHORT = {"start_batches": 0, "block_steps": 20, "end_steps": 20, "lr": 1e-2, "end_lr": 3e-3, "progress": False}
+NO_STEPS = {"block_steps": 0, "end_steps": 0, "progress": False}
 
 
-def text_batches(count: int = 4) -> list[dict[str, torch.Tensor]]:
-    batches = []
-    for _ in range(count):
-        mask = torch.ones(4, 9, dtype=torch.long)
-        mask[1, 6:] = 0
-        batches.append({"input_ids": torch.randint(2, 48, (4, 9)), "attention_mask": mask})
-    return batches
+def make_pair(layers="last", **encoder_keywords):
+    teacher = encoder(2, **encoder_keywords)
+    return teacher, primalize(teacher, layers, copy=True, **SMALL).model
+
+
+def random_batches(count: int = 3) -> list[Tensor]:
+    return [torch.randn(4, 9, 32) for _ in range(count)]
+
+
+# Initialisation
+
+
+def test_regression_finds_maps_and_constants():
+    torch.manual_seed(0)
+    z, maps, constants = torch.randn(500, 2, 5), torch.randn(2, 5, 3), torch.randn(2, 3)
+    o = torch.einsum("thf,hfp->thp", z, maps) + constants
+    fit = Moments.of(z, o).solve(torch.full((2,), 1e-9, dtype=torch.float64))
+    assert_close(fit[:, :-1].float(), maps, 1e-5, "maps")
+    assert_close(fit[:, -1].float(), constants, 1e-5, "constants")
+
+
+def test_noise_gets_a_large_ridge_and_signal_a_small_one():
+    torch.manual_seed(0)
+    z, maps = torch.randn(2, 60, 2, 40), torch.randn(40, 3)
+    o = torch.cat([z[:, :, :1] @ maps, torch.randn(2, 60, 1, 3)], dim=2)
+    ridge = best_ridge((Moments.of(z[0], o[0]), Moments.of(z[1], o[1])))
+    assert float(ridge[0]) <= 1e-2
+    assert float(ridge[1]) >= 10
+
+
+class FromPrimal(Block):
+    """A block whose heads are those of a Primal layer."""
+
+    def __init__(self, primal) -> None:
+        super().__init__()
+
+        def forward(x, **_):
+            _, scores = primal(x, return_scores=True)
+            return self.attn.proj(primal.score_proj(torch.cat(scores, -1)).transpose(1, 2).flatten(2))
+
+        self.attn.forward = forward
+
+
+@pytest.mark.parametrize("rank", [3, 8, 12])
+def test_heads_of_a_primal_layer_are_reproduced(rank):
+    """A layer of rank 3 and head width 8 is reproduced with rank 3 and above."""
+    torch.manual_seed(0)
+    probe = primalize(nn.Sequential(Block()), copy=True, rank=3, landmarks=6).model
+    primal = probe[0].attn.primal.double().eval()
+    teacher = nn.Sequential(FromPrimal(primal)).double().eval()
+    with torch.no_grad():
+        teacher[0].attn.qkv.weight[:64].copy_(primal.qk_proj.weight)
+        teacher[0].attn.qkv.bias[:64].copy_(primal.qk_proj.bias)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # ranks above the head width
+        student = primalize(teacher, copy=True, rank=rank, landmarks=6).model.eval()
+    data = [torch.randn(64, 9, 32, dtype=torch.float64) for _ in range(4)]
+    assert distill(student, teacher, data, **NO_STEPS).started == ["0.attn"]
+    # The smallest ridge loses a thousandth of the weakest direction.
+    assert_close(student(data[0]), teacher(data[0]), 1e-2, "output")
+
+
+def test_initialisation_lowers_the_first_error():
+    teacher = nn.Sequential(Block(), Block())
+    student = primalize(teacher, "all", copy=True, **SMALL).model
+    one_step = NO_STEPS | {"block_steps": 1}
+    plain = distill(copy.deepcopy(student), teacher, random_batches(), start_batches=0, **one_step)
+    result = distill(student, teacher, random_batches(), **one_step)
+    assert (plain.started, result.started) == ([], ["0.attn", "1.attn"])
+    assert result.block_errors[0] < plain.block_errors[0]
+
+
+def test_unreadable_heads_are_left_unchanged():
+    teacher, student = make_pair()  # nn.MultiheadAttention never calls its output map
+    before = copy.deepcopy(student.state_dict())
+    assert distill(student, teacher, random_batches(), **NO_STEPS).started == []
+    assert all(torch.equal(value, before[name]) for name, value in student.state_dict().items())
+
+
+# Training
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2", "llama", "vit"])
-def test_errors_fall_in_both_stages(kind) -> None:
+def test_transformers_are_initialised_and_errors_fall(kind):
     pytest.importorskip("transformers", minversion="5")
     from convert.hf_models import inputs, make
 
-    teacher = make(kind)
+    teacher = make(kind, **({"n_layer": 1} if kind == "gpt2" else {"num_hidden_layers": 1}))
     student = primalize(teacher, "all", copy=True, **SMALL).model
-    data = [inputs(kind) for _ in range(3)] if kind == "vit" else text_batches(3)
-    before = {name: p.clone() for name, p in teacher.named_parameters()}
+    data = [inputs(kind, batch=4) for _ in range(3)]
+    if kind != "vit":
+        for batch in data:
+            batch["attention_mask"] = torch.ones(4, 9, dtype=torch.long)
+            batch["attention_mask"][1, 6:] = 0
+    before = copy.deepcopy(teacher.state_dict())
+    assert len(distill(copy.deepcopy(student), teacher, data, **NO_STEPS).started) == 1
     result = distill(student, teacher, data, **SHORT)
     assert result.model is student
-    assert len(result.block_errors) == len(result.end_errors) == 40
-    assert sum(result.block_errors[-5:]) < 0.8 * sum(result.block_errors[:5])
-    assert sum(result.end_errors[-5:]) < sum(result.end_errors[:5])
-    assert all(torch.equal(p, before[name]) for name, p in teacher.named_parameters())
+    assert len(result.block_errors) == len(result.end_errors) == 20
+    assert sum(result.block_errors[-3:]) < 0.9 * sum(result.block_errors[:3])
+    assert sum(result.end_errors[-3:]) < sum(result.end_errors[:3])
+    assert all(torch.equal(value, before[name]) for name, value in teacher.state_dict().items())
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
-def test_torch_layers_learn_too(batch_first) -> None:
-    teacher = encoder(2, batch_first=batch_first)
-    student = primalize(teacher, copy=True, **SMALL).model
-    result = distill(student, teacher, [torch.randn(4, 9, 32) for _ in range(3)], **SHORT)
+def test_torch_layers_learn(batch_first):
+    teacher, student = make_pair(batch_first=batch_first)
+    result = distill(student, teacher, random_batches(), **SHORT | {"block_steps": 40, "end_steps": 0})
     assert sum(result.block_errors[-5:]) < 0.8 * sum(result.block_errors[:5])
 
 
-def test_the_error_of_a_timm_layer_and_the_ksvd_objective() -> None:
+def test_timm_layers_learn_with_the_ksvd_loss(capsys):
     teacher = nn.Sequential(Block(), Block())
     student = primalize(teacher, "all", copy=True, **SMALL).model
-    result = distill(student, teacher, [torch.randn(4, 9, 32) for _ in range(3)], ksvd=0.1, **SHORT)
+    result = distill(student, teacher, random_batches(), ksvd=0.1, **SHORT | {"progress": True})
     assert result.block_errors[-1] < result.block_errors[0]
+    assert "block by block: step 20 of 20, error" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("train", "moved"), [("layers", "self_attn"), ("blocks", "layers.1."), ("all", "layers.")])
-def test_only_what_was_asked_for_moves(train, moved) -> None:
-    teacher = encoder(2).train()
-    student = primalize(teacher, copy=True, **SMALL).model
-    student.layers[1].linear1.weight.requires_grad_(False)
-    before = {name: p.clone() for name, p in student.named_parameters()}
-    settings = SHORT | {"block_steps": 0, "end_steps": 3}
-    distill(student, teacher, [torch.randn(4, 9, 32)], train=train, **settings)
+def test_only_the_requested_weights_change(train, moved):
+    teacher, student = make_pair()
+    teacher.train()
+    student.train().layers[1].linear1.weight.requires_grad_(False)
+    before = copy.deepcopy(student.state_dict())
+    distill(student, teacher, random_batches(1), train=train, **SHORT | {"block_steps": 0, "end_steps": 3})
     changed = {name for name, p in student.named_parameters() if not torch.equal(p, before[name])}
     assert changed
     assert all(moved in name for name in changed)
@@ -75,82 +153,69 @@ def test_only_what_was_asked_for_moves(train, moved) -> None:
     assert "layers.1.linear1.weight" not in changed
     assert student.training
     assert teacher.training
-    frozen = [name for name, p in student.named_parameters() if not p.requires_grad]
-    assert frozen == ["layers.1.linear1.weight"]
+    assert [name for name, p in student.named_parameters() if not p.requires_grad] == ["layers.1.linear1.weight"]
     assert all(p.requires_grad for p in teacher.parameters())
 
 
-def test_weights_trained_before_learn_at_the_rate_of_their_name() -> None:
-    """Adam's first step is its rate, whatever the gradient's size."""
-    teacher = encoder(2)
-    student = primalize(teacher, copy=True, **SMALL).model
-    before = {name: p.detach().clone() for name, p in student.named_parameters()}
+def test_pretrained_weights_learn_at_the_rate_of_their_name():
+    """The first step of Adam is the learning rate, whatever the gradient."""
+    teacher, student = make_pair()
+    before = copy.deepcopy(student.state_dict())
     rates = {"layers.0.linear1.weight": 0.25, "layers.1.linear1.weight": 0.5}
-    settings = SHORT | {"block_steps": 0, "end_steps": 1, "end_lr": 1e-2}
-    distill(
-        student, teacher, [torch.randn(4, 9, 32)], train="all", kept_rate=lambda name: rates.get(name, 0), **settings
-    )
+    settings = SHORT | {"block_steps": 0, "end_steps": 1, "end_lr": 1e-2, "train": "all"}
+    distill(student, teacher, random_batches(1), kept_rate=lambda name: rates.get(name, 0), **settings)
     moved = {name: (p.detach() - before[name]).abs() for name, p in student.named_parameters()}
-    kept = {name for name, change in moved.items() if change.any() and not any(part in name for part in NEW)}
-    assert kept == set(rates)
-    for name, part in rates.items():
-        assert float(moved[name].median()) == pytest.approx(part * 1e-2, rel=1e-3)
+    pretrained = {n for n, change in moved.items() if change.any() and not any(part in n for part in NEW_PARAMETERS)}
+    assert pretrained == set(rates)
+    for name, rate in rates.items():
+        assert float(moved[name].median()) == pytest.approx(rate * 1e-2, rel=1e-3)
 
 
-def test_match_says_what_is_compared() -> None:
-    teacher = encoder(2)
-    student = primalize(teacher, copy=True, **SMALL).model
-    seen = []
+def test_match_selects_one_or_several_tensors():
+    teacher, student = make_pair()
+    shapes = []
 
-    def pooled(output, batch):
-        seen.append(batch.shape)
-        return output.mean(1)
+    def match(output, batch):
+        shapes.append(batch.shape)
+        return output, output.mean(1)
 
-    distill(student, teacher, [torch.randn(4, 9, 32)], match=pooled, **(SHORT | {"end_steps": 2}))
-    assert seen == [(4, 9, 32)] * 4
-
-
-def test_several_tensors_can_be_compared() -> None:
-    teacher = encoder(2)
-    student = primalize(teacher, copy=True, **SMALL).model
-    both = SHORT | {"block_steps": 0}
-    result = distill(student, teacher, [torch.randn(4, 9, 32)], match=lambda out, _: (out, out.mean(1)), **both)
+    settings = SHORT | {"block_steps": 0, "end_steps": 40}
+    result = distill(student, teacher, random_batches(1), match=match, **settings)
+    assert shapes == [(4, 9, 32)] * 80
     assert result.end_errors[-1] < 0.7 * result.end_errors[0]
 
 
 @pytest.mark.parametrize(("precision", "around"), [("bf16-mixed", False), ("32-true", True)])
-def test_half_precision_learns_as_well(precision, around) -> None:
-    """A caller's autocast holds on to the weights it has cast; each step must see those of the step before."""
-    teacher = encoder(2)
-    student = primalize(teacher, copy=True, **SMALL).model
-    data = [torch.randn(4, 9, 32) for _ in range(3)]
-    only_end = SHORT | {"block_steps": 0, "train": "all"}
-    exact = distill(copy.deepcopy(student), teacher, data, **only_end).end_errors
+def test_half_precision_learns_as_well(precision, around):
+    """The autocast of a caller caches cast weights; each step must see those of the step before."""
+    teacher, student = make_pair()
+    data, settings = random_batches(), SHORT | {"block_steps": 0, "train": "all"}
+    exact = distill(copy.deepcopy(student), teacher, data, **settings).end_errors
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=around):
-        half = distill(student, teacher, data, precision=precision, **only_end).end_errors
+        half = distill(student, teacher, data, precision=precision, **settings).end_errors
     assert half != exact
     assert half == pytest.approx(exact, rel=0.05)
     assert student.layers[1].self_attn.primal.w_e.dtype == torch.float32
 
 
-def test_the_rate_rises_and_falls_to_nothing() -> None:
-    rates = [rate(step, 50) for step in range(50)]
+def test_learning_rate_rises_and_falls_to_zero():
+    rates = [learning_rate_factor(step, 50) for step in range(50)]
     assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert all(a > b > 0 for a, b in itertools.pairwise(rates[4:]))
     assert rates[-1] < 0.01
 
 
-def test_weights_are_kept_when_the_error_is_not_finite() -> None:
-    teacher = encoder(2)
-    student = primalize(teacher, copy=True, **SMALL).model
-    before = {name: p.clone() for name, p in student.named_parameters()}
-    data = [torch.randn(4, 9, 32)] * 24 + [torch.full((4, 9, 32), torch.nan)] * 20
-    with pytest.raises(ValueError, match="no longer a finite number at step 25 block by block: lower lr"):
+def test_weights_are_restored_if_the_error_is_not_finite():
+    teacher, student = make_pair()
+    before = copy.deepcopy(student.state_dict())
+    data = random_batches(1) * 12 + [torch.full((4, 9, 32), torch.nan)] * 8
+    with pytest.raises(ValueError, match="no longer a finite number at step 13 block by block: lower lr"):
         distill(student, teacher, data, **SHORT)
-    assert all(torch.equal(p, before[name]) for name, p in student.named_parameters())
+    assert all(torch.equal(value, before[name]) for name, value in student.state_dict().items())
+    assert all(p.requires_grad for p in student.parameters())
 
 
-def test_relative_error_counts_valid_tokens_and_their_means() -> None:
+def test_relative_error_counts_valid_tokens_and_their_means():
     target, padding = torch.randn(3, 5, 4), torch.zeros(3, 5, dtype=torch.bool)
     padding[1, 3:] = True
     output = target.clone()
@@ -161,20 +226,16 @@ def test_relative_error_counts_valid_tokens_and_their_means() -> None:
     assert float(relative_error(target[:, 0] + 1, target[:, 0])) > 0
 
 
-def test_bad_input_is_one_line() -> None:
-    teacher = encoder(2)
-    student = primalize(teacher, copy=True, **SMALL).model
-    data = [torch.randn(4, 9, 32)]
-    with pytest.raises(ValueError, match="model has no layer that primalize replaced"):
-        distill(encoder(2), teacher, data, **SHORT)
-    with pytest.raises(ValueError, match=r"teacher's layers\.1\.self_attn is Primal-Attention too"):
-        distill(student, student, data, **SHORT)
-    with pytest.raises(ValueError, match=r"teacher has no module layers\.1\.self_attn"):
-        distill(student, encoder(1), data, **SHORT)
-    with pytest.raises(ValueError, match="train must be 'layers', 'blocks' or 'all'"):
-        distill(student, teacher, data, train="some", **SHORT)
-    with pytest.raises(ValueError, match="data gave no batch after 1 of 40 steps"):
-        distill(student, teacher, iter(data), **SHORT)
-    with pytest.raises(ValueError, match="no longer a finite number at step 1"):
-        distill(student, teacher, [torch.full((4, 9, 32), torch.inf)], **SHORT)
-    assert all(p.requires_grad for p in student.parameters())
+def test_bad_input_is_one_line():
+    teacher, student = make_pair()
+    data = random_batches(1)
+    for model, other, batches, keywords, message in (
+        (encoder(2), teacher, data, {}, "model has no layer that primalize replaced"),
+        (student, student, data, {}, r"teacher's layers\.1\.self_attn is Primal-Attention too"),
+        (student, encoder(1), data, {}, r"teacher has no module layers\.1\.self_attn"),
+        (student, teacher, data, {"train": "some"}, "train must be 'layers', 'blocks' or 'all'"),
+        (student, teacher, data, {"precision": "64"}, "precision must be '32-true' or 'bf16-mixed'"),
+        (student, teacher, iter(data), {}, "data gave no batch after 1 of 20 steps"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            distill(model, other, batches, **SHORT, **keywords)

@@ -1,4 +1,4 @@
-"""Spectra are those of numpy's SVD of explicitly formed matrices; ranks that are known come out."""
+"""Spectra equal the SVD of explicitly formed matrices; known ranks are found."""
 
 from __future__ import annotations
 
@@ -8,85 +8,83 @@ import torch
 from torch import nn
 
 from closeness import assert_close
-from convert.test_torch_and_timm import Block, encoder
+from convert.test_replace import Block, encoder
 from primal_attention import PrimalAttention, make_attention, primalize, spectrum
-from primal_attention.convert.kernel_map import kernel_map
+from primal_attention.convert.spectrum import kernel_map
 from primal_attention.nn.blocks import Encoder
 
 SMALL = {"rank": 3, "landmarks": 6}
 EXACT = 2e-5  # float32, another order of sums
 
 
-def numpys(matrix: torch.Tensor) -> torch.Tensor:
+def svd(matrix: torch.Tensor) -> torch.Tensor:
     return torch.as_tensor(np.linalg.svd(matrix.detach().double().numpy(), compute_uv=False)).float()
 
 
-def padded(batch: int = 2, tokens: int = 9) -> tuple[torch.Tensor, torch.Tensor]:
-    mask = torch.zeros(batch, tokens, dtype=torch.bool)
+def padded_input() -> tuple[torch.Tensor, torch.Tensor]:
+    mask = torch.zeros(2, 9, dtype=torch.bool)
     mask[1, 6:] = True
-    return torch.randn(batch, tokens, 32), mask
+    return torch.randn(2, 9, 32), mask
 
 
 @pytest.mark.parametrize("keywords", [SMALL, {"rank": 3, "data_dependent": False}], ids=["landmarks", "plain"])
-def test_primal_layers_give_the_svd_of_their_kernel_matrix(keywords) -> None:
+def test_primal_layers(keywords):
     layer = PrimalAttention(32, 4, **keywords)
-    x, mask = padded()
-    found = spectrum(nn.ModuleDict({"only": layer})["only"], (x, mask))
-    (result,) = found.values()
+    x, mask = padded_input()
+    (result,) = spectrum(layer, (x, mask)).values()
     assert (result.kind, result.singular_values.shape) == ("primal", (2, 4, 9))
-    assert_close(result.singular_values, numpys(layer.kernel_matrix(x, mask)), EXACT)
+    assert_close(result.singular_values, svd(layer.kernel_matrix(x, mask)), EXACT)
+    (half,) = spectrum(layer.to(torch.bfloat16), x.to(torch.bfloat16)).values()
+    assert half.singular_values.dtype == torch.float32
 
 
-def test_softmax_of_this_library_with_padding_equals_the_single_sequence() -> None:
+def test_softmax_of_this_library():
     layer = make_attention("softmax", 32, 4)
-    x, mask = padded()
+    x, mask = padded_input()
     (result,) = spectrum(layer, (x, mask)).values()
     q, k, _ = layer.project_in(x[1:, :6])
-    alone = numpys(torch.softmax(q @ k.mT / 8**0.5, dim=-1))
-    assert_close(result.singular_values[1:, :, :6], alone, EXACT)
+    assert_close(result.singular_values[1:, :, :6], svd(torch.softmax(q @ k.mT / 8**0.5, dim=-1)), EXACT)
     assert not result.singular_values[1, :, 6:].any()
 
 
-def test_torch_layers_padded_equal_single_and_are_left_as_they_were() -> None:
+def test_torch_layers_are_not_changed():
     model = encoder().train()
-    x, mask = padded()
-    found = spectrum(model, {"src": x, "src_key_padding_mask": mask})
-    assert list(found) == [f"layers.{i}.self_attn" for i in range(3)]
+    x, mask = padded_input()
+    result = spectrum(model, {"src": x, "src_key_padding_mask": mask})
+    assert list(result) == [f"layers.{i}.self_attn" for i in range(3)]
     assert model.training
-    attention = model.eval().layers[0].self_attn
-    _, weights = attention(x[:1], x[:1], x[:1], average_attn_weights=False)
-    assert_close(found["layers.0.self_attn"].singular_values[:1], numpys(weights), EXACT)
-    alone = spectrum(model, x[1:, :6])
-    for name, layer in found.items():
-        assert_close(layer.singular_values[1:, :, :6], alone[name].singular_values, EXACT)
+    _, weights = model.eval().layers[0].self_attn(x[:1], x[:1], x[:1], average_attn_weights=False)
+    assert_close(result["layers.0.self_attn"].singular_values[:1], svd(weights), EXACT)
+    single = spectrum(model, x[1:, :6])
+    for name, layer in result.items():
+        assert_close(layer.singular_values[1:, :, :6], single[name].singular_values, EXACT)
 
 
-def test_timm_structure() -> None:
+def test_timm_structure():
     model = nn.Sequential(Block())
     x = torch.randn(2, 9, 32)
     q, k, _ = model[0].attn.qkv(model[0].norm1(x)).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
     (result,) = spectrum(model, x).values()
-    assert_close(result.singular_values, numpys(torch.softmax(q @ k.mT / 8**0.5, dim=-1)), EXACT)
+    assert_close(result.singular_values, svd(torch.softmax(q @ k.mT / 8**0.5, dim=-1)), EXACT)
 
 
 @pytest.mark.parametrize("kind", ["bert", "distilbert", "gpt2", "llama", "vit"])
-def test_transformers_give_the_svd_of_their_attentions(kind) -> None:
+def test_transformers(kind):
     pytest.importorskip("transformers", minversion="5")
     from convert.hf_models import inputs, make
 
     model, call = make(kind), inputs(kind)
-    found = spectrum(model, call)
+    result = spectrum(model, call)
     assert model.config._attn_implementation == "sdpa"
     model.set_attn_implementation("eager")
     with torch.no_grad():
         attentions = model(**call, output_attentions=True).attentions
-    assert len(found) == 3
-    for layer, weights in zip(found.values(), attentions, strict=True):
-        assert_close(layer.singular_values, numpys(weights), EXACT)
+    for layer, weights in zip(result.values(), attentions, strict=True):
+        assert_close(layer.singular_values, svd(weights), EXACT)
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
-def test_padding_of_transformers_adds_nothing(kind) -> None:
+def test_padding_of_transformers_adds_zeros(kind):
     pytest.importorskip("transformers", minversion="5")
     from convert.hf_models import inputs, make
 
@@ -96,16 +94,16 @@ def test_padding_of_transformers_adds_nothing(kind) -> None:
     mask = torch.ones_like(ids)
     mask[1, 6:] = 0
     both = spectrum(model, {"input_ids": ids, "attention_mask": mask})
-    alone = spectrum(model, {"input_ids": ids[1:, :6]})
+    single = spectrum(model, {"input_ids": ids[1:, :6]})
     assert [layer.kind for layer in both.values()] == ["softmax", "softmax", "primal"]
     for name, layer in both.items():
-        assert_close(layer.singular_values[1:, :, :6], alone[name].singular_values, EXACT)
+        assert_close(layer.singular_values[1:, :, :6], single[name].singular_values, EXACT)
         assert float(layer.singular_values[1, :, 6:].max()) < 1e-6
 
 
-def test_known_ranks() -> None:
+def test_known_ranks():
     layer = make_attention("softmax", 32, 4)
-    nn.init.zeros_(layer.in_proj.weight)  # every token looks at all alike: 11ᵀ/N, σ = 1, 0, 0, …
+    nn.init.zeros_(layer.in_proj.weight)  # uniform attention: 11ᵀ/N, σ = 1, 0, 0, …
     nn.init.zeros_(layer.in_proj.bias)
     (flat,) = spectrum(layer, torch.randn(2, 9, 32)).values()
     torch.testing.assert_close(flat.effective_rank, torch.ones(2, 4), rtol=1e-4, atol=1e-4)
@@ -113,67 +111,57 @@ def test_known_ranks() -> None:
     torch.testing.assert_close(flat.singular_values[..., 0], torch.ones(2, 4))
     (low,) = spectrum(PrimalAttention(32, 4, rank=2, landmarks=3), torch.randn(2, 40, 32)).values()
     assert low.singular_values.shape == (2, 4, 40)
-    assert not low.singular_values[..., 3:].any()  # no more directions than landmarks
+    assert not low.singular_values[..., 3:].any()  # at most one direction per landmark
 
 
-def test_batches_are_put_together_and_curves_end_in_one() -> None:
+def test_batches_are_joined_and_curves_end_in_one():
     model = Encoder(32, 4, 2, ["softmax", "primal"], attention_kwargs={"primal": SMALL}).eval()
-    parts = [(torch.randn(2, 9, 32),), (torch.randn(3, 5, 32),)]
     steps: list[int] = []
-    found = spectrum(model, parts, step=lambda: steps.append(1))
+    batches = [(torch.randn(2, 9, 32),), (torch.randn(3, 5, 32),)]
+    result = spectrum(model, batches, step=lambda: steps.append(1))
     assert len(steps) == 2
-    for layer in found.values():
+    for layer in result.values():
         assert layer.singular_values.shape == (5, 4, 9)
         mean, deviation = layer.curve()
         assert float(mean[-1]) == pytest.approx(1)
         assert bool((mean.diff() >= -1e-6).all())
         assert float(deviation[-1]) == pytest.approx(0, abs=1e-6)
-    rows = list(found.rows())
+    rows = list(result.rows())
     assert len(rows) == 2 * 9
     assert rows[0]["value_over_largest"] == pytest.approx(1)
-    assert "effective rank" in str(found)
+    assert "effective rank" in str(result)
 
 
-def test_half_precision_is_widened() -> None:
-    layer = PrimalAttention(32, 4, **SMALL).to(torch.bfloat16)
-    (found,) = spectrum(layer, torch.randn(1, 9, 32, dtype=torch.bfloat16)).values()
-    assert found.singular_values.dtype == torch.float32
-
-
-def test_the_map_shows_the_kernel_and_the_landmarks_shares() -> None:
+def test_kernel_map_has_matrix_and_landmark_shares():
     layer = PrimalAttention(32, 4, **SMALL, bias=False)
     x = torch.randn(2, 9, 32)
-    shown = kernel_map(layer, x, head=2, case=1)
+    shown = kernel_map(layer, x, head=2, sample=1)
     assert_close(shown.matrix, layer.kernel_matrix(x)[1, 2], EXACT)
-    torch.testing.assert_close(shown.share.sum(1), torch.ones(9))
-    # Without one landmark's rows of W_e and W_r the head's output changes by that landmark's term.
+    # Without the rows of a landmark in W_e and W_r the output of the head lacks its term.
     layer.out_proj.weight.data = torch.eye(32)
-    whole = layer(x)[1, :, 16:24]
     terms = []
     for j in range(6):
-        without = PrimalAttention(32, 4, **SMALL, bias=False)
-        without.load_state_dict(layer.state_dict())
-        without.w_e.data[:, j] = 0
-        without.w_r.data[:, j] = 0
-        terms.append((whole - without(x)[1, :, 16:24]).norm(dim=1))
+        other = PrimalAttention(32, 4, **SMALL, bias=False)
+        other.load_state_dict(layer.state_dict())
+        other.w_e.data[:, j] = other.w_r.data[:, j] = 0
+        terms.append((layer(x) - other(x))[1, :, 16:24].norm(dim=1))
     lengths = torch.stack(terms, dim=1)
     assert_close(shown.share, lengths / lengths.sum(1, keepdim=True), 1e-4)
+    softmax = kernel_map(encoder(), torch.randn(1, 9, 32), layer=0)
+    assert (softmax.kind, softmax.share) == ("softmax", None)
+    torch.testing.assert_close(softmax.matrix.sum(1), torch.ones(9))
 
 
-def test_softmax_heads_have_a_map_without_landmarks() -> None:
-    shown = kernel_map(encoder(), torch.randn(1, 9, 32), layer=0)
-    assert (shown.kind, shown.share) == ("softmax", None)
-    torch.testing.assert_close(shown.matrix.sum(1), torch.ones(9))
-
-
-def test_bad_input_is_one_line() -> None:
+def test_bad_input_is_one_line():
+    x = torch.randn(1, 9, 32)
     with pytest.raises(ValueError, match="Linear has no softmax attention or Primal-Attention"):
         spectrum(nn.Linear(3, 3), torch.randn(1, 3))
-    with pytest.raises(ValueError, match="inputs holds no batch"):
+    with pytest.raises(ValueError, match="inputs has no batch"):
         spectrum(encoder(), [])
-    with pytest.raises(ValueError, match="layer 3 is asked for, but the model shows 3 attentions"):
-        kernel_map(encoder(), torch.randn(1, 9, 32), layer=3)
-    with pytest.raises(ValueError, match=r"head 4 is asked for, but layers\.2\.self_attn has 4 heads"):
-        kernel_map(encoder(), torch.randn(1, 9, 32), head=4)
-    with pytest.raises(ValueError, match="case 1 is asked for"):
-        kernel_map(encoder(), torch.randn(1, 9, 32), case=1)
+    for keywords, message in (
+        ({"layer": 3}, r"layer must be an index into the model's 3 attentions \(got 3\)"),
+        ({"head": 4}, "head must be in 0 … 3"),
+        ({"sample": 1}, "sample must be in 0 … 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            kernel_map(encoder(), x, **keywords)

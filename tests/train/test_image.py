@@ -12,7 +12,7 @@ import torch
 from faults import assert_resumes_to_the_same
 
 from image_files import spoil, write
-from primal_attention.convert.sources import load
+from primal_attention.cli.spectrum import load_run
 from primal_attention.convert.spectrum import spectrum
 from primal_attention.data import image as image_data
 from primal_attention.train import loop, registry
@@ -125,7 +125,7 @@ def test_it_learns_colours_and_has_a_spectrum(folder: Path, tmp_path: Path) -> N
     summary = loop.train(small(folder, **changes), tmp_path, name="image/imagenette")
     assert summary["primal_layers"] == 2
     assert summary["scores"]["validation_chosen"]["accuracy"] > 0.9
-    source = load(tmp_path, data=None, cases=5, batch=4, tokens=0)
+    source = load_run(tmp_path, 5, 4)
     assert [len(images) for (images,) in source.batches] == [4, 1]
     assert [layer.kind for layer in spectrum(source.model, source.batches).values()] == ["primal", "primal"]
 

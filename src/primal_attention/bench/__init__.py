@@ -1,5 +1,4 @@
-"""How fast attention layers are on this machine: `primal bench`, or `python -m primal_attention.bench`.
+"""Benchmarks behind `primal bench`: layers (`attention.py`, `decode.py`) and whole models (`model.py`, `lra.py`).
 
-Read first: `contenders.py` (who runs), `gate.py` (who may be timed), `run.py` (what a run does). Needs torch alone;
-rich draws the progress bar and matplotlib the picture where they are installed.
+`measurement.py` holds what they share: timing, memory, the JSON report, its table and its plot.
 """

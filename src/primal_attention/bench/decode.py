@@ -1,15 +1,14 @@
-"""`primal bench decode`: one more token after N tokens were read, and what a sequence's state weighs.
+"""`primal bench decode`: one more token after N tokens, and the size of the state.
 
-Primal-Attention keeps two running sums per head, whatever N is; softmax attention keeps all keys and values. The state
-is the real one: random tokens are read in stretches, and the step is timed each time a length is reached.
+A single causal layer, or a whole language model with `--layers`. The states are real: random tokens are read in chunks.
+Only the caches of softmax attention are random, because reading is quadratic and the values do not change the time.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,256 +16,173 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from primal_attention.bench import memory, timing
-from primal_attention.bench.contenders import PRIMAL_BACKENDS, build_primal, without_checks
-from primal_attention.bench.run import OK, SKIPPED, Timed, plain, why
-from primal_attention.bench.settings import (
-    DEFAULT_WIDTHS,
-    BenchError,
+from primal_attention.bench import measurement
+from primal_attention.bench.attention import (
+    PRIMAL_BACKENDS,
     Case,
-    OnDevice,
-    check_device,
-    check_out,
-    check_positive,
+    Implementation,
+    build_baseline,
+    build_primal,
+    make_grid,
+    new_row,
+    select,
 )
-from primal_attention.nn.baselines import attention_names, attention_traits, make_attention
-from primal_attention.utils.files import write_json
+from primal_attention.bench.measurement import FAILED, OK, SKIPPED, Row
+from primal_attention.models.lm import LanguageConfig, LanguageModel, LanguageState
+from primal_attention.nn.baselines import attention_names, attention_traits
+from primal_attention.nn.baselines.softmax import CacheState
+from primal_attention.nn.blocks import BlockState
 from primal_attention.utils.progress import Progress
-from primal_attention.utils.provenance import collect, load
 
-STRETCH = 16384  # tokens that are read at once
-
-
-@dataclass(frozen=True)
-class DecodeSettings(OnDevice):
-    """A run of `primal bench decode`. None means: what suits the device."""
-
-    lengths: tuple[int, ...] | None = None
-    widths: tuple[tuple[int, int], ...] = DEFAULT_WIDTHS
-    batch: int = 1
-    dtype: str | None = None
-    device: str | None = None
-    decay: str | float | None = None
-    rank: int = 30
-    baselines: bool = False
-    only: tuple[str, ...] = ()
-    eager: bool = False
-    repeats: int = 100
-    seconds: float = 0.3
-    seed: int = 0
-    out: Path = Path("results/bench")
-    name: str | None = None
-    plot: bool = True
-    commit: str | None = None
-    command: str | None = None
-
-    @property
-    def file_name(self) -> str:
-        return self.name or "-".join(
-            ["decode", *(["baselines"] if self.baselines else []), *(["eager"] if self.eager else [])]
-        )
-
-    def cases(self) -> list[list[Case]]:
-        gpu = self.on.type == "cuda"
-        default = tuple(1024 * 4**k for k in range(6)) if gpu else (1024, 4096, 16384, 65536)
-        return [
-            [
-                Case(width, heads, self.batch, n, self.torch_dtype, self.on, True, False, self.decay, self.rank)
-                for n in sorted(set(self.lengths or default))
-            ]
-            for width, heads in self.widths
-        ]
-
-    def check(self) -> None:
-        check_device(self.device)
-        for flag, value in (("batch", self.batch), ("repeats", self.repeats), ("seconds", self.seconds)):
-            check_positive(flag, value)
-        for width, heads in self.widths:
-            try:
-                build_primal(Case(width, heads, 1, 1, causal=True, data_dependent=False, rank=self.rank), "reference")
-            except (ValueError, TypeError) as error:
-                raise BenchError(f"a Primal layer of width {width}:{heads} cannot be made: {error}") from None
-        check_out(self.out, self.name)
-
-
-@dataclass(frozen=True)
-class DecodeRow(Timed):
-    """One layer after `length` tokens."""
-
-    state_bytes: int | None = None
-
-
-# Reads up to the case's tokens and gives the step to time and the bytes of the state; resumes where it left off.
+CHUNK = 16384  # tokens that are read at once
+VOCABULARY = 8192
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "softmax": ("softmax (KV cache)", {"attention": ("softmax",)}),
+    "primal-mean": ("Primal, mean", {"primal_mode": "mean", "positions": "sinusoidal"}),
+    "primal-decay": ("Primal, decay + conv + gate", {"primal_mode": "decay", "conv": 4, "gate": True}),
+    "primal-delta": ("Primal, delta + conv + gate", {"primal_mode": "delta", "conv": 4, "gate": True}),
+}
+# Yields, for each case, the step to time and the bytes of the state after N tokens.
 Reader = Iterator[tuple[Callable[[], object], int]]
 
 
-@dataclass(frozen=True)
-class Stream:
-    name: str
-    label: str
-    kind: str
-    read: Callable[[list[Case]], Reader]
-
-
-def streams(settings: DecodeSettings) -> list[Stream]:
-    found = [Stream("sdpa", "softmax (SDPA, KV cache)", "softmax", read_softmax)]
+def list_streams(args: Namespace) -> list[Implementation]:
+    """Return the layers, or the models of `args.layers` blocks, that the flags choose."""
+    if args.layers:
+        models = [
+            Implementation(name, label, name.partition("-")[0], partial(read_model, args.layers, keywords))
+            for name, (label, keywords) in MODELS.items()
+        ]
+        return select(models, args.only, args.baselines)
+    found = [Implementation("sdpa", "softmax (SDPA, KV cache)", "softmax", read_softmax)]
     for backend in PRIMAL_BACKENDS:
-        if backend != "compiled":  # a step is too short for a compiled function's guards
-
-            def build(case: Case, backend: str = backend) -> nn.Module:
-                return build_primal(case, backend)
-
-            found.append(
-                Stream(
-                    f"primal-{backend}",
-                    f"Primal ({backend})",
-                    "primal",
-                    lambda cases, build=build: read_stream(build, cases),  # type: ignore[misc]
-                )
-            )
+        if backend != "compiled":  # the guards of a compiled function cost more than a step
+            read = partial(read_layer, partial(build_primal, backend))
+            found.append(Implementation(f"primal-{backend}", f"Primal ({backend})", "primal", read))
     for name in attention_names():
         if name != "primal" and attention_traits(name).streams:
-
-            def read(cases: list[Case], name: str = name) -> Reader:
-                return read_stream(build_baseline(name, cases[-1]), cases)
-
-            found.append(Stream(name, name, "baseline", read))
-    if settings.only:
-        return chosen(found, settings.only)
-    return [s for s in found if settings.baselines or s.kind != "baseline"]
+            found.append(Implementation(name, name, "baseline", partial(read_layer, partial(build_baseline, name))))
+    return select(found, args.only, args.baselines)
 
 
-def chosen(found: list[Stream], only: tuple[str, ...]) -> list[Stream]:
-    """Those of a name or a kind."""
-    names = {s.name for s in found} | {s.kind for s in found}
-    for wanted in only:
-        if wanted not in names:
-            raise BenchError(f"--only {wanted}: nobody has this name; known are {', '.join(sorted(names))}")
-    return [s for s in found if s.name in only or s.kind in only]
+def read_layer(build: Callable[[Case], nn.Module], cases: Sequence[Case]) -> Reader:
+    return read_tokens(build(cases[-1]), cases, random_rows)
 
 
-def build_baseline(name: str, longest: Case) -> Callable[[Case], nn.Module]:
-    def build(case: Case) -> nn.Module:
-        keywords: dict[str, Any] = {"causal": True, "device": case.device, "dtype": case.dtype}
-        if name == "cosformer":
-            keywords["max_length"] = longest.length + 1
-        if attention_traits(name).stochastic:
-            keywords |= {"seed": 0, "redraw_every": None}
-        return without_checks(make_attention(name, case.embed_dim, case.num_heads, **keywords))
+def read_model(layers: int, keywords: dict[str, Any], cases: Sequence[Case]) -> Reader:
+    case = cases[0]
+    config = LanguageConfig(
+        VOCABULARY, embed_dim=case.embed_dim, num_heads=case.num_heads, ffn_dim=4 * case.embed_dim, layers=layers,
+        **{"rank": case.rank, "attention": ("primal",), **keywords},
+    )  # fmt: skip
+    model = LanguageModel(config).to(case.device, case.dtype)
+    if config.attention == ("softmax",):
+        return (time_from(model.eval(), random_cache(model, case), random_ids(case, 1), case) for case in cases)
+    return read_tokens(model, cases, random_ids, only_last=True)
 
-    return build
 
-
-def read_stream(build: Callable[[Case], nn.Module], cases: list[Case]) -> Reader:
-    """A layer with `initial_state` and `step`."""
-    layer: Any = build(cases[0]).eval()
-    state, read = layer.initial_state(cases[0].batch), 0
+def read_tokens(module: Any, cases: Sequence[Case], draw: Callable[[Case, int], Tensor], **keywords: Any) -> Reader:
+    """Read up to each case's length, continuing from the state of the one before."""
+    module.eval()
+    state, done = module.initial_state(cases[0].batch), 0
     for case in cases:
-        while read < case.length:
-            n = min(STRETCH, case.length - read)
-            _, state = layer(tokens_of(case, n), state=state, return_state=True)
-            read += n
-        x_t = tokens_of(case, 1)[:, 0]
-        _, after = layer.step(x_t, state)  # what a sequence holds while it decodes
-        yield (lambda x_t=x_t, state=state: layer.step(x_t, state)), state_bytes(after) // case.batch  # type: ignore[misc]
+        while done < case.length:
+            n = min(CHUNK, case.length - done)
+            _, state = module(draw(case, n), state=state, return_state=True, **keywords)
+            done += n
+        yield time_from(module, state, draw(case, 1), case)
+
+
+def time_from(module: Any, state: Any, token: Tensor, case: Case) -> tuple[Callable[[], object], int]:
+    _, after = module.step(token[:, 0], state)
+    return partial(module.step, token[:, 0], state), state_bytes(after) // case.batch
+
+
+def random_rows(case: Case, n: int) -> Tensor:
+    return torch.randn(case.batch, n, case.embed_dim, device=case.device, dtype=case.dtype)
+
+
+def random_ids(case: Case, n: int) -> Tensor:
+    return torch.randint(VOCABULARY, (case.batch, n), device=case.device)
+
+
+def random_cache(model: LanguageModel, case: Case) -> LanguageState:
+    """Return the state of a softmax model after `case.length` random tokens."""
+    position = torch.full((case.batch,), case.length, device=case.device)
+    valid = torch.ones(case.batch, case.length, dtype=torch.bool, device=case.device)
+    shape = (2, case.batch, case.num_heads, case.length, case.embed_dim // case.num_heads)
+    caches = (torch.randn(shape, device=case.device, dtype=case.dtype) for _ in model.blocks)
+    return LanguageState(tuple(BlockState(CacheState(k, v, valid, position), None) for k, v in caches), position)
 
 
 def state_bytes(state: Any) -> int:
-    """Whole storages, each once: a view of one row would keep all rows alive."""
+    """Count each storage once and as a whole: a view keeps all of it alive."""
     tensors = [t for t in tree_leaves(state) if isinstance(t, Tensor)]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 class CachedSoftmax(nn.Module):
-    """Softmax attention that decodes: keys and values of all tokens in buffers of the final size."""
+    """Softmax attention that decodes from a preallocated cache of keys and values."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
-        self.heads, self.width = case.num_heads, case.embed_dim
-        self.in_proj = nn.Linear(case.embed_dim, 3 * case.embed_dim, device=case.device, dtype=case.dtype)
-        self.out_proj = nn.Linear(case.embed_dim, case.embed_dim, device=case.device, dtype=case.dtype)
+        keywords: dict[str, Any] = {"device": case.device, "dtype": case.dtype}
+        self.heads = case.num_heads
+        self.in_proj = nn.Linear(case.embed_dim, 3 * case.embed_dim, **keywords)
+        self.out_proj = nn.Linear(case.embed_dim, case.embed_dim, **keywords)
         shape = (2, case.batch, case.num_heads, case.length + 1, case.embed_dim // case.num_heads)
-        self.register_buffer("cache", torch.randn(shape, device=case.device, dtype=case.dtype))
+        self.cache = torch.randn(shape, **keywords)
 
     def step(self, x_t: Tensor) -> Tensor:
         q, k, v = (t.unflatten(-1, (self.heads, 1, -1)) for t in self.in_proj(x_t).chunk(3, dim=-1))  # (B, H, 1, p)
-        cache: Any = self.cache
-        cache[0, :, :, -1:], cache[1, :, :, -1:] = k, v
-        y = F.scaled_dot_product_attention(q, cache[0], cache[1])
-        return self.out_proj(y.flatten(1))
+        self.cache[0, :, :, -1:], self.cache[1, :, :, -1:] = k, v
+        return self.out_proj(F.scaled_dot_product_attention(q, *self.cache).flatten(1))  # type: ignore[no-any-return]
 
 
-def read_softmax(cases: list[Case]) -> Reader:
-    """Reading would be quadratic in N, and what the keys are does not change the time: the cache is random."""
+def read_softmax(cases: Sequence[Case]) -> Reader:
     for case in cases:
-        layer = CachedSoftmax(case).eval()
-        x_t = tokens_of(case, 1)[:, 0]
-        cache: Any = layer.cache
-        yield (lambda layer=layer, x_t=x_t: layer.step(x_t)), cache.nbytes // case.batch  # type: ignore[misc]
-
-
-def tokens_of(case: Case, n: int) -> Tensor:
-    return torch.randn(case.batch, n, case.embed_dim, device=case.device, dtype=case.dtype)
+        layer = CachedSoftmax(case)
+        yield partial(layer.step, random_rows(case, 1)[:, 0]), layer.cache.nbytes // case.batch
 
 
 @torch.no_grad()
-def run(settings: DecodeSettings) -> dict[str, Any]:
-    settings.check()
-    return run_streams(settings, streams(settings), "decode")
+def run(args: Namespace) -> dict[str, Any]:
+    """Measure and return the report, which is also written to `args.file` after each layer or model.
 
-
-@torch.no_grad()
-def run_streams(settings: DecodeSettings, field: list[Stream], kind: str) -> dict[str, Any]:
-    grid = settings.cases()
-    report: dict[str, Any] = {
-        "format": 1,
-        "kind": kind,
-        **collect(command=settings.command, device=settings.on, commit=settings.commit),
-        "settings": plain(settings),
-        "rows": [],
-    }
-    with Progress(len(field) * sum(map(len, grid)), "decoding") as progress:
+    Args:
+        args: the flags of `primal bench decode`.
+    """
+    streams = list_streams(args)
+    longest = 6 if args.layers or args.device.type == "cuda" else 4
+    grid = make_grid(args, [1024 * 4**k for k in range(longest)])
+    report = measurement.start_report("decode", args)
+    with Progress(len(streams) * sum(map(len, grid)), "decoding") as progress:
         for cases in grid:
-            for stream in field:
-                for row in measure(stream, cases, settings):
-                    report["rows"].append(dataclasses.asdict(row))
-                    what = row.status if row.seconds is None else f"{1e6 * row.seconds:.3g} µs"
-                    progress.advance(f"{stream.label}, d {row.embed_dim}, after {row.length}: {what}")
-                write_json(settings.out / f"{settings.file_name}.json", report)
-    report["hardware"]["load_after"] = load()
-    write_json(settings.out / f"{settings.file_name}.json", report)
+            for stream in streams:
+                for row in measure(stream, cases, args):
+                    report["rows"].append(row)
+                    result = row["status"] if row["seconds"] is None else f"{1e6 * row['seconds']:.3g} µs"
+                    progress.advance(f"{stream.label}, d {row['embed_dim']}, after {row['length']}: {result}")
+                measurement.write_report(args.file, report)
     return report
 
 
-def measure(stream: Stream, cases: list[Case], settings: DecodeSettings) -> Iterator[DecodeRow]:
-    torch.manual_seed(settings.seed)
-    reader: Reader | None = None
-    trouble: tuple[str, str] | None = None
+def measure(stream: Implementation, cases: Sequence[Case], args: Namespace) -> Iterator[Row]:
+    torch.manual_seed(args.seed)
+    reader, problem = None, None
     for case in cases:
-        memory.free(case.device)
-        who, shape = (stream.name, stream.label, stream.kind), (case.embed_dim, case.num_heads, case.batch)
-        row = DecodeRow(*who, *shape, case.length, OK)
-        if trouble is not None:
-            yield dataclasses.replace(row, status=trouble[0], note=trouble[1])
-            continue
-        try:
-            with memory.refusing_too_much(case.device):
-                reader = stream.read(cases) if reader is None else reader
-                step, held = next(reader)
-                time = timing.measure(
-                    step, case.device, eager=settings.eager, repeats=settings.repeats, seconds=settings.seconds
-                )
-        except Exception as error:  # this layer's trouble is a line of the table, not the run's end
-            trouble = why(error)
-            yield dataclasses.replace(row, status=trouble[0], note=trouble[1])
-            trouble = trouble if trouble[0] != "failed" else (SKIPPED, "an earlier length failed")
-            continue
-        yield dataclasses.replace(
-            row,
-            note=time.note,
-            seconds=time.median,
-            iqr=time.iqr,
-            runs=time.runs,
-            method=time.method,
-            state_bytes=held,
-        )
+        measurement.free_memory(case.device)
+        row = new_row(stream, case, OK) | {"state_bytes": None}
+        if problem is None:
+            try:
+                reader = reader or stream.build(cases)
+                step, row["state_bytes"] = next(reader)
+                row |= measurement.time_step(step, case.device, args.eager, args.repeats, args.seconds)
+                yield row
+                continue
+            except Exception as error:  # becomes the note of the row
+                status, note = measurement.failure(error)
+                yield row | {"status": status, "note": note, "state_bytes": None}
+                problem = (SKIPPED, "an earlier length failed") if status == FAILED else (status, note)
+                continue
+        yield row | {"status": problem[0], "note": problem[1]}

@@ -1,223 +1,196 @@
-"""The words after `primal bench`, with nothing but argparse: the same command runs where only torch is installed."""
+"""`primal bench`: the flags of the benchmarks, read before torch is imported."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import math
+import re
 import shlex
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from primal_attention.bench.settings import DTYPES, BenchError, read_decay, read_length, read_width
 from primal_attention.utils.errors import RunError
 
-ABOUT = "Time attention layers on this machine."
-ATTENTION = """Time one attention layer, forward + backward: Primal with every backend that runs here, softmax attention
-(SDPA), Primal as published, the baselines (--baselines) and flash-linear-attention where it is installed. A Primal
-backend whose results are wrong is not timed. Prints tables, writes NAME.json, NAME.png and NAME.svg."""
-DECODE = """Time one more token after N tokens were read, and weigh the state: Primal's running sums against softmax
-attention's cache of keys and values."""
-GENERATE = """Time one more token of a whole language model after N tokens were read, and weigh its state: all-Primal
-models in several modes against softmax with its cache of keys and values."""
-MODEL = """Time training steps of whole models, softmax attention (SDPA) and Primal: wall time, GPU-busy time,
-first step (compilation) and peak memory; count recompilations over ten lengths. Prints a table, writes NAME.json."""
-COMMANDS = ("attention", "decode", "generate", "model")
-PLOT = """Draw the picture of an earlier run again, for instance of one from a machine without matplotlib."""
+COMMANDS = {
+    "attention": ("Time one attention layer; check results first.", "--lengths 256 4K --widths 512:8 1024:16"),
+    "decode": ("Time one more token after N tokens, and measure the state.", "--lengths 1K 16K 1M"),
+    "model": ("Time training steps of whole models.", "--rows 512x1024 vit-eager-autocast --prepare"),
+    "lra": ("Time training steps on Long-Range Arena.", "--tasks listops text --models softmax primal"),
+    "plot": ("Print and plot the report of an earlier run.", "results/bench/attention.json"),
+}
+RENAMED = {"--rivals": "--baselines", "generate": "decode --layers N"}
+NAMING = ("--causal", "--baselines", "--inference", "--eager")  # flags in the default file name
 
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise BenchError(f"{message} (see {self.prog} --help)")
+        raise RunError(f"{message} (see {self.prog} --help)")
 
 
-def parser(prog: str) -> Parser:
-    top = Parser(prog=prog, description=ABOUT, epilog=f"Example: {prog} attention --lengths 256 1024 4096")
-    words = " | ".join((*COMMANDS, "plot"))
-    commands = top.add_subparsers(dest="what", metavar=words, required=True, parser_class=Parser)
+def read_length(text: str) -> int:
+    match = re.fullmatch(r"(\d+)([KkMm]?)", text)
+    if not match or not int(match[1]):
+        raise argparse.ArgumentTypeError(f"must be a number of tokens such as 4096, 4K or 1M (got {text!r})")
+    return int(match[1]) * {"": 1, "k": 1024, "m": 1024**2}[match[2].lower()]
 
-    def command(name: str, about: str, example: str) -> Parser:
-        return commands.add_parser(
-            name, prog=f"{prog} {name}", description=about, help=about.split(".")[0].split(":")[0].split(",")[0],
-            epilog=f"Example: {prog} {name} {example}",
-        )  # fmt: skip
 
-    attention = command("attention", ATTENTION, "--lengths 256 1K 4K 16K 64K --widths 512:8 1024:16 --tokens 65536")
-    common(attention, name="attention, with -causal, -baselines, -eager", lengths="256 1K 4K, on a GPU 16K 64K too")
-    attention.add_argument("--tokens", type=word(read_length), help="per step; the batch follows (65,536 on a GPU)")
-    attention.add_argument("--batch", type=int, help="sequences per step, instead of --tokens (1 on a CPU)")
-    attention.add_argument("--causal", action="store_true", help="the causal layers; Primal not data-dependent")
-    attention.add_argument("--data-independent", action="store_true", help="Primal with W_e, W_r themselves")
-    attention.add_argument("--landmarks", type=int, default=300, help="Primal's (default 300)")
-    limit = "a layer whose step took longer is not tried at longer lengths (default 2)"
-    attention.add_argument("--limit", type=float, default=2.0, metavar="SECONDS", help=limit)
-    decode = command("decode", DECODE, "--lengths 1K 16K 1M")
-    common(decode, repeats=100, seconds=0.3, name="decode, with -baselines, -eager", lengths="1K … 64K, on a GPU 1M")
-    decode.add_argument("--batch", type=int, default=1, help="sequences that decode at once (default 1)")
-    generate = command("generate", GENERATE, "--lengths 1K 16K 1M --widths 128:4 --layers 2")
-    common(generate, repeats=100, seconds=0.3, layer=False, name="generate", lengths="1K … 1M")
-    generate.add_argument("--batch", type=int, default=1, help="sequences that decode at once (default 1)")
-    generate.add_argument("--layers", type=int, default=6, help="blocks of the models (default 6)")
-    model = command("model", MODEL, "--rows 512x1024 vit-eager-autocast --prepare")
-    add: Callable[..., Any] = model.add_argument
-    add("--rows", nargs="+", default=[], metavar="ROW", help="a row such as vit-eager-autocast or a model such as vit")
-    add("--tokens", type=word(read_length), default=32768, help="per step (default 32K); fewer shorten the sequences")
-    add("--layers", type=int, help="of every model, instead of its own")
-    add("--repeats", type=int, default=5, help="whose median counts (default 5)")
-    add("--steps", type=int, default=10, help="of each repetition (default 10)")
-    add("--prepare", action="store_true", help="compile all rows in parallel first, to fill the compiler's cache")
-    output(model, "model")
-    plot = command("plot", PLOT, "results/bench/attention.json")
-    plot.add_argument("file", type=Path, help="NAME.json of a run")
+def read_width(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+):(\d+)", text)
+    if not match:
+        raise argparse.ArgumentTypeError(f"must be embed_dim:num_heads such as 512:8 (got {text!r})")
+    return int(match[1]), int(match[2])
+
+
+def read_decay(text: str) -> str | float:
+    try:
+        return text if text == "learned" else float(text)
+    except ValueError:
+        raise RunError(f"--decay must be 'learned' or a number (got {text!r})") from None
+
+
+def above_zero(kind: Callable[[str], float]) -> Callable[[str], float]:
+    def number(text: str) -> float:
+        if not 0 < kind(text) < math.inf:
+            raise argparse.ArgumentTypeError(f"must be finite and above 0 (got {text})")
+        return kind(text)
+
+    return number
+
+
+def make_parser() -> Parser:
+    top = Parser(prog="primal bench", epilog="Example: primal bench attention --lengths 256 4K")
+    commands = top.add_subparsers(dest="benchmark", metavar=" | ".join(COMMANDS), required=True, parser_class=Parser)
+    count, seconds, yes = above_zero(int), above_zero(float), {"action": "store_true"}
+    for name, (about, example) in COMMANDS.items():
+        example = f"Example: primal bench {name} {example}"
+        add: Any = (parser := commands.add_parser(name, description=about, help=about, epilog=example)).add_argument
+        if name == "plot":
+            add("file", type=Path, help="NAME.json of a run")
+            continue
+        add("--device", help="cpu, cuda or cuda:N (default: the GPU if there is one)")
+        add("--commit", help="to record where git is not available")
+        if name == "lra":
+            add("--tasks", nargs="+", help="listops, text, retrieval, image, pathfinder (default all)")
+            add("--models", nargs="+", help="softmax, nystrom, …, primal+, primal, published (default all)")
+            add("--results", type=Path, default=Path("results"), help="folder of lra-efficiency/TASK/MODEL.json")
+            add("--repeats", type=count, default=20, help="runs on a GPU (default 20)")
+            add("--batch-size", type=count, help="default: the paper's")
+            continue
+        add("--seed", type=int, default=0, help="of weights and inputs (default 0)")
+        add("--out", type=Path, default=Path("results/bench"), help="folder (default results/bench)")
+        add("--name", help="of the files in it (default: the command and its flags)")
+        if name == "model":
+            add(
+                "--rows",
+                nargs="+",
+                default=[],
+                metavar="ROW",
+                help="vit-eager-autocast, …, or a model such as vit",
+            )
+            add("--tokens", type=read_length, default=32768, help="per step (default 32K); fewer shorten sequences")
+            add("--layers", type=count, help="of every model, instead of its own")
+            add("--repeats", type=count, default=5, help="whose median counts (default 5)")
+            add("--steps", type=count, default=10, help="of each repetition (default 10)")
+            add("--prepare", **yes, help="compile all rows in parallel first, to fill the compiler's cache")
+            parser.set_defaults(compiler="inductor", plot=False)
+            continue
+        decodes = name == "decode"
+        add("--lengths", nargs="+", type=read_length, metavar="N", help="tokens: 4096, 4K, 1M")
+        add("--widths", nargs="+", type=read_width, default=[(512, 8)], metavar="D:H", help="embed_dim:num_heads")
+        add("--batch", type=count, default=1 if decodes else None, help="sequences per step")
+        add("--dtype", choices=("bfloat16", "float16", "float32", "float64"), help="default bfloat16 on a GPU")
+        add("--rank", type=count, default=30, help="of the Primal layers (default 30)")
+        add("--decay", type=read_decay, help="of the causal Primal layers: 'learned' or a number in (0, 1]")
+        add("--baselines", **yes, help="all attentions of the paper's tables too")
+        add("--only", nargs="+", default=[], metavar="NAME", help="sdpa, sdpa-cudnn, primal, primal-fused, published …")
+        add("--eager", **yes, help="on a GPU: no CUDA graph, launches by the host included")
+        add("--repeats", type=count, default=100 if decodes else 20, help="runs on a GPU (default %(default)s)")
+        add("--seconds", type=seconds, default=0.3 if decodes else 0.5, help="per row on a CPU (default %(default)s)")
+        add("--no-plot", dest="plot", action="store_false", help="no PNG and SVG")
+        if decodes:
+            add("--layers", type=count, help="blocks of a language model, instead of one layer")
+            parser.set_defaults(tokens=None, causal=True, data_dependent=False, inference=False, landmarks=300)
+            continue
+        add("--tokens", type=read_length, help="per step, instead of --batch (default 64K on a GPU)")
+        add("--landmarks", type=count, default=300, help="of the Primal layers (default 300)")
+        add("--causal", **yes, help="causal layers; Primal is data-independent unless --data-dependent is given")
+        add("--data-dependent", action="store_const", const=True, help="build Primal's weights from landmarks")
+        add("--data-independent", dest="data_dependent", action="store_const", const=False, help="use W_e, W_r as is")
+        add("--inference", **yes, help="forward only, without gradients")
+        add("--limit", type=seconds, default=2.0, help="seconds of a step that end a row's longer lengths (default 2)")
     return top
 
 
-def common(
-    command: Parser, *, name: str, lengths: str, repeats: int = 20, seconds: float = 0.5, layer: bool = True
-) -> None:
-    add: Callable[..., Any] = command.add_argument
-    add("--lengths", nargs="+", type=word(read_length), metavar="N", help=f"tokens: 4096, 4K, 1M (default {lengths})")
-    add("--widths", nargs="+", type=word(read_width), metavar="D:H", help="embed_dim:num_heads (default 512:8)")
-    add("--dtype", choices=DTYPES, help="default bfloat16 on a GPU, float32 on a CPU")
-    add("--rank", type=int, default=30, help="Primal's s (default 30)")
-    if layer:
-        add("--decay", type=word(read_decay), help="Primal's, causal: 'learned' or a number in (0, 1]")
-        add("--baselines", action="store_true", help="all attentions of the paper's tables too")
-    else:
-        command.set_defaults(decay=None, baselines=False)
-    known = "sdpa, sdpa-cudnn, …, published, primal (all backends), primal-fused, …, baseline, linear, …, fla"
-    add("--only", nargs="+", default=[], metavar="NAME", help=known if layer else "softmax, primal, primal-mean, …")
-    add("--eager", action="store_true", help="on a GPU: no CUDA graph, the host's launches included")
-    add("--repeats", type=int, default=repeats, help=f"on a GPU (default {repeats})")
-    add("--seconds", type=float, default=seconds, help=f"to measure each for, on a CPU (default {seconds})")
-    add("--no-plot", action="store_true", help="tables and JSON only")
-    output(command, name)
+def read_flags(words: Sequence[str]) -> argparse.Namespace:
+    """Parse and check the words after `primal bench`; resolve defaults that depend on the device or other flags."""
+    for word in words:
+        if word in RENAMED and (word.startswith("--") or word == words[0]):
+            raise RunError(f"{word} is now called {RENAMED[word]}")
+    args = make_parser().parse_args(list(words))
+    if args.benchmark == "plot":
+        return args
+    if args.benchmark == "attention":
+        if args.tokens and args.batch:
+            raise RunError("--tokens and --batch exclude each other: the batch is tokens / length")
+        if args.decay and not args.causal:
+            raise RunError("--decay needs --causal")
+        args.data_dependent = not args.causal if args.data_dependent is None else args.data_dependent
+    if "torch" not in sys.modules:
+        print(f"primal bench {args.benchmark}: starting", file=sys.stderr, flush=True)
+    from primal_attention.cli.flags import read_device
+
+    args.device, args.command = read_device(args.device), shlex.join(["primal", "bench", *words])
+    if args.benchmark in ("attention", "decode"):
+        args.dtype = args.dtype or ("bfloat16" if args.device.type == "cuda" else "float32")
+    if args.benchmark != "lra":
+        flags = [flag.removeprefix("--") for flag in NAMING if flag in words]
+        args.file = args.out / f"{args.name or '-'.join([args.benchmark, *flags])}.json"
+        try:  # now, not after the measurements
+            args.file.parent.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=args.file.parent).close()
+        except OSError as error:
+            raise RunError(f"--out {args.out} cannot be written to ({error.strerror})") from None
+    return args
 
 
-def output(command: Parser, name: str) -> None:
-    """Options of every benchmark: where it runs and what it writes."""
-    add: Callable[..., Any] = command.add_argument
-    add("--device", help="cpu, cuda or cuda:N (default: the GPU if there is one)")
-    add("--seed", type=int, default=0, help="of weights and inputs (default 0)")
-    add("--out", type=Path, default=Path("results/bench"), help="folder (default results/bench)")
-    add("--name", help=f"of the files in it (default {name})")
-    add("--commit", help="to write down where git cannot say it")
-
-
-def word(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """A reader whose complaint argparse passes on as it is."""
-
-    def convert(text: str) -> Any:
-        try:
-            return read(text)
-        except BenchError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return convert
-
-
-def main(args: Sequence[str], prog: str = "primal bench") -> int:
+def main(words: Sequence[str]) -> int:
     try:
-        if "--rivals" in args:
-            raise BenchError("--rivals is now called --baselines")
-        found = parser(prog).parse_args(list(args))
-        found.command = shlex.join([*prog.split(), *args])
-        commands = {"attention": attention, "decode": decode, "generate": generate, "model": model, "plot": plot}
-        commands[found.what](found)
-    except (BenchError, RunError) as error:
+        run(read_flags(words))
+    except RunError as error:
         print(f"primal: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return 0
 
 
-SHARED = (
-    "dtype",
-    "device",
-    "rank",
-    "decay",
-    "baselines",
-    "eager",
-    "repeats",
-    "seconds",
-    "seed",
-    "out",
-    "name",
-    "batch",
-)
+def run(args: argparse.Namespace) -> None:
+    if args.benchmark == "lra":
+        from primal_attention.bench import lra
+
+        sizes = {"repeats": args.repeats, "batch_size": args.batch_size, "device": args.device}
+        tasks, models = args.tasks or tuple(lra.TASKS), args.models or lra.ATTENTIONS
+        lra.run(tasks, models, args.results, **sizes, commit=args.commit, command=args.command)
+    elif args.benchmark == "plot":
+        from primal_attention.bench.measurement import read_report
+
+        show(read_report(args.file), args)
+    else:
+        show(importlib.import_module(f"primal_attention.bench.{args.benchmark}").run(args), args)
 
 
-def shared(found: argparse.Namespace) -> dict[str, Any]:
-    values = {name: getattr(found, name) for name in (*SHARED, "commit", "command")}
-    values |= {"plot": not found.no_plot, "only": tuple(found.only)}
-    values |= {"lengths": tuple(found.lengths) if found.lengths else None}
-    return values | ({"widths": tuple(found.widths)} if found.widths else {})
+def show(report: dict[str, Any], args: argparse.Namespace) -> None:
+    """Print the table, draw the plot and print the files."""
+    from primal_attention.bench.measurement import format_report, plot_report
 
-
-def attention(found: argparse.Namespace) -> None:
-    from primal_attention.bench import run, tables
-    from primal_attention.bench.settings import Settings
-
-    if found.decay is not None and not found.causal:
-        raise BenchError("--decay needs --causal: only the causal layers fade")
-    settings = Settings(
-        **shared(found),
-        tokens=found.tokens,
-        causal=found.causal,
-        data_dependent=not (found.data_independent or found.causal),
-        landmarks=found.landmarks,
-        limit=found.limit,
-    )
-    report = run.run(settings)
-    print(tables.attention(report))
-    finish(report, settings.out / settings.file_name, settings.plot)
-
-
-def decode(found: argparse.Namespace) -> None:
-    from primal_attention.bench import decode, tables
-
-    settings = decode.DecodeSettings(**shared(found))
-    report = decode.run(settings)
-    print(tables.decode(report))
-    finish(report, settings.out / settings.file_name, settings.plot)
-
-
-def generate(found: argparse.Namespace) -> None:
-    from primal_attention.bench import generate, tables
-
-    settings = generate.GenerateSettings(**shared(found), layers=found.layers)
-    report = generate.run(settings)
-    print(tables.decode(report))
-    finish(report, settings.out / settings.file_name, settings.plot)
-
-
-def model(found: argparse.Namespace) -> None:
-    from primal_attention.bench import model, tables
-
-    keep = ("tokens", "layers", "device", "repeats", "steps", "prepare", "seed", "out", "name", "commit", "command")
-    settings = model.ModelSettings(rows=tuple(found.rows), **{name: getattr(found, name) for name in keep})
-    print(tables.model(model.run(settings)))
-    print(f"\nwritten: {settings.file}")
-
-
-def plot(found: argparse.Namespace) -> None:
-    from primal_attention.bench import saved, tables
-
-    report = saved.read(found.file)
-    if not report["rows"]:
-        raise BenchError(f"{found.file}: rows is empty, so nothing can be drawn")
-    print(tables.attention(report) if report["kind"] == "attention" else tables.decode(report))
-    finish(report, found.file.with_suffix(""), plot=True, rows=False)
-
-
-def finish(report: dict[str, Any], file: Path, plot: bool, rows: bool = True) -> None:
-    written = [file.with_name(f"{file.name}.json")] if rows else []
-    if plot:
-        from primal_attention.bench.plot import draw
-
+    written = [] if args.benchmark == "plot" else [args.file]
+    print(format_report(report))
+    if getattr(args, "plot", True):
         try:
-            written += draw(report, file)
+            written += plot_report(report, args.file.with_suffix(""))
         except ImportError:
-            print("no picture: matplotlib is missing (pip install 'primal-attention[report]'); "
-                  f"primal bench plot {file}.json draws it later", file=sys.stderr)  # fmt: skip
-    if written:
-        print("\nwritten: " + ", ".join(map(str, written)))
+            hint = f"pip install 'primal-attention[report]', then primal bench plot {args.file}"
+            print(f"no plot: matplotlib is not installed ({hint})", file=sys.stderr)
+    print("\nwritten: " + ", ".join(map(str, written)))

@@ -70,7 +70,7 @@ def main(args: Sequence[str]) -> int:
     plan = make_plan(kind, options)
     failed: list[Outcome] = []
     if options.name == "lra-efficiency":
-        cells, others = step_costs(plan, options), 0
+        cells, others = step_costs(plan, options, command), 0
     else:
         if not options.no_run:
             failed = run_missing(plan, kind, options)
@@ -223,7 +223,7 @@ def run_missing(plan: Plan, kind: TableKind, options: argparse.Namespace) -> lis
     return [outcome for outcome in outcomes if outcome.summary is None]
 
 
-def step_costs(plan: Plan, options: argparse.Namespace) -> list[Any]:
+def step_costs(plan: Plan, options: argparse.Namespace, command: str) -> list[Any]:
     """`lra-efficiency`: measure the steps that have no file yet, then read the files."""
     from primal_attention.report.results import read_step_cost
     from primal_attention.report.tables import Cell, with_softmax
@@ -231,11 +231,11 @@ def step_costs(plan: Plan, options: argparse.Namespace) -> list[Any]:
     if not options.no_run:
         import torch
 
-        from primal_attention.bench import lra_cost
+        from primal_attention.bench import lra
 
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         models = [variant.name for variant in plan.variants]
-        lra_cost.run(plan.sets, models, options.results, device=device, commit=options.commit, tell=lra_cost.say)
+        lra.run(plan.sets, models, options.results, device=device, commit=options.commit, command=command)
     found = [(name, v, read_step_cost(options.results, name, v.name)) for name, v in plan.cells()]
     return with_softmax([Cell("lra", name, v, {name: runs}) for name, v, runs in found if runs])
 

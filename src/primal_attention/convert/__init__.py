@@ -1,9 +1,7 @@
-"""Other people's models: Primal-Attention in their attention's place, and a look at the attention they have."""
+"""Models of other libraries: replace their attention, train the replacement, look at attention matrices."""
 
 from __future__ import annotations
 
-from .replace import Primalized, primalize
-from .report import Report
-from .saved import load_primalized
+from .replace import Primalized, Report, load_primalized, primalize
 
 __all__ = ["Primalized", "Report", "load_primalized", "primalize"]

@@ -1,31 +1,92 @@
-"""primalize: Primal-Attention in place of the softmax attention of a model that somebody else has written.
+"""primalize: replace the softmax attention of a model by Primal-Attention.
 
     replaced = primalize(model, layers="last", rank=30)
     print(replaced.report)
 
-q, k and output weights stay; W_e, W_r, Λ and the map of the scores are new and have to be trained (`distill`).
+The q, k and output weights are kept. W_e, W_r, Λ and the map of the scores are new and have to be trained (`distill`).
 """
 
 from __future__ import annotations
 
 import copy as copying
+import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from ..nn.primal import PrimalAttention
-from . import hf_layers, saved, timm_layers, torch_layers
-from .report import Report, row
-from .sites import Refusal, Site, StandIn, build
+from .adapters import READERS, Projections, Refusal, Replacement, Site, TorchAdapter, find_site
 
 Layers = Literal["last", "all"] | int | Sequence[int] | Callable[[str, nn.Module], bool]
-ADAPTERS = (torch_layers.recognise, hf_layers.recognise, timm_layers.recognise)
-FROM_THE_MODULE = ("embed_dim", "num_heads", "bias", "device", "dtype")
+READ_FROM_MODULE = ("embed_dim", "num_heads", "bias", "device", "dtype")
+CONFIG_KEY = "primal_attention"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One replaced attention."""
+
+    name: str
+    kind: str
+    width: int
+    key_width: int
+    parameters_before: int
+    parameters_after: int
+    layer: PrimalAttention = field(repr=False)
+    note: str = ""
+
+    def flops(self, tokens: int) -> tuple[int, int]:
+        """Return the operations before and after on one sequence; a multiply-add counts as two."""
+        d, layer = self.width, self.layer
+        softmax = 2 * tokens * d * (2 * d + 2 * self.key_width) + 4 * tokens * tokens * d  # maps; QKᵀ and its use
+        maps = 2 * tokens * d * 3 * d  # q, k and the output
+        weights = 4 * layer.landmarks * d * layer.rank if layer.data_dependent else 0  # W_{e|X}, W_{r|X}
+        scores = 4 * tokens * d * layer.rank
+        return softmax, maps + weights + scores + 4 * tokens * layer.rank * d  # the last: scores to heads
+
+
+@dataclass(frozen=True)
+class Report:
+    """What primalize did; str() is a table.
+
+    Attributes:
+        rows: one per replaced attention.
+        parameters_before: of the model.
+        parameters_after: of the model.
+        left: names of attentions that cannot be replaced, and why.
+    """
+
+    rows: tuple[Row, ...]
+    parameters_before: int
+    parameters_after: int
+    left: tuple[tuple[str, str], ...] = ()
+
+    def flops(self, tokens: int) -> tuple[int, int]:
+        """Return the operations of the replaced attentions together, before and after."""
+        before, after = zip(*(row.flops(tokens) for row in self.rows), strict=True)
+        return sum(before), sum(after)
+
+    def __str__(self) -> str:
+        width = max([len(row.name) for row in self.rows] + [5])
+        lines = [
+            f"{row.name:<{width}}  {row.kind}: {row.parameters_before:,} → {row.parameters_after:,} parameters"
+            for row in self.rows
+        ]
+        lines.append(f"{'model':<{width}}  {self.parameters_before:,} → {self.parameters_after:,} parameters")
+        for tokens in (512, 4096):
+            before, after = (flops / 1e6 for flops in self.flops(tokens))
+            lines.append(f"replaced attentions at {tokens:,} tokens: {before:,.1f} → {after:,.1f} MFLOP")
+        lines += sorted({f"note: {row.note}" for row in self.rows if row.note})
+        lines += [f"not replaced: {name}: {reason}" for name, reason in self.left]
+        return "\n".join(lines)
 
 
 class Primalized(list[str]):
-    """The names of the replaced modules, with the model that now holds Primal-Attention and a report."""
+    """The names of the replaced modules, with the changed `model` and a `report`."""
 
     def __init__(self, names: Sequence[str], model: nn.Module, report: Report) -> None:
         super().__init__(names)
@@ -38,129 +99,209 @@ def primalize(model: nn.Module, layers: Layers = "last", *, copy: bool = False, 
 
     Args:
         model: changed in place.
-        layers: "last", "all", a number or numbers among the replaceable attentions (negative ones count from the end),
-            or a predicate of a module's name and the module.
-        copy: leave `model` alone and change a copy, found as `.model` of the result.
-        primal_kwargs: of `PrimalAttention`. `causal` is read from transformers' modules; torch's and timm's learn it
-            from each call, so say it for them. Causal layers are data-dependent only where `max_length` is given.
+        layers: "last", "all", one or several indices among the replaceable attentions (negative ones count from the
+            end), or a predicate of a module's name and the module.
+        copy: change a copy instead, which is `.model` of the result.
+        primal_kwargs: of `PrimalAttention`. `causal` is read from modules of transformers. Those of torch and timm do
+            not know it, so pass it for them. Causal layers are data-dependent only if `max_length` is given.
 
     Returns:
-        The names of the replaced modules: a list, with `.report` (parameters and FLOPs before and after) and `.model`.
+        The names of the replaced modules: a list with `.report` (parameters and FLOPs before and after) and `.model`.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module (got {type(model).__name__})")
-    for name in FROM_THE_MODULE:
+    for name in READ_FROM_MODULE:
         if name in primal_kwargs:
-            raise ValueError(f"{name} is the replaced module's own: leave it out of primalize(…)")
+            raise ValueError(f"{name} is read from the replaced module: leave it out of primalize(…)")
     if copy:
         model = copying.deepcopy(model)
-    sites, refused = find(model)
-    chosen = choose(model, sites, refused, layers)
-    before = count(model)
-    built = [(site, _build(site, primal_kwargs)) for site in chosen]  # all of them before the model is touched
+    sites = list(_find_sites("", model, None, set()))
+    refusals = [site for site in sites if isinstance(site, Refusal)]
+    chosen = _choose(model, [site for site in sites if isinstance(site, Site)], refusals, layers)
+    before = _count(model)
+    built = [(site, *_build(site, primal_kwargs)) for site in chosen]  # all of them before the model is changed
     rows = []
-    for site, (layer, arguments) in built:
-        size = count(site.module)
-        stand_in = site.wrap(layer)
-        stand_in.train(site.module.training)
-        put(model, site.module, stand_in)
-        saved.record(model, site.name, arguments)
-        rows.append(
-            row(site.name, type(site.module).__name__, size, count(stand_in), site.projections, layer, site.note)
-        )
-    torch_layers.prepare(model)
-    left = tuple((r.name, r.reason) for r in refused)
-    return Primalized([r.name for r in rows], model, Report(tuple(rows), before, count(model), left))
+    for site, layer, arguments in built:
+        size, kept = _count(site.module), site.projections
+        replacement = site.wrap(layer)
+        replacement.train(site.module.training)
+        _replace_module(model, site.module, replacement)
+        _record(model, site.name, arguments)
+        key_width, sizes = kept.embed_dim // kept.num_heads * kept.key_heads, (size, _count(replacement))
+        rows.append(Row(site.name, type(site.module).__name__, kept.embed_dim, key_width, *sizes, layer, site.note))
+    TorchAdapter.prepare(model)
+    left = tuple((refusal.name, refusal.reason) for refusal in refusals)
+    return Primalized([row.name for row in rows], model, Report(tuple(rows), before, _count(model), left))
 
 
-def find(model: nn.Module) -> tuple[list[Site], list[Refusal]]:
-    """The attentions of a model in their order: those that can be replaced, and those that cannot."""
-    found = list(_walk("", model, None, set()))
-    return [f for f in found if isinstance(f, Site)], [f for f in found if isinstance(f, Refusal)]
-
-
-def _walk(name: str, module: nn.Module, parent: nn.Module | None, seen: set[int]) -> Iterator[Site | Refusal]:
-    if id(module) in seen or isinstance(module, (StandIn, PrimalAttention)):
+def _find_sites(name: str, module: nn.Module, parent: nn.Module | None, seen: set[int]) -> Iterator[Site | Refusal]:
+    """Yield the attentions of a model in their order."""
+    if id(module) in seen or isinstance(module, (Replacement, PrimalAttention)):
         return
     seen.add(id(module))
-    for recognise in ADAPTERS:
-        result = recognise(name, module, parent)
-        if result is not None:
-            yield result
-            return
+    site = find_site(name, module, parent)
+    if site is not None:
+        yield site
+        return
     for key, child in module.named_children():
-        yield from _walk(f"{name}.{key}" if name else key, child, module, seen)
+        yield from _find_sites(f"{name}.{key}" if name else key, child, module, seen)
 
 
-def choose(model: nn.Module, sites: list[Site], refused: list[Refusal], layers: Layers) -> list[Site]:
-    """The sites that `layers` asks for; asking for what cannot be replaced is an error with the reason."""
+def _choose(model: nn.Module, sites: list[Site], refusals: list[Refusal], layers: Layers) -> list[Site]:
+    """Return the sites that `layers` selects; selecting what cannot be replaced is an error with the reason."""
     if callable(layers):
-        wanted = [r for r in refused if layers(r.name, r.module)]
-        if wanted:
-            raise ValueError(_cannot(wanted[0]))
-        chosen = [s for s in sites if layers(s.name, s.module)]
+        for refusal in refusals:
+            if layers(refusal.name, refusal.module):
+                raise ValueError(_describe(refusal))
+        chosen = [site for site in sites if layers(site.name, site.module)]
         if not chosen:
-            raise ValueError(f"layers, a predicate, accepts none of {_names(sites)}")
-        return _inside(chosen)
-    if not sites:
-        if refused:
-            raise ValueError(_cannot(refused[0]))
+            names = ", ".join(site.name for site in sites[:3]) + (", …" if len(sites) > 3 else "")
+            raise ValueError(f"the predicate layers accepts none of the model's {len(sites)} attentions ({names})")
+    elif not sites:
+        if refusals:
+            raise ValueError(_describe(refusals[0]))
         already = sum(isinstance(m, PrimalAttention) for m in model.modules())
         found = f"its {already} attentions are Primal-Attention already" if already else "no attention was found"
-        known = "nn.MultiheadAttention, timm's Attention, and of transformers " + ", ".join(sorted(hf_layers.READERS))
+        known = "nn.MultiheadAttention, timm's Attention, and of transformers " + ", ".join(sorted(READERS))
         raise ValueError(f"nothing to replace in {type(model).__name__}: {found} (known: {known})")
-    if isinstance(layers, str):
-        if layers not in ("last", "all"):
-            raise ValueError(f"layers must be 'last', 'all', numbers or a predicate (got {layers!r})")
-        return _inside(sites if layers == "all" else sites[-1:])
-    numbers = [layers] if isinstance(layers, int) else list(layers)
-    for number in numbers:
-        if not isinstance(number, int) or isinstance(number, bool):
-            raise ValueError(f"layers must be 'last', 'all', numbers or a predicate (got {layers!r})")
-        if not -len(sites) <= number < len(sites):
-            raise ValueError(f"layers has {number}, but the model has {len(sites)} replaceable attentions, from 0")
-    if not numbers:
-        raise ValueError("layers is empty: there is nothing to replace")
-    return _inside([sites[i] for i in sorted({n % len(sites) for n in numbers})])
-
-
-def _inside(sites: list[Site]) -> list[Site]:
-    for site in sites:
+    elif layers in ("last", "all"):
+        chosen = sites if layers == "all" else sites[-1:]
+    else:
+        indices: list[Any] = [layers] if isinstance(layers, int) else list(layers)
+        for index in indices:
+            if not isinstance(index, int) or isinstance(index, bool):
+                raise ValueError(f"layers must be 'last', 'all', indices or a predicate (got {layers!r})")
+            if not -len(sites) <= index < len(sites):
+                raise ValueError(f"layers has {index}, but the model has {len(sites)} replaceable attentions, from 0")
+        if not indices:
+            raise ValueError("layers is empty: nothing to replace")
+        chosen = [sites[i] for i in sorted({index % len(sites) for index in indices})]
+    for site in chosen:
         if not site.name:
             kind = type(site.module).__name__
-            raise ValueError(f"the model is itself an attention ({kind}): a module cannot replace itself in place")
-    return sites
+            raise ValueError(f"the model is itself an attention ({kind}): a module cannot be replaced in itself")
+    return chosen
+
+
+def _describe(refusal: Refusal) -> str:
+    return f"{refusal.name or 'the model'} ({type(refusal.module).__name__}) cannot be replaced: {refusal.reason}"
 
 
 def _build(site: Site, primal_kwargs: dict[str, Any]) -> tuple[PrimalAttention, dict[str, Any]]:
-    kept, arguments = site.projections, dict(primal_kwargs)
+    """Return the new layer and its arguments."""
+    kept: Projections = site.projections
+    arguments = dict(primal_kwargs)
     if kept.causal is not None and arguments.setdefault("causal", kept.causal) != kept.causal:
         raise ValueError(f"causal={arguments['causal']} contradicts {site.name}, which has causal={kept.causal}")
     if arguments.get("causal"):
         arguments.setdefault("data_dependent", arguments.get("max_length") is not None)
-    elif arguments.get("decay") is not None or arguments.get("max_length") is not None:
-        given = "decay" if arguments.get("decay") is not None else "max_length"
-        raise ValueError(f"{given} is for causal attention, and {site.name} is not causal")
+    else:
+        for name in ("decay", "max_length"):
+            if arguments.get(name) is not None:
+                raise ValueError(f"{name} is for causal attention, and {site.name} is not causal")
     arguments.setdefault("dropout", kept.dropout)
-    return build(kept, **arguments), arguments
+    return kept.build(**arguments), arguments
 
 
-def put(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Put `new` wherever `old` stands; a module that is shared stands in several places."""
+def _replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Put `new` wherever `old` is; a shared module is in several places."""
     for parent in list(model.modules()):
         for key, child in list(parent._modules.items()):
             if child is old:
                 parent._modules[key] = new
 
 
-def count(module: nn.Module) -> int:
+def _count(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def _cannot(refusal: Refusal) -> str:
-    return f"{refusal.name or 'the model'} ({type(refusal.module).__name__}) cannot be replaced: {refusal.reason}"
+# Saving: `save_pretrained` writes the replaced modules and their arguments into config.json.
 
 
-def _names(sites: list[Site]) -> str:
-    shown = ", ".join(s.name for s in sites[:3])
-    return f"the model's {len(sites)} attentions ({shown}{', …' if len(sites) > 3 else ''})"
+def _record(model: nn.Module, name: str, arguments: dict[str, Any]) -> None:
+    """Write the arguments into the configuration of the outermost transformers model around a module."""
+    parts = name.split(".")
+    for depth in range(len(parts)):
+        outer = model.get_submodule(".".join(parts[:depth]))
+        config = getattr(outer, "config", None)
+        if hasattr(outer, "save_pretrained") and hasattr(config, "to_dict"):
+            recorded = dict(getattr(config, CONFIG_KEY, None) or {})
+            recorded[".".join(parts[depth:])] = {key: _to_json(value) for key, value in arguments.items()}
+            setattr(config, CONFIG_KEY, recorded)
+            return
+
+
+def _to_json(value: Any) -> Any:
+    """Convert an argument; a function is written by its name and cannot be read again."""
+    if isinstance(value, (torch.Tensor, tuple)):
+        return list(value.tolist() if isinstance(value, torch.Tensor) else value)
+    return f"function {getattr(value, '__name__', type(value).__name__)}" if callable(value) else value
+
+
+def load_primalized(model_class: Any, folder: str | Path, **from_pretrained_kwargs: Any) -> Any:
+    """Load a primalized transformers model that `save_pretrained` wrote.
+
+    Args:
+        model_class: a model class of transformers such as BertModel, not AutoModel.
+        folder: the folder that `save_pretrained` wrote.
+        from_pretrained_kwargs: of `model_class.from_pretrained`.
+
+    Returns:
+        The model.
+    """
+    if not (isinstance(model_class, type) and issubclass(model_class, nn.Module)):
+        got = getattr(model_class, "__name__", repr(model_class))
+        raise TypeError(f"model_class must be a model's own class such as BertModel (got {got})")
+    settings = _read_settings(Path(folder))
+
+    class Primal(model_class):  # type: ignore[misc]
+        """The class with its attentions replaced before the weights are loaded."""
+
+        def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+            super().__init__(config, *args, **kwargs)
+            with torch.device("cpu"):  # from_pretrained builds on the meta device, where values cannot be checked
+                for name, arguments in settings.items():
+                    place = _find_module(self, name)
+                    primalize(self, lambda n, _, place=place: n == place, **arguments)  # type: ignore[misc]
+
+    # transformers looks up renamed weights of older checkpoints by these.
+    Primal.__name__, Primal.__module__ = model_class.__name__, model_class.__module__
+    model, info = Primal.from_pretrained(folder, **from_pretrained_kwargs, output_loading_info=True)
+    model.__class__ = model_class
+    missing = [n for n in sorted(info["missing_keys"]) if any(part in n for part in ("primal.", "attention", "attn"))]
+    wrong = [*missing, *sorted(info["unexpected_keys"]), *sorted(info["mismatched_keys"])]
+    if wrong:
+        raise ValueError(
+            f"the weights in {folder} do not fit {model_class.__name__}: {len(wrong)} names, first {wrong[0]}"
+        )
+    for name, arguments in settings.items():
+        decay, layer = arguments.get("decay"), model.get_submodule(_find_module(model, name)).primal
+        if decay is not None and not isinstance(decay, str):  # a fixed decay is not saved, and its buffer is empty
+            with torch.no_grad():
+                layer.decay_logit.copy_(torch.as_tensor(decay, dtype=torch.float64).expand(layer.num_heads).logit())
+    return model
+
+
+def _read_settings(folder: Path) -> dict[str, dict[str, Any]]:
+    file = folder / "config.json"
+    try:
+        settings = json.loads(file.read_text()).get(CONFIG_KEY)
+    except FileNotFoundError:
+        raise ValueError(f"{folder} holds no saved model: it has no config.json") from None
+    if not settings:
+        raise ValueError(f"{file} names no Primal-Attention layers: load this model with from_pretrained")
+    for name, arguments in settings.items():
+        feature_map = str(arguments.get("feature_map", ""))
+        if feature_map.startswith("function "):
+            raise ValueError(f"{name} has the {feature_map} as feature map: code is not saved with weights")
+    return settings
+
+
+def _find_module(model: Any, name: str) -> str:
+    """Return the name in this model: a base model may be loaded into one with a head, and the other way round."""
+    prefix = f"{model.base_model_prefix}."
+    present = {n for n, _ in model.named_modules()}
+    for candidate in (name, prefix + name, name.removeprefix(prefix)):
+        if candidate in present:
+            return candidate
+    raise ValueError(f"config.json names the layer {name}, which {type(model).__name__} does not have")

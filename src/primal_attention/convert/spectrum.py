@@ -1,26 +1,31 @@
-"""spectrum: how fast the singular values of a model's attention matrices fall, layer by layer and head by head.
+"""spectrum: singular values of a model's attention matrices, by layer and head.
 
 Softmax: K = softmax(QKᵀ/√p).   Primal: K = φ′_q φ′_kᵀ, from the QR decompositions of its factors, never formed.
+Rows and columns of padding are zero, so they only add zero singular values.
 """
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ksvd.spectrum import cumulative_explained_variance, effective_rank, low_rank_singular_values
+from ..nn.baselines.softmax import SoftmaxAttention
+from ..nn.primal import PrimalAttention
 from ..ops.feature_maps import accumulation_dtype
-from .matrices import Matrix, watching
+from .adapters import Replacement, visible_pairs
 
 
 @dataclass(frozen=True)
 class LayerSpectrum:
-    """The singular values of one layer's attention matrices, (cases, H, N), largest first; zero beyond their number."""
+    """Singular values of one layer's attention matrices, (samples, H, N), largest first, padded with zeros."""
 
     name: str
     kind: str
@@ -28,45 +33,39 @@ class LayerSpectrum:
 
     @property
     def explained(self) -> Tensor:
-        """Cumulative explained variance, (cases, H, N)."""
+        """Cumulative explained variance, (samples, H, N)."""
         return cumulative_explained_variance(self.singular_values)
 
     @property
     def effective_rank(self) -> Tensor:
-        """(cases, H)."""
+        """Effective rank, (samples, H)."""
         return effective_rank(self.singular_values)
 
     def curve(self) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation of the cumulative explained variance over cases and heads, (N,) each."""
+        """Return mean and standard deviation of the explained variance over samples and heads, (N,) each."""
         share = self.explained.flatten(0, 1)
         return share.mean(0), share.std(0, correction=0)
 
     def directions(self, share: float = 0.9) -> float:
-        """How many directions explain this share of the variance, mean over cases and heads."""
-        # Half a rounding error below the share: a matrix of rank r must not need r + 1.
+        """Return the mean number of directions that explain this share of the variance."""
+        # With rounding errors a matrix of rank r must not need r + 1.
         return float(((self.explained < share - 1e-6).sum(-1) + 1).double().mean())
 
 
 class Spectrum(dict[str, LayerSpectrum]):
-    """One `LayerSpectrum` per attention, by its name, in the model's order; str() is a table."""
+    """One `LayerSpectrum` per attention, by name, in the order of the model; str() is a table."""
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """One row per layer and index, for a CSV file, which the report's page can read in a run folder."""
+        """Yield one row per layer and index, for a CSV file."""
         for number, layer in enumerate(self.values()):
             sigma = layer.singular_values / layer.singular_values[..., :1].clamp(min=1e-300)
             relative, value = sigma.flatten(0, 1).mean(0), layer.singular_values.flatten(0, 1).mean(0)
             mean, deviation = layer.curve()
+            columns = {"value": value, "value_over_largest": relative}
+            columns |= {"explained_mean": mean, "explained_deviation": deviation}
             for i in range(mean.shape[0]):
-                yield {
-                    "layer": number,
-                    "name": layer.name,
-                    "kind": layer.kind,
-                    "index": i + 1,
-                    "value": float(value[i]),
-                    "value_over_largest": float(relative[i]),
-                    "explained_mean": float(mean[i]),
-                    "explained_deviation": float(deviation[i]),
-                }
+                row = {"layer": number, "name": layer.name, "kind": layer.kind, "index": i + 1}
+                yield row | {name: float(values[i]) for name, values in columns.items()}
 
     def __str__(self) -> str:
         width = max([len(name) for name in self] + [5])
@@ -78,66 +77,50 @@ class Spectrum(dict[str, LayerSpectrum]):
         return "\n".join(lines)
 
 
-@torch.no_grad()
 def spectrum(
     model: nn.Module, inputs: Any, *, dtype: torch.dtype | None = None, step: Callable[[], object] = lambda: None
 ) -> Spectrum:
-    """Singular values of each layer's and head's attention matrix.
+    """Compute the singular values of each layer's and head's attention matrix.
 
     Args:
         model: with softmax attention (transformers, nn.MultiheadAttention, timm, this library's) or PrimalAttention.
-            It runs in evaluation mode, where it is, and is left as it was.
+            It runs in evaluation mode on its device and is not changed.
         inputs: a batch, or an iterable of batches; a batch is a tensor, a tuple of arguments or a dict of keywords.
-        dtype: in which the values are computed; None is the matrices' own, but at least float32.
+        dtype: of the computation; None is the matrices' own, at least float32.
         step: called after each batch.
 
     Returns:
-        A dict of `LayerSpectrum` by the layers' names.
+        A dict of `LayerSpectrum` by layer name.
     """
-    found: dict[str, list[Tensor]] = {}
+    values: dict[str, list[Tensor]] = {}
     kinds: dict[str, str] = {}
 
-    def seen(name: str, layer: nn.Module, matrix: Matrix) -> None:
-        found.setdefault(name, []).append(singular_values(matrix, dtype).cpu())
+    def collect(name: str, layer: nn.Module, matrix: Matrix) -> None:
+        values.setdefault(name, []).append(matrix.singular_values(dtype).cpu())
         kinds[name] = matrix.kind
 
-    was_training = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with watching(model, seen) as names:
-            if not names:
-                raise ValueError(f"{type(model).__name__} has no softmax attention or Primal-Attention to look at")
-            for batch in batches(inputs):
-                call(model, batch)
-                step()
-    finally:
-        for module, training in was_training.items():
-            module.training = training
-    if not found:
-        raise ValueError("inputs holds no batch, or the model's attentions were not called")
-    return Spectrum({name: LayerSpectrum(name, kinds[name], _stack(found[name])) for name in names if name in found})
+    with record_matrices(model, collect) as names:
+        if not names:
+            raise ValueError(f"{type(model).__name__} has no softmax attention or Primal-Attention")
+        for batch in _batches(inputs):
+            run_model(model, batch)
+            step()
+    if not values:
+        raise ValueError("inputs has no batch, or the model's attentions were not called")
+    return Spectrum({name: LayerSpectrum(name, kinds[name], _stack(values[name])) for name in names if name in values})
 
 
-def singular_values(matrix: Matrix, dtype: torch.dtype | None = None) -> Tensor:
-    """Of K, (B, H, N), zeros behind the last that the factors allow."""
-
-    def widened(t: Tensor | None) -> Tensor:
-        assert t is not None
-        return t.to(dtype or accumulation_dtype(t.dtype))
-
-    if matrix.formed is not None:
-        return torch.linalg.svdvals(widened(matrix.formed))
-    left, right = widened(matrix.left), widened(matrix.right)
-    sigma = low_rank_singular_values(left, right)
-    return F.pad(sigma, (0, left.shape[-2] - sigma.shape[-1]))
+def _stack(parts: list[Tensor]) -> Tensor:
+    longest = max(part.shape[-1] for part in parts)
+    return torch.cat([F.pad(part, (0, longest - part.shape[-1])) for part in parts])
 
 
-def batches(inputs: Any) -> Iterable[Any]:
+def _batches(inputs: Any) -> Iterable[Any]:
     return [inputs] if isinstance(inputs, (Tensor, Mapping, tuple)) else inputs
 
 
-def call(model: nn.Module, batch: Any) -> Any:
-    """The model on a batch, which is moved to the model's device."""
+def run_model(model: nn.Module, batch: Any) -> Any:
+    """Call the model on a batch, which is moved to the model's device."""
     device = next((p.device for p in model.parameters()), None)
 
     def move(value: Any) -> Any:
@@ -148,6 +131,227 @@ def call(model: nn.Module, batch: Any) -> Any:
     return model(*map(move, batch)) if isinstance(batch, tuple) else model(move(batch))
 
 
-def _stack(parts: list[Tensor]) -> Tensor:
-    longest = max(part.shape[-1] for part in parts)
-    return torch.cat([F.pad(part, (0, longest - part.shape[-1])) for part in parts])
+# One head
+
+
+@dataclass(frozen=True)
+class KernelMap:
+    """The matrix of one head on one sequence, without padding, and the share of each landmark in each output."""
+
+    name: str
+    kind: str
+    head: int
+    matrix: Tensor  # (N, N)
+    share: Tensor | None  # (N, landmarks), rows sum to 1; None without landmarks
+
+
+def kernel_map(model: nn.Module, inputs: Any, layer: int = -1, head: int = 0, sample: int = 0) -> KernelMap:
+    """Return the map of a head in a layer (negative: from the end) on one sample of a batch."""
+    matrices: dict[str, tuple[nn.Module, Matrix]] = {}
+    with record_matrices(model, lambda name, module, matrix: matrices.__setitem__(name, (module, matrix))) as names:
+        run_model(model, next(iter(_batches(inputs))))
+        names = [name for name in names if name in matrices]
+        if not -len(names) <= layer < len(names):
+            raise ValueError(f"layer must be an index into the model's {len(names)} attentions (got {layer})")
+        module, matrix = matrices[names[layer]]
+        dense = matrix.dense()
+        for what, index, count in (("head", head, dense.shape[1]), ("sample", sample, dense.shape[0])):
+            if not 0 <= index < count:
+                raise ValueError(f"{what} must be in 0 … {count - 1} (got {index})")
+        shown = dense[sample, head]
+        valid = shown.ne(0).any(dim=0)  # columns of padding are zero
+        share = None
+        if isinstance(module, PrimalAttention) and module.data_dependent:
+            left, right = (factor[sample, head][valid] for factor in (matrix.left, matrix.right))
+            share = landmark_share(module, left, right, head).cpu()
+    return KernelMap(names[layer], matrix.kind, head, shown[valid][:, valid].cpu(), share)
+
+
+def landmark_share(layer: PrimalAttention, phi_q: Tensor, phi_k: Tensor, head: int) -> Tensor:
+    """Return the share of landmark j in the output of token i, (N, n), from the kernel factors (N, n) of a head.
+
+    o_i = Σ_j (A_j ⟨f_j, φ_q(x_i)⟩ + B_j ⟨f_j, φ_k(x_i)⟩) with A_j = W_s[:, :s] w_{e,j} and B_j = W_s[:, s:] w_{r,j}.
+    The share is the length of term j over the sum of the lengths. Biases are not counted.
+    """
+    by_e, by_r = layer.score_proj.weight.split(layer.rank, dim=1)  # (p, s) each
+    a, b = layer.w_e[head] @ by_e.T, layer.w_r[head] @ by_r.T  # (n, p): A_j, B_j
+    squares = phi_q**2 * (a * a).sum(1) + phi_k**2 * (b * b).sum(1) + 2 * phi_q * phi_k * (a * b).sum(1)
+    length = squares.clamp(min=0.0).sqrt()
+    total = length.sum(1, keepdim=True)
+    return length / torch.where(total > 0, total, torch.ones_like(total))
+
+
+# Attention matrices, recorded by hooks
+
+
+class Matrix(NamedTuple):
+    """An attention matrix (B, H, N, N), formed or as factors (B, H, N, p) of K = left @ right.mT."""
+
+    kind: str
+    formed: Any = None
+    left: Any = None
+    right: Any = None
+
+    def dense(self) -> Tensor:
+        return self.left @ self.right.mT if self.formed is None else self.formed  # type: ignore[no-any-return]
+
+    def singular_values(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the singular values, (B, H, N); zeros beyond the rank that the factors allow."""
+        tensors = [t.to(dtype or accumulation_dtype(t.dtype)) for t in self[1:] if t is not None]
+        if self.formed is not None:
+            return torch.linalg.svdvals(tensors[0])
+        sigma = low_rank_singular_values(*tensors)
+        return F.pad(sigma, (0, tensors[0].shape[-2] - sigma.shape[-1]))
+
+
+Record = Callable[[str, nn.Module, Matrix], None]
+
+
+@contextlib.contextmanager
+def record_matrices(model: nn.Module, record: Record) -> Iterator[list[str]]:
+    """Call `record` with every attention matrix inside the context, without gradients and in evaluation mode.
+
+    Yields the names of the attentions.
+    """
+    attentions = list(_find_attentions("", model))
+    modes = {module: module.training for module in model.modules()}
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    with contextlib.ExitStack() as stack:
+        stack.callback(torch.backends.mha.set_fastpath_enabled, fast_path)
+        torch.backends.mha.set_fastpath_enabled(False)  # torch's fused encoder layer does not call the attention
+        for module, training in modes.items():
+            stack.callback(setattr, module, "training", training)
+        model.eval()
+        stack.enter_context(torch.no_grad())
+        for name, module, register in attentions:
+            stack.callback(register(name, module, record).remove)
+        stack.enter_context(_eager_attention(model))
+        yield [name for name, _, _ in attentions]
+
+
+def _find_attentions(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, Callable[..., Any]]]:
+    for is_known, register in HOOKS:
+        if is_known(module):
+            yield name, module, register
+            return
+    for key, child in module.named_children():
+        place = name if isinstance(module, Replacement) else f"{name}.{key}" if name else key
+        yield from _find_attentions(place, child)
+
+
+def _hook_primal(name: str, module: PrimalAttention, record: Record) -> Any:
+    def hook(layer: PrimalAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if kwargs.get("cu_seqlens") is not None:
+            raise ValueError(f"{name}: a packed batch has no single matrix; pass padded batches")
+        mask = args[1] if len(args) > 1 else kwargs.get("key_padding_mask")
+        left, right = layer.kernel_factors(args[0], mask)
+        record(name, layer, Matrix("primal", left=left, right=right))
+
+    return module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _hook_softmax(name: str, module: SoftmaxAttention, record: Record) -> Any:
+    def hook(layer: SoftmaxAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        mask = args[1] if len(args) > 1 else kwargs.get("key_padding_mask")
+        x = args[0] if mask is None else args[0].masked_fill(mask[..., None], 0.0)
+        q, k, _ = layer.project_in(x)
+        scores = q @ k.mT / q.shape[-1] ** 0.5
+        if mask is not None:
+            scores = scores.masked_fill(mask[:, None, None, :], -torch.inf)
+        if layer.causal:
+            later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+            scores = scores.masked_fill(later, -torch.inf)
+        weights = scores.to(accumulation_dtype(scores.dtype)).softmax(-1).nan_to_num(0.0)  # NaN: rows of padding
+        record(name, layer, Matrix("softmax", _zero_padding(weights, mask)))
+
+    return module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _hook_torch(name: str, module: nn.MultiheadAttention, record: Record) -> Any:
+    def hook(layer: nn.MultiheadAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        call = inspect.signature(layer.forward).bind(*args, **kwargs).arguments
+        call.update(need_weights=True, average_attn_weights=False)
+        weights = layer.forward(**call)[1]  # layer() would call this hook again
+        assert weights is not None
+        mask = call.get("key_padding_mask")
+        padding = None if mask is None else mask if mask.dtype == torch.bool else ~visible_pairs(mask)
+        record(name, layer, Matrix("softmax", _zero_padding(weights if weights.ndim == 4 else weights[None], padding)))
+
+    return module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _hook_timm(name: str, module: Any, record: Record) -> Any:
+    """timm's attention does not return its weights: compute them from its maps."""
+
+    def hook(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        q, k, _ = layer.qkv(args[0]).unflatten(-1, (3, layer.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k = (getattr(layer, n, nn.Identity())(t) for n, t in (("q_norm", q), ("k_norm", k)))
+        scores = q @ k.mT * getattr(layer, "scale", q.shape[-1] ** -0.5)
+        mask = args[1] if len(args) > 1 else kwargs.get("attn_mask")
+        if mask is not None:
+            scores = scores.masked_fill(~visible_pairs(mask), -torch.inf)
+        record(name, layer, Matrix("softmax", scores.softmax(-1).nan_to_num(0.0)))
+
+    return module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _hook_transformers(name: str, module: nn.Module, record: Record) -> Any:
+    """Attentions of transformers return their weights if their implementation is "eager"."""
+    signature = inspect.signature(module.forward)
+
+    def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        weights = result[1] if isinstance(result, tuple) and len(result) > 1 else None
+        if not isinstance(weights, Tensor) or weights.ndim != 4 or weights.shape[-1] != weights.shape[-2]:
+            return  # cross-attention, or an implementation without weights
+        call = signature.bind(*args, **kwargs).arguments
+        mask = call.get("attention_mask", call.get("kwargs", {}).get("attention_mask"))
+        padding = None if mask is None else ~visible_pairs(mask)[:, 0, -1] if mask.ndim == 4 else ~mask.bool()
+        record(name, layer, Matrix("softmax", _zero_padding(weights, padding)))
+
+    return module.register_forward_hook(hook, with_kwargs=True)
+
+
+def _is_transformers(module: nn.Module) -> bool:
+    kind = type(module)
+    if not kind.__module__.startswith("transformers.") or "Attention" not in kind.__name__:
+        return False
+    if "Cross" in kind.__name__ or getattr(module, "is_cross_attention", False):
+        return False
+    return not any("Attention" in type(m).__name__ for m in module.modules() if m is not module)
+
+
+def _is_timm(module: nn.Module) -> bool:
+    return isinstance(getattr(module, "qkv", None), nn.Linear) and isinstance(getattr(module, "num_heads", None), int)
+
+
+HOOKS: tuple[tuple[Callable[[nn.Module], bool], Callable[..., Any]], ...] = (
+    (lambda m: isinstance(m, PrimalAttention), _hook_primal),
+    (lambda m: isinstance(m, SoftmaxAttention), _hook_softmax),
+    (lambda m: isinstance(m, nn.MultiheadAttention), _hook_torch),
+    (_is_transformers, _hook_transformers),
+    (_is_timm, _hook_timm),
+)
+
+
+def _zero_padding(weights: Tensor, padding: Tensor | None) -> Tensor:
+    """Zero the rows and columns of padding."""
+    if padding is None:
+        return weights
+    return weights.masked_fill(padding[:, None, :, None] | padding[:, None, None, :], 0.0)
+
+
+@contextlib.contextmanager
+def _eager_attention(model: nn.Module) -> Iterator[None]:
+    """Use the eager attention of transformers inside the context: other implementations return no weights."""
+    changed: list[tuple[Any, str]] = []
+    module: Any
+    for module in model.modules():
+        before = getattr(getattr(module, "config", None), "_attn_implementation", None)
+        if before is not None and hasattr(module, "set_attn_implementation") and before != "eager":
+            module.set_attn_implementation("eager")
+            changed.append((module, before))
+    try:
+        yield
+    finally:
+        for module, before in changed:
+            module.set_attn_implementation(before)

@@ -367,7 +367,7 @@ def _read_place(place: Path, found: Collection, *, is_argument: bool) -> None:
     if "scores" in fields:
         found.runs.append(_summary(content, place))
     elif fields.get("kind") in ("attention", "decode") and "rows" in fields:
-        from primal_attention.bench.saved import check_report
+        from primal_attention.bench.measurement import check_report
 
         found.benches.append((place, check_report(content, place)))
     elif isinstance(fields.get("singular_values"), dict):

@@ -13,17 +13,16 @@ from primal_attention import PrimalAttention, ksvd_loss, load_primalized, primal
 from primal_attention.nn.objective import primal_layers  # noqa: E402
 
 ALL = ENCODERS + DECODERS + IMAGES
+DECAYS = [{"decay": 0.9, "max_length": 64}, {"decay": "learned", "max_length": 64}]
 EXACT = 2e-5  # float32, another order of sums
 
 
 @pytest.mark.parametrize("kind", ALL)
-@pytest.mark.parametrize("layers", ["last", "all"])
-def test_the_model_runs_and_trains(kind, layers) -> None:
-    model = make(kind)
-    call = inputs(kind)
+def test_model_runs_and_trains(kind) -> None:
+    model, call = make(kind), inputs(kind)
     before = output(model, **call)
-    replaced = primalize(model, layers, **SMALL)
-    assert len(replaced) == (1 if layers == "last" else 3)
+    replaced = primalize(model, "all", **SMALL)
+    assert len(replaced) == 3
     assert [f"{name}.primal" for name in replaced] == list(primal_layers(model))
     assert output(model, **call).shape == before.shape
     assert not model.training
@@ -35,60 +34,47 @@ def test_the_model_runs_and_trains(kind, layers) -> None:
     assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
 
 
+MAPS = {
+    "bert": ("self.query", "self.key", "output.dense"),
+    "roberta": ("self.query", "self.key", "output.dense"),
+    "distilbert": ("q_lin", "k_lin", "out_lin"),
+    **dict.fromkeys(("llama", "vit", "deit"), ("q_proj", "k_proj", "o_proj")),
+}
+
+
 @pytest.mark.parametrize("kind", ALL)
 def test_query_key_and_output_weights_are_kept(kind) -> None:
     original, model = make(kind), make(kind)
     (name,) = primalize(model, **SMALL)
     old, new = original.get_submodule(name), model.get_submodule(name).primal
-    q, k, out = {
-        "bert": lambda: (old.self.query, old.self.key, old.output.dense),
-        "roberta": lambda: (old.self.query, old.self.key, old.output.dense),
-        "distilbert": lambda: (old.q_lin, old.k_lin, old.out_lin),
-        "gpt2": lambda: (*_split(old.c_attn), _turned(old.c_proj)),
-        "llama": lambda: (old.q_proj, old.k_proj, old.o_proj),
-        "vit": lambda: (old.q_proj, old.k_proj, old.o_proj),
-        "deit": lambda: (old.q_proj, old.k_proj, old.o_proj),
-    }[kind]()
     x = torch.randn(2, 5, 32)
-    query, key = new.qk_proj(x).chunk(2, dim=-1)
-    wanted = k(x)
+    if kind == "gpt2":
+        q, k, _ = old.c_attn(x).chunk(3, dim=-1)
+        out = old.c_proj(x)
+    else:
+        q, k, out = (old.get_submodule(part)(x) for part in MAPS[kind])
     if kind == "llama":  # two key heads for four query heads: 0, 0, 1, 1
-        wanted = wanted.unflatten(-1, (2, 8)).repeat_interleave(2, dim=-2).flatten(-2)
-    assert_close(query, q(x), EXACT)
-    assert_close(key, wanted, EXACT)
-    assert_close(new.out_proj(x), out(x), EXACT)
+        k = k.unflatten(-1, (2, 8)).repeat_interleave(2, dim=-2).flatten(-2)
+    assert_close(new.qk_proj(x), torch.cat([q, k], dim=-1), EXACT)
+    assert_close(new.out_proj(x), out, EXACT)
 
 
-def _split(conv):
-    return tuple(
-        lambda x, i=i: x @ conv.weight[:, 32 * i : 32 * i + 32] + conv.bias[32 * i : 32 * i + 32] for i in (0, 1)
-    )
+PADDED = [(kind, "right") for kind in ENCODERS + DECODERS] + [(kind, "left") for kind in DECODERS]
 
 
-def _turned(conv):
-    return lambda x: x @ conv.weight + conv.bias
-
-
-@pytest.mark.parametrize("kind", ENCODERS + DECODERS)
+@pytest.mark.parametrize(("kind", "side"), PADDED)  # encoders number their positions from the left
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("side", ["right", "left"])
 def test_padded_equals_single(kind, implementation, side) -> None:
-    if side == "left" and kind in ENCODERS:
-        pytest.skip("encoders number their positions from the left")
     model = make(kind)
     model.set_attn_implementation(implementation)
     primalize(model, "all", **SMALL)
     ids = inputs(kind)["input_ids"]
-    mask = torch.ones_like(ids)
-    hidden = slice(6, None) if side == "right" else slice(0, 3)
-    mask[1, hidden] = 0
-    kept = slice(0, 6) if side == "right" else slice(3, None)
-    call = {}
-    if kind in DECODERS:
-        call = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+    mask, valid = torch.zeros_like(ids), slice(0, 6) if side == "right" else slice(3, None)
+    mask[0], mask[1, valid] = 1, 1
+    call = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if kind in DECODERS else {}
     both = output(model, input_ids=ids, attention_mask=mask, **call)
     assert_close(both[:1], output(model, input_ids=ids[:1]), EXACT)
-    assert_close(both[1:, kept], output(model, input_ids=ids[1:, kept]), EXACT)
+    assert_close(both[1:, valid], output(model, input_ids=ids[1:, valid]), EXACT)
 
 
 @pytest.mark.parametrize("kind", DECODERS)
@@ -125,33 +111,17 @@ def test_a_static_cache_is_refused_in_one_line() -> None:
         model.generate(inputs("gpt2")["input_ids"], max_new_tokens=2, cache_implementation="static", pad_token_id=0)
 
 
-@pytest.mark.parametrize("kind", ALL)
-def test_saved_and_loaded_gives_the_same(kind, tmp_path) -> None:
-    model = make(kind)
-    primalize(model, [0, 2], **SMALL)
+@pytest.mark.parametrize(("kind", "keywords"), [(kind, {}) for kind in ALL] + [("gpt2", d) for d in DECAYS])
+def test_saved_and_loaded_gives_the_same(kind, keywords, tmp_path) -> None:
+    model, call = make(kind), inputs(kind)
+    primalize(model, [0, 2], **SMALL, **keywords)
     model.save_pretrained(tmp_path)
     loaded = load_primalized(type(model), tmp_path)
     assert type(loaded) is type(model)
-    call = inputs(kind)
     assert_close(output(loaded, **call), output(model, **call), EXACT)
-
-
-@pytest.mark.parametrize("decay", [0.9, "learned"])
-def test_decay_survives_saving(decay, tmp_path) -> None:
-    model = make("gpt2")
-    primalize(model, "all", decay=decay, max_length=64, **SMALL)
-    model.save_pretrained(tmp_path)
-    call = inputs("gpt2")
-    assert_close(output(load_primalized(type(model), tmp_path), **call), output(model, **call), EXACT)
-
-
-def test_a_base_model_is_read_into_one_with_a_head(tmp_path) -> None:
-    model = make("bert")
-    primalize(model, **SMALL)
-    model.save_pretrained(tmp_path)
-    headed = load_primalized(hf.BertForSequenceClassification, tmp_path).eval()
-    call = inputs("bert")
-    assert_close(output(headed.bert, **call), output(model, **call), EXACT)
+    if kind == "bert":
+        with_head = load_primalized(hf.BertForSequenceClassification, tmp_path).eval()
+        assert_close(output(with_head.bert, **call), output(model, **call), EXACT)
 
 
 def test_a_checkpoint_that_does_not_fit_is_one_line(tmp_path) -> None:
@@ -183,23 +153,20 @@ def test_cross_attention_is_refused_by_name() -> None:
     assert next(iter(primal_layers(model).values())).causal
 
 
-def test_relative_positions_are_refused_by_name() -> None:
-    sizes = {"vocab_size": 50, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
-    with pytest.raises(
-        ValueError, match=r"SelfAttention \(T5Attention\) cannot be replaced: it adds a bias .*relative"
-    ):
-        primalize(hf.T5EncoderModel(hf.T5Config(**sizes)), **SMALL)
+SIZES = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+T5 = {"vocab_size": 50, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+REFUSED = [
+    ("T5Encoder", "T5", T5, r"SelfAttention \(T5Attention\) cannot be replaced: it adds a bias .*relative"),
+    ("Mistral", "Mistral", {**SIZES, "num_key_value_heads": 2, "sliding_window": 8}, "window of 8 tokens"),
+    ("Llama", "Llama", {**SIZES, "head_dim": 16}, "heads have 64 features and its input 32"),
+    ("Qwen3", "Qwen3", {**SIZES, "num_key_value_heads": 2, "head_dim": 8}, "no adapter knows Qwen3Attention"),
+]
 
 
-def test_windows_and_heads_of_their_own_width_are_refused() -> None:
-    sizes = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
-    sizes |= {"num_key_value_heads": 2, "intermediate_size": 48}
-    with pytest.raises(ValueError, match="window of 8 tokens"):
-        primalize(hf.MistralModel(hf.MistralConfig(**sizes, sliding_window=8)), **SMALL)
-    with pytest.raises(ValueError, match="64 wide together and its input 32"):
-        primalize(hf.LlamaModel(hf.LlamaConfig(**sizes, head_dim=16)), **SMALL)
-    with pytest.raises(ValueError, match="no adapter knows Qwen3Attention"):
-        primalize(hf.Qwen3Model(hf.Qwen3Config(**sizes, head_dim=8)), **SMALL)
+@pytest.mark.parametrize(("model", "config", "sizes", "message"), REFUSED, ids=[row[0] for row in REFUSED])
+def test_unsupported_attentions_are_refused(model, config, sizes, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        primalize(getattr(hf, f"{model}Model")(getattr(hf, f"{config}Config")(**sizes)), **SMALL)
 
 
 def test_a_mask_that_is_no_padding_is_refused_not_ignored() -> None:
@@ -211,20 +178,17 @@ def test_a_mask_that_is_no_padding_is_refused_not_ignored() -> None:
         output(model, input_ids=ids, attention_mask=pattern)
 
 
-def test_positions_of_a_rotary_layer_are_said_to_be_lost() -> None:
-    assert "rotary positions" in str(primalize(make("llama"), **SMALL).report)
-
-
-def test_mixed_biases_start_from_zero() -> None:
+def test_missing_biases_are_zero_and_lost_positions_are_reported() -> None:
     model = make("vit", qkv_bias=False)
     (name,) = primalize(model, **SMALL)
     layer = model.get_submodule(name).primal
     assert isinstance(layer, PrimalAttention)
     assert not layer.qk_proj.bias.any()
     assert layer.out_proj.bias is not None
+    assert "rotary positions" in str(primalize(make("llama"), **SMALL).report)
 
 
-def test_causal_that_contradicts_the_model_is_an_error() -> None:
+def test_arguments_that_contradict_the_model_are_errors() -> None:
     with pytest.raises(ValueError, match=r"causal=True contradicts encoder\.layer\.2"):
         primalize(make("bert"), causal=True, **SMALL)
     with pytest.raises(ValueError, match="decay is for causal attention"):

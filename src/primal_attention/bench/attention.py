@@ -1,0 +1,466 @@
+"""`primal bench attention`: one attention layer with its projections against sequence length.
+
+Implementations of Primal-Attention are checked against the equations in float64 first. Those that fail are not timed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import math
+import warnings
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from primal_attention.bench import measurement
+from primal_attention.bench.measurement import OK, OUT_OF_MEMORY, REFUSED, SKIPPED, Row, UnsupportedError
+from primal_attention.nn.baselines import attention_names, attention_traits, make_attention
+from primal_attention.nn.baselines.softmax import SoftmaxAttention
+from primal_attention.nn.padding import Tokens
+from primal_attention.nn.primal import PrimalAttention
+from primal_attention.ops.landmarks import landmark_indices
+from primal_attention.ops.primal import is_interpreting
+from primal_attention.utils.errors import RunError
+from primal_attention.utils.progress import Progress
+from primal_attention.utils.provenance import installed
+
+PRIMAL_BACKENDS = ("fused", "cpu", "compiled", "reference")
+CHECKED = ("primal", "published")  # kinds that must compute Primal-Attention
+SDPA_BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer and the shape of its input."""
+
+    embed_dim: int
+    num_heads: int
+    batch: int
+    length: int
+    dtype: torch.dtype = torch.float32
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    causal: bool = False
+    data_dependent: bool = True
+    decay: str | float | None = None
+    rank: int = 30
+    landmarks: int = 300
+
+    @property
+    def primal_arguments(self) -> dict[str, Any]:
+        """The keywords of PrimalAttention."""
+        names = ("rank", "landmarks", "data_dependent", "causal", "decay", "device", "dtype")
+        grid = {"max_length": self.length} if self.causal and self.data_dependent else {}
+        return {name: getattr(self, name) for name in names} | grid
+
+
+def make_grid(args: Namespace, lengths: Sequence[int], tokens: int | None = None) -> list[list[Case]]:
+    """Return one list of cases per width, by length. `lengths` and `tokens` are the defaults of the flags."""
+    names = ("device", "causal", "data_dependent", "decay", "rank", "landmarks")
+    layer: dict[str, Any] = {name: getattr(args, name) for name in names} | {"dtype": getattr(torch, args.dtype)}
+    tokens = args.tokens or tokens or 1
+    for width, heads in args.widths:
+        try:
+            build_primal("reference", Case(width, heads, 1, 1, **layer | {"device": torch.device("cpu")}))
+        except (ValueError, TypeError) as error:
+            raise RunError(f"no Primal layer of width {width}:{heads}: {error}") from None
+    return [
+        [Case(width, heads, args.batch or max(1, tokens // n), n, **layer) for n in sorted(args.lengths or lengths)]
+        for width, heads in args.widths
+    ]
+
+
+# Implementations
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """A layer by name. Those of the kinds "primal" and "published" must pass the check before they are timed.
+
+    `build` takes a case and returns a layer; for decoding it takes the cases of all lengths (`decode.Reader`).
+    """
+
+    name: str
+    label: str
+    kind: str
+    build: Callable[[Any], Any]
+
+
+def list_implementations(baselines: bool = False, only: Sequence[str] = ()) -> list[Implementation]:
+    """Return all implementations, or those that `only` names by name or kind."""
+    found = [Implementation("sdpa", "softmax (SDPA)", "softmax", partial(build_baseline, "softmax"))]
+    for backend in SDPA_BACKENDS:
+        label = f"softmax (SDPA, {backend})"
+        found.append(Implementation(f"sdpa-{backend}", label, "softmax", partial(build_sdpa, backend)))
+    if installed("flash-attn-4"):
+        found.append(Implementation("flash-attn-4", "softmax (flash-attn-4)", "softmax", build_flash_attention_4))
+    for backend in PRIMAL_BACKENDS:
+        found.append(
+            Implementation(f"primal-{backend}", f"Primal ({backend})", "primal", partial(build_primal, backend))
+        )
+    found.append(Implementation("published", "Primal (authors' implementation)", "published", build_authors))
+    names = [name for name in attention_names() if name not in ("softmax", "primal")]
+    found += [Implementation(name, name, "baseline", partial(build_baseline, name)) for name in names]
+    return select(found, only, baselines)
+
+
+def select(found: Sequence[Any], only: Sequence[str], baselines: bool) -> list[Any]:
+    """Return the implementations that `only` names, and the baselines if requested; everything but them by default."""
+    names = {i.name for i in found} | {i.kind for i in found}
+    for name in only:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise RunError(f"--only {name} is unknown: {hint}choose from {', '.join(sorted(names))}")
+    wanted = set(only or names - ({i.name for i in found if i.kind == "baseline"} | {"baseline"}))
+    return [i for i in found if {i.name, i.kind} & wanted or (baselines and i.kind == "baseline")]
+
+
+def build_primal(backend: str, case: Case) -> PrimalAttention:
+    if backend == "fused" and case.device.type == "cpu" and is_interpreting():
+        raise UnsupportedError("Triton's interpreter is not timed")
+    return PrimalAttention(case.embed_dim, case.num_heads, backend=backend, **case.primal_arguments)  # type: ignore[arg-type]
+
+
+def build_baseline(name: str, case: Case) -> nn.Module:
+    """Build a baseline with its paper's settings; random features are drawn once."""
+    traits = attention_traits(name)
+    if case.causal and not traits.supports_causal:
+        raise UnsupportedError(f"{name} has no causal form")
+    keywords: dict[str, Any] = {"causal": case.causal, "device": case.device, "dtype": case.dtype}
+    if name == "linformer" or (name == "cosformer" and case.causal):
+        keywords["max_length"] = case.length + 1  # decoding adds a token
+    if traits.stochastic:
+        keywords |= {"seed": 0, "redraw_every": None}
+    return without_checks(make_attention(name, case.embed_dim, case.num_heads, **keywords))
+
+
+def without_checks(layer: nn.Module) -> nn.Module:
+    """Time the mechanism alone."""
+    layer.isolates_non_finite = False  # type: ignore[assignment]
+    return layer
+
+
+def build_sdpa(backend: str, case: Case) -> nn.Module:
+    layer = build_baseline("softmax", case)
+    forward = layer.forward
+
+    def forward_with_backend(x: Tensor) -> Tensor:
+        with sdpa_kernel(SDPA_BACKENDS[backend]):
+            return forward(x)  # type: ignore[no-any-return]
+
+    layer.forward = forward_with_backend  # type: ignore[method-assign]
+    return layer
+
+
+class FlashAttention4(SoftmaxAttention):
+    """Softmax attention by the package flash-attn-4."""
+
+    def mix(self, x: Tensor, tokens: Tokens) -> Tensor:
+        function = importlib.import_module("flash_attn.cute").flash_attn_func
+        q, k, v = (t.transpose(1, 2) for t in self.project_in(x))  # (B, N, H, p)
+        y = function(q, k, v, causal=self.causal)
+        return (y[0] if isinstance(y, tuple) else y).transpose(1, 2)  # type: ignore[no-any-return]
+
+
+def build_flash_attention_4(case: Case) -> nn.Module:
+    keywords: dict[str, Any] = {"causal": case.causal, "device": case.device, "dtype": case.dtype}
+    return without_checks(FlashAttention4(case.embed_dim, case.num_heads, **keywords))
+
+
+class AuthorsPrimal(PrimalAttention):
+    """Primal-Attention as the authors' code computes it: eager, tensor by tensor, the core in float32.
+
+    Padding takes part in f(X) and J; only the output is zeroed there. q and k come from one product instead of two.
+    """
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **keywords)
+        if self.decay_logit is not None or (self.causal and self.data_dependent):
+            raise UnsupportedError("the authors' code has neither decay nor a causal data-dependent mode")
+        self.core_dtype = torch.promote_types(self.w_e.dtype, torch.float32)
+        self.score_proj.to(self.core_dtype)
+        for weight in (self.w_e, self.w_r, self.sqrt_lambda):
+            weight.data = weight.data.to(self.core_dtype)
+
+    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        q, k = (self._split_heads(t) for t in self.qk_proj(x).chunk(2, dim=-1))  # (B, H, N, p)
+        if self.causal:
+            count = torch.arange(1, x.shape[1] + 1, device=x.device, dtype=q.dtype)[:, None]
+            q, k = q.cumsum(dim=2) / count, k.cumsum(dim=2) / count
+        q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+        w_e, w_r = self.w_e[None], self.w_r[None]  # (1, H, p, s)
+        if self.data_dependent:
+            rows = self._split_heads(x)[:, :, landmark_indices(x.shape[1], self.landmarks, x.device)]  # (B, H, n, p)
+            w_e, w_r = (torch.einsum("bhnp,hns->bhps", rows, w) for w in (self.w_e, self.w_r))
+        e, r = q @ w_e, k @ w_r  # (B, H, N, s)
+        if self.training:
+            scale = self.sqrt_lambda[:, None]  # (H, 1, s)
+            energy = (e * scale).square().sum(-1).mean((1, 2)) + (r * scale).square().sum(-1).mean((1, 2))
+            self._objective = 0.5 * energy - torch.einsum("hns,hns->h", self.w_e, self.w_r).mean()  # (B,)
+        heads = self.score_proj(torch.cat([e, r], dim=-1))  # (B, H, N, p)
+        y: Tensor = self.out_proj(heads.transpose(1, 2).flatten(2).to(x.dtype))
+        return y if key_padding_mask is None else y.masked_fill(key_padding_mask.unsqueeze(-1), 0.0)
+
+    def _split_heads(self, t: Tensor) -> Tensor:
+        return t.to(self.core_dtype).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+
+
+def build_authors(case: Case) -> nn.Module:
+    return AuthorsPrimal(case.embed_dim, case.num_heads, **case.primal_arguments)
+
+
+# The work that is timed
+
+
+class Step:
+    """Forward and backward of a layer, or forward only, on random input.
+
+    The gradient of y is given; a layer with an objective J also gets the gradient of mean J². Nothing is accumulated.
+    """
+
+    def __init__(self, layer: nn.Module, case: Case, seed: int = 0, inference: bool = False) -> None:
+        self.layer, self.inference = layer.train(not inference), inference
+        self.x, self.grad_y = random_input(case, seed)
+        self.inputs = (self.x, *(p for p in layer.parameters() if p.requires_grad))
+
+    def forward(self) -> tuple[Tensor, ...]:
+        y = self.layer(self.x)
+        objective = getattr(self.layer, "objective", None)
+        return (y,) if objective is None else (y, F.mse_loss(objective, torch.zeros_like(objective)))
+
+    def backward(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+        return torch.autograd.grad(outputs, self.inputs, (self.grad_y, None)[: len(outputs)], allow_unused=True)
+
+    def __call__(self) -> None:
+        if self.inference:
+            with torch.no_grad():
+                self.layer(self.x)
+        else:
+            self.backward(self.forward())
+
+    def saved_bytes(self) -> int:
+        """Return the bytes saved for backward, parameters excluded. Each storage counts once and as a whole."""
+        parameters = {p.untyped_storage().data_ptr() for p in self.layer.parameters()}
+        storages: dict[int, int] = {}
+
+        def pack(t: Tensor) -> Tensor:
+            if t.device == self.x.device:
+                storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t.detach()  # a node that holds its own output would never be freed
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            outputs = self.forward()
+        total = sum(size for address, size in storages.items() if address not in parameters)
+        self.backward(outputs)
+        return total
+
+
+def random_input(case: Case, seed: int) -> tuple[Tensor, Tensor]:
+    """Return x, which requires its gradient, and the gradient of y."""
+    generator = torch.Generator(case.device).manual_seed(seed)
+    shape = (case.batch, case.length, case.embed_dim)
+    x, grad_y = (torch.empty(shape, device=case.device, dtype=case.dtype) for _ in range(2))
+    for t in (x, grad_y):
+        for row in t:  # a float32 draw of all tokens would be the largest tensor of the step
+            row.copy_(torch.randn(row.shape, generator=generator, device=case.device))
+    return x.requires_grad_(), grad_y
+
+
+# The check
+
+
+SHAPES = ((3, 77), (2, 331))  # odd, below and above the usual number of landmarks
+FLOORS = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 1e-5, torch.float64: 1e-12}
+
+
+class Gate:
+    """Compare output, objective and all gradients of a layer with the equations in float64.
+
+    The RMS error may be 1.2 × that of the eager equations in the same dtype (4 × for results of at most 32 numbers,
+    whose errors scatter), or below a few roundings. NaN fails.
+    """
+
+    def __init__(self, case: Case, seed: int = 1) -> None:
+        self.num_heads = case.num_heads
+        state = build_primal("reference", case).state_dict()
+        # Noise breaks the symmetries of the initialisation.
+        self.weights = {name: value + 0.02 * torch.randn_like(value) for name, value in state.items()}
+        self.samples = []
+        for batch, length in SHAPES:
+            small = dataclasses.replace(case, batch=batch, length=length)
+            x, grad_y = random_input(small, seed)
+            exact = build_primal("reference", dataclasses.replace(small, dtype=torch.float64))
+            exact_results = self._results(exact, x.detach().double().requires_grad_(), grad_y.double())
+            eager_results = self._results(build_primal("reference", small), x, grad_y)
+            self.samples.append((small, x, grad_y, exact_results, eager_results))
+
+    def check(self, build: Callable[[Case], nn.Module]) -> dict[str, Any]:
+        """Return whether the layer passes, and the result whose error is largest relative to what is allowed."""
+        worst, worst_ratio = {}, -math.inf
+        for case, x, grad_y, exact, eager in self.samples:
+            results = self._results(build(case), x, grad_y)
+            for name, expected in exact.items():
+                error, factor = rms_error(results[name], expected), 1.2 if expected.numel() > 32 else 4.0
+                allowed = max(factor * rms_error(eager[name], expected), FLOORS[case.dtype])
+                ratio = error / allowed if math.isfinite(error) else math.inf
+                if ratio > worst_ratio:
+                    worst_ratio = ratio
+                    shown = error if math.isfinite(error) else None  # JSON has no NaN
+                    worst = {"passed": ratio <= 1, "where": name, "error": shown, "allowed": allowed}
+        return worst
+
+    def _results(self, layer: nn.Module, x: Tensor, grad_y: Tensor) -> dict[str, Tensor]:
+        layer.load_state_dict(self.weights, strict=False)
+        y = layer.train()(x)
+        objective: Any = layer.objective
+        tensors = {"x": x, **dict(layer.named_parameters())}
+        # J is a mean over tokens and heads. Undo it, or its gradient drowns in the rounding of the other one.
+        weight = torch.full_like(objective, x.shape[1] * self.num_heads)
+        inputs = tuple(tensors.values())
+        grads = torch.autograd.grad((y, objective), inputs, (grad_y.to(y.dtype), weight), allow_unused=True)
+        results = {"y": y.detach(), "objective": objective.detach()}
+        for (name, value), grad in zip(tensors.items(), grads, strict=True):
+            results[f"∂{name}"] = torch.zeros_like(value) if grad is None else grad
+        return results
+
+
+def rms_error(actual: Tensor, expected: Tensor) -> float:
+    """RMS(error) / RMS(expected); infinite for another shape."""
+    if actual.shape != expected.shape:
+        return math.inf
+    error = (actual.double() - expected.double()).square().mean().sqrt()
+    return float(error / expected.double().square().mean().sqrt().clamp(min=1e-300))
+
+
+# The run
+
+
+def run(args: Namespace, implementations: Sequence[Implementation] | None = None) -> dict[str, Any]:
+    """Measure and return the report, which is also written to `args.file` after each length.
+
+    Args:
+        args: the flags of `primal bench attention`.
+        implementations: instead of those that the flags choose.
+    """
+    chosen = implementations or list_implementations(args.baselines, args.only)
+    is_gpu = args.device.type == "cuda"
+    lengths = (256, 1024, 4096, 16384, 65536) if is_gpu else (256, 1024, 4096)
+    grid = make_grid(args, lengths, tokens=65536 if is_gpu else None)
+    report = measurement.start_report("attention", args) | {"gate": []}
+    rows = report["rows"]
+    checks = sum(i.kind in CHECKED for i in chosen)
+    total = sum(checks + len(chosen) * len(cases) for cases in grid)
+    with Progress(total, "timing") as progress, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a large rank; torch's reasons against each SDPA backend
+        for cases in grid:
+            if any(i.name == "primal-compiled" for i in chosen):
+                torch.compiler.reset()  # Dynamo stops compiling at its limit of graphs per function
+            excluded = check_implementations(chosen, cases[0], args.seed + 1, report["gate"], progress)
+            for case in cases:
+                # All implementations at one length before the next, so that what is compared is measured together.
+                for implementation in chosen:
+                    reason = excluded.get(implementation.name) or too_slow(implementation.name, case, rows, args.limit)
+                    row = new_row(implementation, case, *reason) if reason else measure(implementation, case, args)
+                    rows.append(row)
+                    result = row["status"] if row["seconds"] is None else f"{1e3 * row['seconds']:.3g} ms"
+                    progress.advance(f"{row['label']}, d {case.embed_dim}, N {case.length}: {result}")
+                add_ratios(rows)
+                measurement.write_report(args.file, report)
+    return report
+
+
+def check_implementations(
+    chosen: Sequence[Implementation], case: Case, seed: int, verdicts: list[dict[str, Any]], progress: Progress
+) -> dict[str, tuple[str, str]]:
+    """Append the verdicts at this width; return status and note of the implementations that are not timed."""
+    excluded: dict[str, tuple[str, str]] = {}
+    checked = [i for i in chosen if i.kind in CHECKED]
+    gate = Gate(case, seed) if checked else None
+    for implementation in checked:
+        assert gate is not None
+        try:
+            verdict = gate.check(implementation.build)
+        except Exception as error:  # becomes the note of the row
+            excluded[implementation.name] = measurement.failure(error)
+        else:
+            width = {"embed_dim": case.embed_dim, "num_heads": case.num_heads}
+            verdicts.append({"name": implementation.name, **width, **verdict})
+            if not verdict["passed"]:
+                where, found, allowed = verdict["where"], verdict["error"] or math.nan, verdict["allowed"]
+                note = f"wrong results: error of {where} {found:.1e}, allowed {allowed:.1e}"
+                excluded[implementation.name] = (REFUSED, note)
+        status = excluded.get(implementation.name, ("results are correct", ""))[0]
+        progress.advance(f"{implementation.label}, d {case.embed_dim}, check: {status}")
+    del gate  # its tensors must not count as memory of a layer
+    measurement.free_memory(case.device)
+    return excluded
+
+
+def measure(implementation: Implementation, case: Case, args: Namespace) -> Row:
+    """Measure memory, then time: the pool of a CUDA graph must not exist while memory is counted."""
+    row = new_row(implementation, case, OK)
+    try:
+        torch.manual_seed(args.seed)
+        step = Step(implementation.build(case), case, args.seed, args.inference)
+        step()  # compiles and allocates
+        if not args.inference:
+            row["kept_bytes"] = step.saved_bytes()
+        if case.device.type == "cuda":
+            row["peak_bytes"], row["resident_bytes"] = measurement.peak_bytes(step, case.device)
+        row |= measurement.time_step(step, case.device, args.eager, args.repeats, args.seconds)
+    except Exception as error:  # becomes the note of the row
+        row = new_row(implementation, case, *measurement.failure(error))
+    step = None  # type: ignore[assignment]  # free it before the next one is built
+    measurement.free_memory(case.device)
+    return row
+
+
+def new_row(implementation: Any, case: Case, status: str, note: str = "") -> Row:
+    """Return a row without measurements."""
+    names = {"name": implementation.name, "label": implementation.label, "kind": implementation.kind}
+    sizes = {name: getattr(case, name) for name in ("embed_dim", "num_heads", "batch", "length")}
+    empty = ("seconds", "iqr", "runs", "method", "peak_bytes", "resident_bytes", "kept_bytes")
+    ratios = ("speedup", "peak_ratio", "kept_ratio")
+    return {**names, **sizes, "status": status, "note": note, **dict.fromkeys((*empty, *ratios))}
+
+
+def too_slow(name: str, case: Case, rows: Sequence[Row], limit: float) -> tuple[str, str] | None:
+    """Skip what was too slow or too large at a shorter length."""
+    for row in rows:
+        same = (row["name"], row["embed_dim"], row["num_heads"]) == (name, case.embed_dim, case.num_heads)
+        if same and row["length"] < case.length:
+            if row["seconds"] is not None and row["seconds"] > limit:
+                return SKIPPED, f"{row['seconds']:.1f} s at {row['length']:,} tokens (--limit {limit:g})"
+            if row["status"] == OUT_OF_MEMORY and row["batch"] == case.batch:
+                return OUT_OF_MEMORY, f"did not fit at {row['length']:,} tokens"
+    return None
+
+
+def add_ratios(rows: Sequence[Row]) -> None:
+    """Set the speed relative to SDPA and the bytes relative to SDPA's."""
+    sizes = ("embed_dim", "num_heads", "length")
+    base = {tuple(row[s] for s in sizes): row for row in rows if row["name"] == "sdpa" and row["status"] == OK}
+    for row in rows:
+        sdpa = base.get(tuple(row[s] for s in sizes))
+        if sdpa is not None and row["status"] == OK:
+            row["speedup"] = ratio(sdpa["seconds"], row["seconds"])
+            row["peak_ratio"] = ratio(row["peak_bytes"], sdpa["peak_bytes"])
+            row["kept_ratio"] = ratio(row["kept_bytes"], sdpa["kept_bytes"])
+
+
+def ratio(above: float | None, below: float | None) -> float | None:
+    return above / below if above is not None and below else None

@@ -1,0 +1,498 @@
+"""Adapters: how attention modules of torch, timm and transformers become Primal-Attention.
+
+An adapter finds a module that it knows (`find`), reads the q, k and output weights that are kept (`Projections`), and
+builds the replacement (`Replacement`), which takes the calls of the replaced module and reads their masks. Modules are
+recognised by structure and class name, so nothing here imports timm or transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..nn.primal import PrimalAttention
+
+RELATIVE = "it adds a bias to every pair of tokens (relative positions), and Primal-Attention has no pairs"
+CROSS = "it is cross-attention (queries and keys of different sequences); Primal-Attention is self-attention"
+ROTARY = "rotary positions of this layer are dropped: Primal-Attention does not compare pairs of tokens"
+# Attributes of attentions with relative positions.
+RELATIVE_ATTRIBUTES = (
+    "relative_attention_bias", "has_relative_attention_bias", "relative_position_bias_table", "relative_position_bias",
+    "relative_attention", "rel_pos", "rel_pos_h", "distance_embedding", "pos_key_proj", "linear_pos", "r_r_bias",
+)  # fmt: skip
+Map = tuple[Tensor, Tensor | None]  # weight (out, in) and bias
+
+
+class UnsupportedError(ValueError):
+    """An attention that Primal-Attention cannot replace; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class Projections:
+    """The maps of a softmax attention that Primal-Attention keeps."""
+
+    num_heads: int
+    q: Map
+    k: Map
+    out: Map
+    key_heads: int
+    dropout: float = 0.0
+    causal: bool | None = None  # None: calls decide, so the caller of primalize has to say it
+
+    def __post_init__(self) -> None:
+        width, heads, key_heads = self.embed_dim, self.num_heads, self.key_heads
+        if heads < 1 or width % heads:
+            raise UnsupportedError(f"its width {width} is not divisible by its {heads} heads")
+        if key_heads < 1 or heads % key_heads:
+            raise UnsupportedError(f"its {heads} heads are not divisible by its {key_heads} key heads")
+        if self.q[0].shape[0] != width or self.out[0].shape != (width, width):
+            raise UnsupportedError(f"its heads have {self.q[0].shape[0]} features and its input {width}, not as many")
+        expected = (width // heads * key_heads, width)
+        if self.k[0].shape != expected:
+            raise UnsupportedError(f"its key map has shape {tuple(self.k[0].shape)}, not {expected}")
+
+    @property
+    def embed_dim(self) -> int:
+        return int(self.q[0].shape[1])
+
+    def build(self, **primal_kwargs: Any) -> PrimalAttention:
+        """Return a PrimalAttention with these maps; its other parameters are initialised as usual."""
+        bias = any(b is not None for _, b in (self.q, self.k, self.out))
+        where: dict[str, Any] = {"device": self.q[0].device, "dtype": self.q[0].dtype}
+        layer = PrimalAttention(self.embed_dim, self.num_heads, bias=bias, **where, **primal_kwargs)
+        with torch.no_grad():
+            _copy_maps(layer.qk_proj, self.q, self._repeat_keys())
+            _copy_maps(layer.out_proj, self.out)
+        layer.qk_proj.requires_grad_(self.q[0].requires_grad)
+        layer.out_proj.requires_grad_(self.out[0].requires_grad)
+        return layer
+
+    def _repeat_keys(self) -> Map:
+        """Return the key map with one block of rows per query head (grouped-query attention shares them)."""
+        copies = self.num_heads // self.key_heads
+
+        def repeat(t: Tensor) -> Tensor:
+            return t.unflatten(0, (self.key_heads, -1)).repeat_interleave(copies, dim=0).flatten(0, 1)
+
+        weight, bias = self.k
+        return (weight, bias) if copies == 1 else (repeat(weight), None if bias is None else repeat(bias))
+
+
+def _copy_maps(target: nn.Linear, *maps: Map) -> None:
+    target.weight.copy_(torch.cat([weight for weight, _ in maps]))
+    if target.bias is not None:
+        target.bias.copy_(torch.cat([w.new_zeros(w.shape[0]) if b is None else b for w, b in maps]))
+
+
+@dataclass(frozen=True)
+class Site:
+    """An attention that can be replaced: its kept maps, and the function that wraps the new layer."""
+
+    name: str
+    module: nn.Module
+    projections: Projections
+    wrap: Callable[[PrimalAttention], nn.Module]
+    note: str = ""  # what is lost, for the report
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An attention that cannot be replaced, and why."""
+
+    name: str
+    module: nn.Module
+    reason: str
+
+
+class Replacement(nn.Module):
+    """PrimalAttention behind the call signature of the module that it replaces."""
+
+    batch_dim = 0  # of its input and output
+
+    def __init__(self, primal: PrimalAttention) -> None:
+        super().__init__()
+        self.primal = primal
+
+    def tokens(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """Return the input (B, N, d) and the padding mask (B, N) of a call with these arguments."""
+        raise NotImplementedError
+
+
+def find_site(name: str, module: nn.Module, parent: nn.Module | None) -> Site | Refusal | None:
+    """Return the site of an attention that an adapter knows, the reason against it, or None for other modules."""
+    for adapter in (TorchAdapter, TransformersAdapter, TimmAdapter):
+        try:
+            site = adapter.find(name, module, parent)
+        except UnsupportedError as reason:
+            return Refusal(name, module, str(reason))
+        if site is not None:
+            return site
+    return None
+
+
+def read_linear(module: nn.Module) -> Map:
+    """Return weight and bias of an nn.Linear, or of GPT-2's Conv1D, which stores the transposed weight."""
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    bias: Tensor | None = module.bias  # type: ignore[assignment]
+    return (weight if isinstance(module, nn.Linear) else weight.T), bias
+
+
+def read_maps(q: nn.Module, k: nn.Module, out: nn.Module) -> tuple[Map, Map, Map]:
+    return read_linear(q), read_linear(k), read_linear(out)
+
+
+def read_qk(weight: Tensor, bias: Tensor | None) -> tuple[Map, Map]:
+    """Return the q and k maps of a stacked [q; k; v] map."""
+    (q, k, _), (q_bias, k_bias, _) = weight.chunk(3), (None,) * 3 if bias is None else bias.chunk(3)
+    return (q, q_bias), (k, k_bias)
+
+
+def check_parts(module: nn.Module, known: set[str]) -> None:
+    """Refuse relative positions, and parts that Primal-Attention does not have."""
+    if has_relative_positions(module):
+        raise UnsupportedError(RELATIVE)
+    parts = [name for name, child in module.named_children() if not isinstance(child, nn.Identity)]
+    parts += [name for name, _ in module.named_parameters(recurse=False)]
+    if extra := [name for name in parts if name not in known]:
+        raise UnsupportedError(f"it has {', '.join(extra)}, which Primal-Attention does not have")
+
+
+def has_relative_positions(module: object) -> bool:
+    values = (getattr(module, name, None) for name in RELATIVE_ATTRIBUTES)
+    return any(value is not None and value is not False for value in values)
+
+
+# torch
+
+
+class TorchAdapter:
+    """nn.MultiheadAttention, alone or inside nn.TransformerEncoderLayer and nn.TransformerDecoderLayer."""
+
+    @staticmethod
+    def find(name: str, module: nn.Module, parent: nn.Module | None) -> Site | None:
+        if not isinstance(module, nn.MultiheadAttention):
+            return None
+        is_cross = isinstance(parent, nn.TransformerDecoderLayer) and module is parent.multihead_attn
+        if is_cross or not module._qkv_same_embed_dim:
+            raise UnsupportedError(CROSS)
+        if module.bias_k is not None or module.add_zero_attn:
+            raise UnsupportedError("it appends keys without tokens (add_bias_kv, add_zero_attn)")
+        if type(module) is not nn.MultiheadAttention:
+            raise UnsupportedError(f"{type(module).__name__} may change what nn.MultiheadAttention computes")
+        heads, out = module.num_heads, (module.out_proj.weight, module.out_proj.bias)
+        q, k = read_qk(module.in_proj_weight, module.in_proj_bias)
+        kept = Projections(heads, q, k, out, heads, module.dropout)
+        return Site(name, module, kept, lambda primal: PrimalMultihead(primal, module.batch_first))
+
+    @staticmethod
+    def prepare(model: nn.Module) -> None:
+        """Keep nn.TransformerEncoder from turning padded batches into nested tensors."""
+        for module in model.modules():
+            if isinstance(module, nn.TransformerEncoder):
+                module.use_nested_tensor &= not any(isinstance(m, PrimalMultihead) for m in module.modules())
+
+
+class PrimalMultihead(Replacement):
+    """Replaces nn.MultiheadAttention as self-attention; the returned weights are None."""
+
+    # Read by nn.TransformerEncoderLayer, which then does not take its fused softmax path.
+    in_proj_bias = None
+    _qkv_same_embed_dim = False
+
+    def __init__(self, primal: PrimalAttention, batch_first: bool) -> None:
+        super().__init__(primal)
+        self.batch_first = batch_first
+        self.batch_dim = 0 if batch_first else 1
+        self.embed_dim, self.num_heads = primal.embed_dim, primal.num_heads
+
+    def tokens(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        if not all(other is None or _is_same(other, query) for other in (key, value)):
+            raise ValueError(f"query, key and value must be one tensor: otherwise {CROSS}")
+        if is_causal and not self.primal.causal:
+            raise ValueError("is_causal=True needs a causal layer: primalize(…, causal=True)")
+        padding = padding_from_torch(key_padding_mask, attn_mask, self.primal.causal)
+        if query.ndim == 2:
+            return query[None], None if padding is None else padding[None]
+        return (query if self.batch_first else query.transpose(0, 1)), padding
+
+    def forward(self, query: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        y = self.primal(*self.tokens(query, *args, **kwargs))
+        if query.ndim == 2:
+            return y[0], None
+        return (y if self.batch_first else y.transpose(0, 1)), None
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    return a is b or (a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride())
+
+
+# timm
+
+
+class TimmAdapter:
+    """timm's ViT and DeiT family, by structure: one map `qkv`, one map `proj`, `num_heads`."""
+
+    @staticmethod
+    def find(name: str, module: nn.Module, parent: nn.Module | None) -> Site | None:
+        qkv, proj, heads = (getattr(module, part, None) for part in ("qkv", "proj", "num_heads"))
+        if not (isinstance(qkv, nn.Linear) and isinstance(proj, nn.Linear) and isinstance(heads, int)):
+            return None
+        if "rope" in type(module).__name__.lower():
+            raise UnsupportedError("its calls have rotary positions, which this adapter does not read")
+        check_parts(module, {"qkv", "proj", "attn_drop", "proj_drop", "softmax"})
+        if qkv.out_features != 3 * qkv.in_features:
+            raise UnsupportedError(f"its qkv maps {qkv.in_features} to {qkv.out_features} features, not to three times")
+        dropout = float(getattr(getattr(module, "attn_drop", None), "p", 0.0))
+        kept = Projections(heads, *read_qk(*read_linear(qkv)), read_linear(proj), heads, dropout)
+        proj_drop = getattr(module, "proj_drop", None) or nn.Identity()
+        return Site(name, module, kept, lambda primal: PrimalImageAttention(primal, proj_drop))
+
+
+class PrimalImageAttention(Replacement):
+    """Replaces timm's Attention."""
+
+    def __init__(self, primal: PrimalAttention, proj_drop: nn.Module) -> None:
+        super().__init__(primal)
+        self.num_heads, self.head_dim = primal.num_heads, primal.head_dim
+        self.proj_drop = proj_drop
+
+    def tokens(
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        if is_causal and not self.primal.causal:
+            raise ValueError("is_causal=True needs a causal layer: primalize(…, causal=True)")
+        if attn_mask is None:
+            return x, None
+        visible = visible_pairs(attn_mask)
+        visible = visible[:, 0] if visible.ndim == 4 else visible.reshape(-1, *visible.shape[-2:])
+        return x, padding_from_pairs(visible.expand(x.shape[0], -1, -1), self.primal.causal)
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return self.proj_drop(self.primal(*self.tokens(x, *args, **kwargs)))
+
+
+# transformers
+
+
+class TransformersAdapter:
+    """BERT, RoBERTa and their variants, DistilBERT, GPT-2, ViT, DeiT and decoders like Llama, by class name."""
+
+    @staticmethod
+    def find(name: str, module: Any, parent: nn.Module | None) -> Site | None:
+        kind = type(module)
+        if not kind.__module__.startswith("transformers.") or "Attention" not in kind.__name__:
+            return None
+        is_cross = getattr(module, "is_cross_attention", False) or "Cross" in kind.__name__
+        if is_cross or name.rpartition(".")[2].lower() == "encoder_attn":
+            raise UnsupportedError(CROSS)
+        read = READERS.get(kind.__name__)
+        if read is None:
+            if not any(hasattr(child, "weight") and child.weight.ndim == 2 for child in module.children()):
+                return None  # a container of the attention itself
+            if has_relative_positions(module) or has_relative_positions(getattr(module, "config", None)):
+                raise UnsupportedError(RELATIVE)
+            known = ", ".join(sorted(READERS))
+            raise UnsupportedError(f"no adapter knows {kind.__name__} ({known} are known)")
+        try:
+            kept, wrap = read(module)
+        except AttributeError as missing:
+            raise UnsupportedError(f"this version of transformers builds it differently ({missing})") from None
+        return Site(name, module, kept, wrap, ROTARY if read is _read_projected and kept.causal else "")
+
+
+Reading = tuple[Projections, Callable[[PrimalAttention], nn.Module]]
+
+
+def _read_bert(module: Any) -> Reading:
+    inner, output = module.self, module.output
+    check_parts(inner, {"query", "key", "value", "dropout"})
+    if getattr(inner, "position_embedding_type", None) not in (None, "absolute"):
+        raise UnsupportedError(RELATIVE)
+    maps, heads = read_maps(inner.query, inner.key, output.dense), inner.num_attention_heads
+    causal = bool(getattr(inner, "is_causal", False) or getattr(inner, "is_decoder", False))
+    kept = Projections(heads, *maps, heads, inner.dropout.p, causal)
+    return kept, lambda primal: PrimalBert(primal, getattr(inner, "layer_idx", None), output)
+
+
+def _read_distilbert(module: Any) -> Reading:
+    check_parts(module, {"q_lin", "k_lin", "v_lin", "out_lin", "dropout"})
+    maps = read_maps(module.q_lin, module.k_lin, module.out_lin)
+    return Projections(module.n_heads, *maps, module.n_heads, module.dropout.p, False), PrimalHF
+
+
+def _read_gpt2(module: Any) -> Reading:
+    check_parts(module, {"c_attn", "c_proj", "attn_dropout", "resid_dropout"})
+    heads, qk = module.num_heads, read_qk(*read_linear(module.c_attn))
+    kept = Projections(heads, *qk, read_linear(module.c_proj), heads, module.attn_dropout.p, True)
+    return kept, lambda primal: PrimalGPT2(primal, module.layer_idx, module.resid_dropout)
+
+
+def _read_projected(module: Any) -> Reading:
+    """ViT, DeiT, and decoders like Llama, whose key heads may be shared."""
+    check_parts(module, {"q_proj", "k_proj", "v_proj", "o_proj"})
+    window = getattr(module, "sliding_window", getattr(module.config, "sliding_window", None))
+    if window is not None:
+        raise UnsupportedError(f"it attends within a window of {window} tokens, which Primal-Attention cannot do")
+    heads, groups = module.config.num_attention_heads, getattr(module, "num_key_value_groups", 1)
+    causal, dropout = bool(getattr(module, "is_causal", False)), float(getattr(module, "attention_dropout", 0.0))
+    maps = read_maps(module.q_proj, module.k_proj, module.o_proj)
+    kept = Projections(heads, *maps, heads // groups, dropout, causal)
+    return kept, lambda primal: PrimalHF(primal, getattr(module, "layer_idx", None))
+
+
+READERS: dict[str, Callable[[Any], Reading]] = {
+    **dict.fromkeys(("BertAttention", "RobertaAttention", "XLMRobertaAttention", "CamembertAttention"), _read_bert),
+    "DistilBertSelfAttention": _read_distilbert,
+    "GPT2Attention": _read_gpt2,
+    **dict.fromkeys(("ViTAttention", "DeiTAttention"), _read_projected),
+    **dict.fromkeys(("LlamaAttention", "MistralAttention", "Qwen2Attention"), _read_projected),
+}
+
+
+class PrimalHF(Replacement):
+    """Replaces an attention that returns (output, weights); the weights are None.
+
+    With a cache (generation) the state of the layer, whose size is constant, replaces keys and values.
+    """
+
+    def __init__(self, primal: PrimalAttention, layer_idx: int | None = None) -> None:
+        super().__init__(primal)
+        self.layer_idx = layer_idx
+        self.is_causal = primal.causal
+
+    def tokens(
+        self, hidden_states: Tensor, attention_mask: Any = None, past_key_values: Any = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        if kwargs.get("encoder_hidden_states") is not None:
+            raise ValueError(f"encoder_hidden_states given to a self-attention: {CROSS}")
+        return hidden_states, padding_from_transformers(attention_mask, hidden_states.shape[1], self.primal.causal)
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Any = None, past_key_values: Any = None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        x, padding = self.tokens(hidden_states, attention_mask=attention_mask, **kwargs)
+        if past_key_values is None or not self.primal.causal:
+            return self.primal(x, padding), None
+        from .hf_cache import slot
+
+        cached = slot(past_key_values, self.layer_idx)
+        y, cached.state = self.primal(x, padding, state=cached.state, return_state=True)
+        cached.length += x.shape[1]
+        return y, None
+
+
+class PrimalBert(PrimalHF):
+    """Replaces BertAttention: self-attention, then `output`, whose linear map is now `out_proj`."""
+
+    def __init__(self, primal: PrimalAttention, layer_idx: int | None, output: nn.Module) -> None:
+        super().__init__(primal, layer_idx)
+        self.output = output
+        self.output.dense = nn.Identity()
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        y, _ = super().forward(hidden_states, *args, **kwargs)
+        return self.output(y, hidden_states), None
+
+
+class PrimalGPT2(PrimalHF):
+    """Replaces GPT2Attention, whose second argument is the cache and whose output passes a dropout."""
+
+    def __init__(self, primal: PrimalAttention, layer_idx: int | None, resid_dropout: nn.Module) -> None:
+        super().__init__(primal, layer_idx)
+        self.resid_dropout = resid_dropout
+
+    def tokens(  # type: ignore[override]
+        self, hidden_states: Tensor, past_key_values: Any = None, attention_mask: Any = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        return super().tokens(hidden_states, attention_mask, **kwargs)
+
+    def forward(  # type: ignore[override]
+        self, hidden_states: Tensor, past_key_values: Any = None, attention_mask: Any = None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        y, _ = super().forward(hidden_states, attention_mask, past_key_values, **kwargs)
+        return self.resid_dropout(y), None
+
+
+# Masks. Primal-Attention has no pairs of tokens: a mask must be padding, the causal order, or both. Others are refused.
+
+OTHER_MASK = (
+    "the attention mask is neither padding nor the causal order (packed sequences, a window, a bias?): "
+    "Primal-Attention cannot apply it"
+)
+CAUSAL_MASK = "the attention mask is causal and the Primal-Attention is not: primalize(…, causal=True)"
+HIDDEN = -1e4  # an added score that hides a pair
+
+
+def _can_check(mask: Tensor) -> bool:
+    """Return whether the values can be read: not under torch.compile or CUDA-graph capture."""
+    return not (torch.compiler.is_compiling() or (mask.is_cuda and torch.cuda.is_current_stream_capturing()))
+
+
+def visible_pairs(mask: Tensor) -> Tensor:
+    """Return True at visible pairs, of a mask that is bool in this sense or added to the scores."""
+    if mask.dtype == torch.bool:
+        return mask
+    hidden = mask <= HIDDEN
+    if _can_check(mask) and bool((mask.masked_fill(hidden, 0) != 0).any()):
+        raise ValueError("the attention mask adds a bias to the scores: Primal-Attention has no scores of pairs")
+    return ~hidden
+
+
+def padding_from_pairs(visible: Tensor, causal: bool) -> Tensor:
+    """Return the padding among the last Nq keys, (B, Nq), of visible pairs (B, Nq, Nk)."""
+    queries, keys = visible.shape[-2:]
+    if queries > keys:
+        raise ValueError(f"the attention mask has fewer keys than queries ({keys} and {queries}): {OTHER_MASK}")
+    valid = visible[:, -1]  # the last token sees everything but padding, causal or not
+    own = valid[:, keys - queries :]
+    if _can_check(visible):
+        full = valid[:, None].expand_as(visible)
+        order = torch.ones(queries, keys, dtype=torch.bool, device=visible.device).tril(keys - queries)
+        is_padding = ~own[:, :, None]  # rows of padding may see anything
+        if not bool(((full & order if causal else full) == visible).logical_or(is_padding).all()):
+            is_causal = not causal and bool(((full & order) == visible).logical_or(is_padding).all())
+            raise ValueError(CAUSAL_MASK if is_causal else OTHER_MASK)
+    return ~own
+
+
+def padding_from_transformers(mask: Any, tokens: int, causal: bool) -> Tensor | None:
+    """Return the padding (B, N) of a mask of transformers: None, (B, Nk), or (B, 1, N, Nk)."""
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor):
+        raise ValueError(f"the attention mask is a {type(mask).__name__}: set the model's attention to sdpa or eager")
+    if mask.ndim == 2:  # 1 at tokens
+        return ~mask[:, -tokens:].bool()
+    if mask.ndim != 4 or mask.shape[-2] != tokens:
+        raise ValueError(f"the attention mask must have shape (B, N) or (B, 1, N, N) (got {tuple(mask.shape)})")
+    visible = visible_pairs(mask)
+    padding = padding_from_pairs(visible[:, 0], causal)
+    if visible.shape[1] > 1 and _can_check(visible) and not bool((visible == visible[:, :1]).all()):
+        raise ValueError(f"the heads have different masks: {OTHER_MASK}")
+    return padding
+
+
+def padding_from_torch(key_padding_mask: Tensor | None, attn_mask: Tensor | None, causal: bool) -> Tensor | None:
+    """Return the padding of the two masks of nn.MultiheadAttention, where True hides."""
+    if attn_mask is not None:
+        visible = ~attn_mask if attn_mask.dtype == torch.bool else visible_pairs(attn_mask)
+        hidden = padding_from_pairs(visible if visible.ndim == 3 else visible[None], causal)
+        if _can_check(hidden) and bool(hidden.any()):
+            raise ValueError(f"{OTHER_MASK}; padding goes into key_padding_mask")
+    if key_padding_mask is None or key_padding_mask.dtype == torch.bool:
+        return key_padding_mask
+    return ~visible_pairs(key_padding_mask)

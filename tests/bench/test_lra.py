@@ -1,0 +1,56 @@
+"""Training steps on Long-Range Arena: the authors' layers compute the same losses, and results are stored."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from primal_attention.bench import lra, measurement
+from primal_attention.bench.attention import AuthorsPrimal
+from primal_attention.cli.bench import main
+from primal_attention.utils.files import read_json
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _small_tasks(monkeypatch):
+    monkeypatch.setitem(lra.TASKS, "image", lra.Task(32, 20, 3))
+    monkeypatch.setitem(lra.TASKS, "retrieval", lra.Task(32, 20, 2, filled=0.5, pairs=True))
+
+
+def test_authors_layers_give_the_same_losses_without_padding():
+    ours, theirs = (lra.Step("image", name, CPU, 4) for name in ("primal", lra.PUBLISHED))
+    assert sum(isinstance(m, AuthorsPrimal) for m in theirs.model.modules()) == 2
+    theirs.model.load_state_dict(ours.model.state_dict())
+    for step in (ours, theirs):
+        for module in step.model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+    for a, b in zip(ours.losses(), theirs.losses(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_step_updates_weights_and_drops_its_graph():
+    step = lra.Step("retrieval", lra.PUBLISHED, CPU, 2)
+    before = step.model.head[0].weight.clone()
+    step()
+    assert not torch.equal(before, step.model.head[0].weight)
+    assert [m.objective for m in step.model.modules() if isinstance(m, AuthorsPrimal)] == [None, None]
+
+
+def test_results_are_measured_once(tmp_path, monkeypatch, capsys):
+    usual = measurement.time_step
+    monkeypatch.setattr(measurement, "time_step", lambda *a, **k: usual(*a, **k, seconds=0.01))
+    words = ["lra", "--tasks", "image", "--models", "softmax", "primal+", "--batch-size", "2", "--device", "cpu"]
+    assert main([*words, "--results", str(tmp_path)]) == 0
+    assert "s eager per 1000 steps" in capsys.readouterr().err
+    softmax, primal = (read_json(lra.result_file(tmp_path, "image", name)) for name in ("softmax", "primal+"))
+    assert softmax["eager"] > 0
+    assert primal["graph"] is None  # on a GPU only
+    assert primal["command"].startswith("primal bench lra --tasks image")
+    assert {"commit", "versions", "hardware", "date", "device", "torch"} <= set(primal)
+    assert main([*words, "--results", str(tmp_path)]) == 0
+    assert capsys.readouterr().err == ""
+    assert main(["lra", "--models", "lstm"]) == 2
+    assert "--models lstm is unknown" in capsys.readouterr().err
