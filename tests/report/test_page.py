@@ -51,7 +51,7 @@ def test_a_page_of_runs_benchmark_and_demo(runs: Path, tmp_path: Path, capsys):
     assert "the paper: 98.4" in text
     assert text.count("primal train uea/JapaneseVowels") >= 4
     assert "model.embed_dim: 16" in text
-    assert "the machine had other work" in text  # the benchmark was disturbed: the page must not hide it
+    assert "the machine was busy" in text  # the benchmark was disturbed: the page must not hide it
     assert 'class="note"' not in text
 
 
