@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from primal_attention.train import folder as run_folder
+from primal_attention.train import checkpoint
 from primal_attention.train.config import override, to_plain
 from primal_attention.train.uea import UEARecipe, paper_recipe
 from primal_attention.utils.files import write_csv, write_json
@@ -27,7 +27,7 @@ def summary(label: str, seed: int, accuracy: float) -> dict[str, Any]:
     primal = label.startswith("primal")
     return {
         "recipe": RECIPE,
-        "format": run_folder.FORMAT,
+        "format": checkpoint.FORMAT,
         "version": "0",
         "benchmark": "uea",
         "label": label,
@@ -52,7 +52,8 @@ def summary(label: str, seed: int, accuracy: float) -> dict[str, Any]:
 def put_run(place: Path, label: str, seed: int, accuracy: float, **changes: Any) -> Path:
     """A finished run folder without weights."""
     told = recipe(label, seed, **changes)
-    run_folder.write(place, told, name=RECIPE, command=f"primal train {RECIPE} --seed {seed}")
+    command = f"primal train {RECIPE} --seed {seed}"
+    checkpoint.write_config(place, told, checkpoint.Plan(1), name=RECIPE, command=command)
     rows = []
     for epoch in range(1, EPOCHS + 1):
         row = {"epoch": epoch, "step": epoch, "lr": 1e-3, "task_loss": 2.0 / epoch}

@@ -32,7 +32,7 @@ import page_cases  # noqa: E402
 from primal_attention.cli import main as cli  # noqa: E402
 from primal_attention.data import uea  # noqa: E402
 from primal_attention.data.uea import SeriesData, Split  # noqa: E402
-from primal_attention.train import registry, runner  # noqa: E402
+from primal_attention.train import loop, registry  # noqa: E402
 from primal_attention.train.config import override  # noqa: E402
 
 Damage = Callable[[Path], object]
@@ -236,14 +236,14 @@ def flip_byte(file: Path) -> None:
 
 CHECKPOINT: dict[str, Damage] = {
     **{name: damage for name, damage in GENERIC.items() if name not in ("pipe", "larger-than-memory", "folder")},
-    "pickled-object": lambda file: torch.save({"state_dict": Payload(), "callbacks": {}}, file),
+    "pickled-object": lambda file: torch.save({"state_dict": Payload(), "run": {}}, file),
     "a-list": lambda file: torch.save([1, 2], file),
     "no-content": lambda file: torch.save({}, file),
     "flipped-byte": flip_byte,
     "without-weights": checkpoint(lambda content: content.pop("state_dict") and None),
     "without-optimizer": checkpoint(lambda content: content.pop("optimizer_states") and None),
-    "without-callbacks": checkpoint(lambda content: content.update(callbacks={})),
-    "text-for-epoch": checkpoint(lambda content: content.update(epoch="many")),
+    "without-progress": checkpoint(lambda content: content.update(run={})),
+    "text-for-step": checkpoint(lambda content: content.update(global_step="many")),
     "other-model": checkpoint(lambda content: content.update(state_dict={"weight": torch.zeros(2)})),
 }
 
@@ -277,7 +277,7 @@ def make_run(home: Path) -> None:
     draw = np.random.default_rng(0)
     halves = [Split([draw.standard_normal((9, 2)) for _ in range(8)], np.arange(8) % 2) for _ in range(2)]
     uea.save_npz(SeriesData("Toy", *halves, ("a", "b")), home)
-    runner.train(override(registry.get("uea/Toy"), {**SMALL, "data.folder": home}), home / "run", name="uea/Toy")
+    loop.train(override(registry.get("uea/Toy"), {**SMALL, "data.folder": home}), home / "run", name="uea/Toy")
     shutil.copytree(home / "run", home / "stopped")
     (home / "stopped" / "summary.json").unlink()
 
@@ -287,7 +287,7 @@ def make_language(home: Path) -> None:
         articles = [f" = {split} {i} = \n\nThe cat {i} sat on the mat of {split} for days.\n" for i in range(count)]
         (home / f"wiki.{split}.txt").write_text("".join(articles))
     recipe = override(registry.get("lm/wikipedia"), {**SMALL, **LANGUAGE, "data.folder": home})
-    runner.train(recipe, home / "run", name="lm/wikipedia")
+    loop.train(recipe, home / "run", name="lm/wikipedia")
     (home / "prompt.txt").write_text("The café cat")
 
 

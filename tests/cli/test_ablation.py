@@ -11,7 +11,7 @@ import toy
 
 from primal_attention.cli.table import without_r_scores
 from primal_attention.nn.primal import PrimalAttention
-from primal_attention.train import runner
+from primal_attention.train import loop as runner
 from primal_attention.train.uea import ClassifierConfig, make_model
 
 

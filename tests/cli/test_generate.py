@@ -11,7 +11,8 @@ import torch
 from primal_attention.cli import main as cli
 from primal_attention.cli.generate import TextStream
 from primal_attention.data.lm import SubwordVocabulary, WordVocabulary
-from primal_attention.train import registry, runner
+from primal_attention.train import loop as runner
+from primal_attention.train import registry
 from primal_attention.train.config import override
 from primal_attention.train.lm import load_language
 

@@ -187,7 +187,7 @@ def test_a_terminal_without_greek_letters_gets_question_marks():
 
 
 def test_a_run_folder_with_other_bytes_is_one_line(tmp_path: Path, capsys):
-    from primal_attention.train import runner
+    from primal_attention.train import loop as runner
 
     (tmp_path / "config.yaml").write_bytes(b"\xff\xfe")
     code, _, err = run(capsys, "evaluate", str(tmp_path))

@@ -11,7 +11,7 @@ import toy
 from closeness import assert_close
 from primal_attention.nn.baselines.softmax import SoftmaxAttention
 from primal_attention.report import look
-from primal_attention.train import runner
+from primal_attention.train import loop as runner
 
 
 def test_j_of_a_data_set_needs_no_dropout_and_changes_nothing(toy_folder: Path):

@@ -15,7 +15,8 @@ from primal_attention.cli import main as cli
 from primal_attention.cli import replay
 from primal_attention.data import d4rl as data
 from primal_attention.report import paper_d4rl as paper
-from primal_attention.train import d4rl, registry, rollout, runner
+from primal_attention.train import d4rl, registry, rollout
+from primal_attention.train import loop as runner
 from primal_attention.train.config import override
 from primal_attention.train.d4rl import ContextBatches
 from primal_attention.utils.errors import RunError
@@ -336,7 +337,7 @@ def shelf(run, tmp_path):
 
 def set_flags() -> list[str]:
     """What the small runs change, as the table's command takes it."""
-    skip = ("trainer.progress", "trainer.tensorboard", "trainer.accelerator")
+    skip = ("trainer.progress", "trainer.logger", "trainer.accelerator")
     changes = {k: v for k, v in SMALL.items() if k not in skip}
     return ["--set", *(f"{k}={v}" for k, v in changes.items()), "evaluation.while_training=true"]
 

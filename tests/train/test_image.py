@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from power_cut import assert_resumes_to_the_same
+from faults import assert_resumes_to_the_same
 
 from image_files import spoil, write
 from primal_attention.cli import table
@@ -16,7 +16,8 @@ from primal_attention.convert.sources import load
 from primal_attention.convert.spectrum import spectrum
 from primal_attention.data import image as image_crops
 from primal_attention.data import image as images
-from primal_attention.train import registry, runner
+from primal_attention.train import loop as runner
+from primal_attention.train import registry
 from primal_attention.train.config import override
 from primal_attention.train.image import (
     AUGMENT,

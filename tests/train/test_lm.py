@@ -17,7 +17,8 @@ from primal_attention.cli import table
 from primal_attention.cli.table import LINEUP
 from primal_attention.data.lm import SubwordVocabulary, TextSplit
 from primal_attention.train import lm as language
-from primal_attention.train import registry, runner
+from primal_attention.train import loop as runner
+from primal_attention.train import registry
 from primal_attention.train.config import override
 from primal_attention.train.grid import QUIET, Plan, Shelf, missing, run_job
 from primal_attention.train.lm import LanguageRecipe, MeasuredWindows, TrainingWindows, load_language

@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from power_cut import assert_resumes_to_the_same
+from faults import assert_resumes_to_the_same
 
 from primal_attention.data.lra import listops, pathfinder
 from primal_attention.data.lra.tokens import TokenData, TokenSplit
-from primal_attention.train import lra, registry, runner
+from primal_attention.train import loop as runner
+from primal_attention.train import lra, registry
 from primal_attention.train.config import override
 from primal_attention.train.lra import SHORT, TASKS, LRARecipe, build_from, paper_recipe, short_recipe
 from primal_attention.utils.errors import DataError, RunError
@@ -205,7 +206,7 @@ SPLIT = """
 import sys
 from pathlib import Path
 import test_lra
-from primal_attention.train import runner
+from primal_attention.train import loop as runner
 
 folder, out = map(Path, sys.argv[1:])
 shared = {"trainer__devices": 2, "trainer__context": 2, "trainer__strategy": "ddp"}

@@ -12,9 +12,10 @@ import torch
 
 from primal_attention.data.lra import listops
 from primal_attention.models.lra import LRAClassifier
-from primal_attention.train import compiling, runner
+from primal_attention.train import loop as runner
 from primal_attention.train.config import TrainerConfig, from_plain, override
 from primal_attention.train.lra import LRARecipe, short_recipe
+from primal_attention.train.task import compiles
 from primal_attention.utils.errors import RunError
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -78,13 +79,13 @@ def test_a_compiled_training_is_the_training(
 def test_where_auto_compiles(monkeypatch: pytest.MonkeyPatch):
     recipe = short_recipe("text").trainer
     assert recipe.compile == "auto"
-    assert not compiling.suits(override(recipe, {"accelerator": "cpu"}))
+    assert not compiles(override(recipe, {"accelerator": "cpu"}))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert compiling.suits(recipe)
+    assert compiles(recipe)
     for other in ({"accelerator": "cpu"}, {"devices": 2, "strategy": "ddp"}, {"deterministic": True}):
-        assert not compiling.suits(override(recipe, other))
-        assert compiling.suits(override(recipe, {**other, "compile": "on"}))
-    assert not compiling.suits(TrainerConfig())
+        assert not compiles(override(recipe, other))
+        assert compiles(override(recipe, {**other, "compile": "on"}))
+    assert not compiles(TrainerConfig())
 
 
 def test_older_configurations_and_plain_yaml_say_true_and_false():

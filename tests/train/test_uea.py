@@ -11,7 +11,8 @@ import yaml
 
 from primal_attention.data.edges import edge_holdout
 from primal_attention.data.uea import PrincipalChannels
-from primal_attention.train import folder, runner
+from primal_attention.train import checkpoint as folder
+from primal_attention.train import loop as runner
 from primal_attention.train.config import from_plain, to_plain
 from primal_attention.train.uea import UEARecipe, build_from
 
@@ -49,7 +50,7 @@ def test_a_run_folder_from_before_the_flags_is_what_it_was(toy_folder: Path, tmp
         part, field = name.split("__")
         del config["config"][part][field]
     file.write_text(yaml.safe_dump(config))
-    _, recipe = folder.read(tmp_path / "run")
+    _, recipe = folder.read_run(tmp_path / "run")
     assert not recipe.data.principal
     assert runner.evaluate(tmp_path / "run")[""]["accuracy"] == summary["scores"]["last"]["accuracy"]
 

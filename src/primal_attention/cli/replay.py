@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from primal_attention.cli.flags import parse
 from primal_attention.report.headline import in_full
-from primal_attention.train import checkpoint, d4rl, loop
+from primal_attention.train import checkpoint, d4rl, distributed, loop
 from primal_attention.train.config import to_plain
 from primal_attention.train.d4rl import measure
 from primal_attention.utils.errors import RunError
@@ -70,7 +70,7 @@ def replay(folder: Path, evaluation: d4rl.EvaluationConfig, *, progress: bool = 
     data = summary["data"]
     model = d4rl.make_model(recipe.resolved().model, data["state_dim"], data["action_dim"])
     loop.load_weights(model, folder / "model.safetensors")
-    score = measure(model.to(loop.pick_device(recipe.trainer)), recipe.game(), recipe.trainer.precision)
+    score = measure(model.to(distributed.pick_device(recipe.trainer)), recipe.game(), recipe.trainer.precision)
     if "score" not in summary["scores"]["last"]:
         summary["scores"]["last"].update(score)
         summary["test"] = score
