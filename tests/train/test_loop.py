@@ -186,7 +186,7 @@ def test_losses_and_scores_reach_the_loggers(name: str, toy_folder: Path, tmp_pa
     recipe = toy.recipe(toy_folder, trainer__logger=("csv", name), trainer__epochs=2)
     cut_off(recipe, tmp_path / "run", step=6)
     loop.train(recipe, tmp_path / "run", resume=True)
-    wanted = {"task_loss", "J/encoder.blocks.0.attention", "lr", "samples_per_second", "test_accuracy"}
+    wanted = {"task_loss", "J_encoder.blocks.0.attention", "lr", "samples_per_second", "test_accuracy"}
     assert [step for keys, step in logged if wanted <= keys] == [4, 8]
     found = [p for p in (tmp_path / "run").rglob("*") if p.is_file() and {name, "mlruns"} & set(p.parts)]
     assert found, "nothing was written"

@@ -22,7 +22,6 @@ import io
 import os
 import shutil
 import socket
-import typing
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -339,29 +338,13 @@ class State:
     logger_ids: dict[str, str] = field(default_factory=dict)
 
 
-class _HashingFile:
-    """A file that hashes what is written to it."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self.file, self.hash = file, hashlib.sha256()
-
-    def write(self, data: bytes) -> int:
-        self.hash.update(data)
-        return self.file.write(data)
-
-    def flush(self) -> None:
-        self.file.flush()
-
-
 def save_checkpoint(path: Path, content: Mapping[str, Any], *, keep: Path | None = None) -> None:
     """Write a checkpoint with its checksum; a file that it replaces is renamed to `keep`."""
-
-    def write(file: IO[bytes]) -> None:
-        hashing = _HashingFile(file)
-        torch.save(content, typing.cast(IO[bytes], hashing))
-        file.write(TRAILER + hashing.hash.hexdigest().encode() + b"\n")
-
-    write_atomically(path, write, keep=keep)
+    buffer = io.BytesIO()  # a file that runs Python code would turn Ctrl-C into an error of torch.save
+    torch.save(content, buffer)
+    data = buffer.getbuffer()
+    trailer = TRAILER + hashlib.sha256(data).hexdigest().encode() + b"\n"
+    write_atomically(path, lambda file: file.write(data) + file.write(trailer), keep=keep)
     sync_folder(path.parent)
 
 

@@ -137,6 +137,12 @@ def make_fabric(config: TrainerConfig) -> Any:
         raise RunError(" ".join(str(error).split())) from error
 
 
+def kill_children(fabric: Any) -> None:
+    """End the processes that Fabric started, if any."""
+    for process in getattr(fabric.strategy.launcher, "procs", ()):
+        process.kill()
+
+
 def pick_device(config: TrainerConfig) -> torch.device:
     """Return the device of a single-process evaluation."""
     if config.accelerator in ("auto", "gpu") and torch.cuda.is_available():

@@ -18,7 +18,7 @@ from primal_attention.nn.baselines.random_buffers import draw_counts, restore_dr
 from primal_attention.train import checkpoint, distributed
 from primal_attention.train.batches import derive_seed
 from primal_attention.train.checkpoint import State
-from primal_attention.train.config import Recipe
+from primal_attention.train.config import Recipe, require
 from primal_attention.train.cuda_graph import GROUP, RecordedStep, records_steps
 from primal_attention.train.logs import Row, RunLog, Summary, merge, summarize
 from primal_attention.train.optimizer import (
@@ -57,6 +57,8 @@ def train(
     Returns:
         The content of summary.json.
     """
+    import lightning.fabric  # noqa: F401 (before anything is written: it takes seconds, and may be missing)
+
     main = distributed.is_main()
     about = {"name": name, "command": command, "commit": commit}
     with checkpoint.lock_folder(folder, restarted=distributed.restarted()) if main else nullcontext():
@@ -131,8 +133,8 @@ class Training:
         self.stop = distributed.StopRequest()
         self.recorded: RecordedStep | None = None
         self.log = RunLog(title, recipe.trainer, folder)
-        if self.config.early_stop and experiment.select is None:
-            raise RunError("trainer.early-stop needs validation samples to judge by: add --protocol validation")
+        needs_selection = self.config.early_stop and experiment.select is None
+        require(not needs_selection, "trainer.early-stop needs validation samples: add --protocol validation")
 
     def fit(self) -> None:
         """Train from the last checkpoint, or from the start, to the last epoch."""
@@ -145,11 +147,9 @@ class Training:
             while not self.state.finished:
                 self.train_epoch()
                 self.finish_epoch()
-        except Preempted:
-            raise
         except BaseException as error:
-            for process in getattr(self.fabric.strategy.launcher, "procs", ()):
-                process.kill()  # the other ranks would wait for this one
+            if not isinstance(error, Preempted):  # the other ranks would wait for this one
+                distributed.kill_children(self.fabric)
             if isinstance(error, Exception) and (reason := compile_failure(error)) is not None:
                 message = f"torch.compile cannot compile this model here ({reason}): add --trainer.compile off"
                 raise RunError(message) from error
@@ -177,8 +177,8 @@ class Training:
                 if model is not None:
                     distributed.shard(model, self.device.type)
         is_recorded = records_steps(self.recipe, module)
-        recordable = is_recorded and self.device.type == "cuda"
-        self.optimizer = make_optimizer(module.model, self.recipe.optim, recordable=recordable)
+        on_gpu = self.device.type == "cuda"
+        self.optimizer = make_optimizer(module.model, self.recipe.optim, recordable=is_recorded and on_gpu)
         steps = -(-self.batches.batches_per_epoch // config.accumulate)
         self.rate = learning_rate(self.recipe.optim, steps * config.epochs, steps * self.schedule_epochs)
         self.recorded = RecordedStep(module, self.optimizer, self.rate) if is_recorded else None
@@ -244,9 +244,8 @@ class Training:
             torch.cuda.synchronize()
             state.peak_bytes = max(state.peak_bytes or 0, torch.cuda.max_memory_allocated())
         state.seconds.append(time.perf_counter() - started)
-        rate = self.optimizer.param_groups[0]["lr"]
-        means = module.epoch_means()
-        state.unmeasured = {"epoch": len(state.rows) + 1, "step": module.global_step, "lr": rate, **means}
+        row = {"epoch": len(state.rows) + 1, "step": module.global_step, "lr": self.optimizer.param_groups[0]["lr"]}
+        state.unmeasured = {**row, **module.epoch_means()}
 
     def train_step(self, batch: Any, number: int, is_last: bool) -> bool:
         """Run a batch and, if it completes an accumulation, update the weights; return True for an update."""
