@@ -195,7 +195,7 @@ def test_a_run_folder_with_other_bytes_is_one_line(tmp_path: Path, capsys):
     assert "config.yaml is not UTF-8 text" in err
     for content, said in (
         (b"\xff\xfe", "summary.json is not UTF-8 text"),
-        (b"[]", "summary.json is not a run's summary"),
+        (b"[]", "summary.json: the content must be a mapping"),
     ):
         (tmp_path / "summary.json").write_bytes(content)
         with pytest.raises(RunError, match=said):
