@@ -236,14 +236,14 @@ def flip_byte(file: Path) -> None:
 
 CHECKPOINT: dict[str, Damage] = {
     **{name: damage for name, damage in GENERIC.items() if name not in ("pipe", "larger-than-memory", "folder")},
-    "pickled-object": lambda file: torch.save({"state_dict": Payload(), "callbacks": {}}, file),
+    "pickled-object": lambda file: torch.save({"state_dict": Payload(), "run": {}}, file),
     "a-list": lambda file: torch.save([1, 2], file),
     "no-content": lambda file: torch.save({}, file),
     "flipped-byte": flip_byte,
     "without-weights": checkpoint(lambda content: content.pop("state_dict") and None),
     "without-optimizer": checkpoint(lambda content: content.pop("optimizer_states") and None),
-    "without-callbacks": checkpoint(lambda content: content.update(callbacks={})),
-    "text-for-epoch": checkpoint(lambda content: content.update(epoch="many")),
+    "without-progress": checkpoint(lambda content: content.update(run={})),
+    "text-for-step": checkpoint(lambda content: content.update(global_step="many")),
     "other-model": checkpoint(lambda content: content.update(state_dict={"weight": torch.zeros(2)})),
 }
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 import toy
 
-from primal_attention.train import distributed, loop
+from primal_attention.train import distributed, logs, loop
 from primal_attention.train.config import Recipe
 from primal_attention.train.task import TrainingModule
 from primal_attention.utils import files
@@ -91,7 +91,7 @@ KILLS = {
     "before the first checkpoint": kill_at(TrainingModule, "losses", 2),
     "in the middle of an epoch": kill_at(TrainingModule, "losses", 7),
     "while a checkpoint is written": kill_at(files.os, "fsync", 6),  # lock, config, then (checkpoint, folder, metrics)
-    "between checkpoint and metrics": kill_at(loop, "write_csv", 2),
+    "between checkpoint and metrics": kill_at(logs, "write_csv", 2),
     "after training, before the weights": kill_at(loop, "write_weights", 1),
     "before the summary": kill_at(loop, "write_json", 1),
     "in the training with validation samples": kill_at(TrainingModule, "losses", 16),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import pickle
 import shutil
 import socket
 import subprocess
@@ -327,92 +326,7 @@ except Exception as error:
     assert checkpoint.read_checkpoint(tmp_path / "last.ckpt", schema={}) == {"a": 1}
 
 
-# Readers
-
-
-def deep(open_: str, close: str) -> bytes:
-    return (open_ * 100_000 + close * 100_000).encode()
-
-
-def safetensors_header(content: Any) -> bytes:
-    text = json.dumps(content).encode()
-    return len(text).to_bytes(8, "little") + text
-
-
-HOSTILE: dict[str, dict[str, bytes]] = {
-    "config.yaml": {
-        "empty": b"",
-        "binary": bytes(range(256)),
-        "not UTF-8": b"format: 1\nconfig: {seed: \xff}\n",
-        "a list": b"- 1\n- 2\n",
-        "no format": b"config: {}\n",
-        "another format": b"{format: 99, config: {}}\n",
-        "no config": b"{format: 1, benchmark: uea}\n",
-        "a config of another type": b"{format: 1, benchmark: uea, config: [1]}\n",
-        "truncated": b"{format: 1, benchmark: uea, config: {se",
-        "deeply nested": b"format: 1\nconfig: " + deep("[", "]"),
-        "a huge number": b"{format: 1, config: {seed: " + b"9" * 10_000 + b"}}",
-        "an impossible date": b"{format: 1, config: {seed: 2001-99-99}}",
-        "nested aliases": b"a: &a [x, x]\nb: &b [*a, *a]\nformat: 1\nconfig: {seed: *b}\n",
-        "code": b"!!python/object/apply:os.mkdir [ran]\n",
-        "too large": b"format: 1\n" + b"# " * checkpoint.MAX_CONFIG_BYTES,
-    },
-    "summary.json": {
-        "empty": b"",
-        "binary": bytes(range(256)),
-        "not UTF-8": b'{"format": 1, "label": "\xff"}',
-        "a list": b"[]",
-        "another format": b'{"format": 2}',
-        "a format of another type": b'{"format": true}',
-        "no scores": b'{"format": 1}',
-        "truncated": b'{"format": 1, "sco',
-        "deeply nested": deep("[", "]"),
-        "a huge number": b'{"format": ' + b"9" * 10_000 + b"}",
-    },
-    "metrics.csv": {
-        "empty": b"",
-        "binary": bytes(range(256)),
-        "not UTF-8": b"epoch,loss\n1,\xff\n",
-        "another table": b"name,value\na,1\n",
-        "a column twice": b"epoch,loss,loss\n1,2,3\n",
-        "a short row": b"epoch,loss\n1,2.0\n2",
-        "a long row": b"epoch,loss\n1,2.0,3.0\n",
-        "a word": b"epoch,loss\n1,two\n",
-        "half an epoch": b"epoch,loss\n1.5,2.0\n",
-        "an endless epoch": b"epoch,loss\ninf,2.0\n",
-        "a huge cell": b"epoch,loss\n1," + b"9" * 200_000 + b"\n",
-        "an open quote": b'epoch,loss\n1,"2\n',
-    },
-    "model.safetensors": {
-        "empty": b"",
-        "binary": bytes(range(256)),
-        "a huge header": b"\xff" * 8 + b"{}",
-        "a header of another type": safetensors_header([]),
-        "an unknown type": safetensors_header({"a": {"dtype": "X9", "shape": [1], "data_offsets": [0, 1]}}) + b"0",
-        "a pickle": pickle.dumps({"a": 1}),
-    },
-}  # fmt: skip
-READERS: dict[str, Callable[[Path], Any]] = {
-    "config.yaml": checkpoint.read_config,
-    "summary.json": checkpoint.read_summary,
-    "metrics.csv": checkpoint.read_metrics,
-    "model.safetensors": checkpoint.read_weights,
-}
-CASES = [(file, case) for file, cases in HOSTILE.items() for case in cases]
-
-
-@pytest.mark.parametrize(("file", "case"), CASES, ids=[f"{f}-{c}".replace(" ", "-") for f, c in CASES])
-def test_a_hostile_file_is_one_line_that_names_it(
-    file: str, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / file
-    path.write_bytes(HOSTILE[file][case])
-    with pytest.raises(RunError) as error:
-        READERS[file](path)
-    assert str(path) in str(error.value)
-    assert len(str(error.value)) < 600
-    assert list(tmp_path.iterdir()) == [path], "nothing was executed"
+# Readers: `test_hostile_files.py` damages each file and reads it through the commands
 
 
 @pytest.mark.parametrize("field", [*checkpoint.SUMMARY, "format", "scores.last.accuracy"])

@@ -17,7 +17,7 @@ from faults import assert_resumes_to_the_same, assert_same, cut_off
 from primal_attention.cli import main as cli
 from primal_attention.nn.baselines.performer import PerformerAttention
 from primal_attention.nn.baselines.reformer import ReformerAttention
-from primal_attention.train import loop
+from primal_attention.train import logs, loop
 from primal_attention.train.checkpoint import read_weights
 from primal_attention.utils.errors import DivergedError, RunError
 
@@ -174,7 +174,7 @@ def test_losses_and_scores_reach_the_loggers(name: str, toy_folder: Path, tmp_pa
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     logged: list[tuple[set[str], int]] = []
-    made = loop.make_loggers
+    made = logs.make_loggers
 
     def spy(*args: Any) -> dict[str, Any]:
         loggers = made(*args)
@@ -182,11 +182,11 @@ def test_losses_and_scores_reach_the_loggers(name: str, toy_folder: Path, tmp_pa
         loggers[name].log_metrics = lambda row, step: (logged.append((set(row), step)), log(row, step))
         return loggers
 
-    monkeypatch.setattr(loop, "make_loggers", spy)
+    monkeypatch.setattr(logs, "make_loggers", spy)
     recipe = toy.recipe(toy_folder, trainer__logger=("csv", name), trainer__epochs=2)
     cut_off(recipe, tmp_path / "run", step=6)
     loop.train(recipe, tmp_path / "run", resume=True)
-    wanted = {"task_loss", "J/encoder.blocks.0.attention", "lr", "samples_per_second", "test_accuracy"}
+    wanted = {"task_loss", "J_encoder.blocks.0.attention", "lr", "samples_per_second", "test_accuracy"}
     assert [step for keys, step in logged if wanted <= keys] == [4, 8]
     found = [p for p in (tmp_path / "run").rglob("*") if p.is_file() and {name, "mlruns"} & set(p.parts)]
     assert found, "nothing was written"

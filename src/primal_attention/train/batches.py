@@ -87,6 +87,10 @@ class Batches:
     def batches_per_epoch(self) -> int:
         return self.steps or -(-self.cases // self.batch_size)
 
+    @property
+    def samples_per_epoch(self) -> int:
+        return self.steps * min(self.batch_size, self.cases) if self.steps else self.cases
+
     def __len__(self) -> int:
         return -(-self.batches_per_epoch // self.group)
 

@@ -1,12 +1,14 @@
 """The files of a run folder: name, lock, config.yaml, checkpoints, and a reader for each file.
 
-    config.yaml                      read_config       format, benchmark, config
-    metrics.csv                      read_metrics      columns of numbers, one row per epoch
-    summary.json                     read_summary      the fields of `SUMMARY`
-    model.safetensors                read_weights      named tensors
-    checkpoints/last.ckpt            read_checkpoint   `torch.save`'s format, then a line with its sha256
-    checkpoints/previous.ckpt                          the one before, used if last.ckpt is damaged
-    checkpoints/000007.sharded/      read_sharded      rankN.safetensors of each process, rest.pt, checksums.json
+    config.yaml                   read_config       the resolved recipe, with the command and the versions
+    metrics.csv                   read_metrics      one row per epoch; nothing that a second run would not repeat
+    model.safetensors             read_weights      the weights that the test score belongs to
+    summary.json                  read_summary      the result; written last: its presence means the run has finished
+    checkpoints/last.ckpt         read_checkpoint   `torch.save`'s format, then a line with its sha256
+    checkpoints/previous.ckpt                       the one before, used if last.ckpt is damaged
+    checkpoints/000007.sharded/   read_sharded      rankN.safetensors of each process, rest.pt, checksums.json
+    validation/                                     the same for the training with validation samples (protocol both)
+    .lock                                           the process that trains here, while it does
 
 FSDP runs write sharded checkpoints, which any number of processes can read; the last two are kept. A reader returns
 valid data or raises a one-line `RunError` that names the path and the field. Nothing that is read is executed.
@@ -20,9 +22,9 @@ import io
 import os
 import shutil
 import socket
-import typing
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -69,7 +71,7 @@ SUMMARY = {
     "device": str,
     "data": dict,
 }
-RUN = {  # fields of `loop.State`
+RUN = {  # fields of `State`
     "rows": list,
     "seconds": list,
     "finished": bool,
@@ -151,9 +153,9 @@ def check_config(folder: Path, recipe: Recipe, *, resume: bool, new_schedule: bo
     extends = epochs > before.trainer.epochs
     free = FREE | ({"trainer.epochs"} if extends else set())
     free |= {"optim.schedule", "optim.warmup", "optim.lr"} if extends and new_schedule else set()
-    for field, old, new in differences(to_plain(before), to_plain(recipe)):
-        if field not in free:
-            flag = field.replace("_", "-")
+    for name, old, new in differences(to_plain(before), to_plain(recipe)):
+        if name not in free:
+            flag = name.replace("_", "-")
             raise RunError(f"{folder} was started with --{flag} {old}, not {new}: resume with the same settings")
     if not extends:
         return Plan(text.get("schedule_epochs", epochs))
@@ -319,30 +321,60 @@ def _remove_partial_files(folder: Path) -> None:
 # Checkpoints
 
 
-class _HashingFile:
-    """A file that hashes what is written to it."""
+@dataclass
+class State:
+    """Progress of a training besides weights; stored in every checkpoint.
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self.file, self.hash = file, hashlib.sha256()
+    metrics.csv is always written from `rows`, so a resumed run has the file of an uninterrupted one.
+    """
 
-    def write(self, data: bytes) -> int:
-        self.hash.update(data)
-        return self.file.write(data)
-
-    def flush(self) -> None:
-        self.file.flush()
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    finished: bool = False
+    best: dict[str, Any] | None = None  # epoch and rank of the chosen epoch
+    chosen: dict[str, torch.Tensor] | None = None  # its weights
+    middle: dict[str, Any] | None = None  # position within an epoch
+    unmeasured: dict[str, Any] | None = None  # row of an epoch that is trained and not yet evaluated
+    peak_bytes: int | None = None
+    logger_ids: dict[str, str] = field(default_factory=dict)
 
 
 def save_checkpoint(path: Path, content: Mapping[str, Any], *, keep: Path | None = None) -> None:
     """Write a checkpoint with its checksum; a file that it replaces is renamed to `keep`."""
-
-    def write(file: IO[bytes]) -> None:
-        hashing = _HashingFile(file)
-        torch.save(content, typing.cast(IO[bytes], hashing))
-        file.write(TRAILER + hashing.hash.hexdigest().encode() + b"\n")
-
-    write_atomically(path, write, keep=keep)
+    buffer = io.BytesIO()  # a file that runs Python code would turn Ctrl-C into an error of torch.save
+    torch.save(content, buffer)
+    data = buffer.getbuffer()
+    trailer = TRAILER + hashlib.sha256(data).hexdigest().encode() + b"\n"
+    write_atomically(path, lambda file: file.write(data) + file.write(trailer), keep=keep)
     sync_folder(path.parent)
+
+
+def save(
+    folder: Path,
+    module: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    progress: Mapping[str, Any],
+    *,
+    sharded: bool = False,
+) -> None:
+    """Write a checkpoint and keep the one before; all processes call this together."""
+    if sharded:
+        save_sharded(folder, module, optimizer, progress)
+    elif not dist.is_initialized() or dist.get_rank() == 0:
+        tensors = {"state_dict": module.state_dict(), "optimizer_states": [optimizer.state_dict()]}
+        save_checkpoint(folder / LAST, {**tensors, **progress}, keep=folder / PREVIOUS)
+
+
+def restore(place: Path, content: Mapping[str, Any], module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Load the weights and the optimizer state that `load_newest` found."""
+    try:
+        if place.is_dir():
+            load_sharded(place, content, module, optimizer)
+        else:
+            module.load_state_dict(content["state_dict"])
+            optimizer.load_state_dict(content["optimizer_states"][0])
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:
+        raise RunError(f"{place} does not fit the recipe of its config.yaml ({_reason(error)})") from error
 
 
 def candidates(folder: Path) -> list[Path]:
@@ -371,13 +403,13 @@ def load_newest(folder: Path, module: torch.nn.Module, *, main: bool = True) -> 
         except RunError as error:
             damaged.append((place, error))
             continue
-        for bad, error in damaged if main else ():
+        for bad, reason in damaged if main else ():
             if bad.exists():
                 bad.replace(_unused_name(bad.with_name(bad.name + DAMAGED)))
-            warnings.warn(f"{error}: continuing from {place.name}", stacklevel=2)
+            warnings.warn(f"{reason}: continuing from {place.name}", stacklevel=2)
         return place, content
     if damaged:
-        reasons = "; ".join(str(error) for _, error in damaged)
+        reasons = "; ".join(str(reason) for _, reason in damaged)
         raise RunError(f"no intact checkpoint to continue from: {reasons}; train again in another folder")
     return None
 
@@ -462,7 +494,7 @@ def save_sharded(
     place, partial = places[0]
     tensors = flat_tensors(module, optimizer)
     split = [name for name, tensor in tensors.items() if hasattr(tensor, "to_local")]
-    own = {name: tensors[name].to_local() for name in split}  # type: ignore[operator]
+    own = {name: tensors[name].to_local() for name in split}  # type: ignore[attr-defined]
     if rank == 0:
         own |= {name: tensor for name, tensor in tensors.items() if name not in own}
 

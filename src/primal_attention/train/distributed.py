@@ -11,9 +11,11 @@ a checkpoint needs all of them. The run saves a checkpoint and exits with code 1
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import threading
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,6 +110,44 @@ def machines(config: TrainerConfig) -> tuple[int, int]:
             f"add --trainer.devices {total}"
         )
     return here, total // here
+
+
+def make_fabric(config: TrainerConfig) -> Any:
+    """Return Fabric for the devices and the precision of a recipe, without its notices.
+
+    FSDP runs use the DDP strategy for its processes and shard the model themselves.
+    """
+    from lightning.fabric import Fabric
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+    logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="lightning.*")
+    devices, nodes = machines(config)
+    if config.devices > 1 and config.strategy == "auto":
+        raise RunError(f"trainer.devices {config.devices} needs --trainer.strategy ddp or fsdp")
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(config.deterministic)
+    strategy = "auto" if config.strategy == "auto" else "ddp"
+    options: dict[str, Any] = {"accelerator": config.accelerator, "devices": devices, "num_nodes": nodes}
+    try:
+        return Fabric(strategy=strategy, precision=config.precision, **options)
+    except (MisconfigurationException, ValueError, RuntimeError) as error:
+        raise RunError(" ".join(str(error).split())) from error
+
+
+def kill_children(fabric: Any) -> None:
+    """End the processes that Fabric started, if any."""
+    for process in getattr(fabric.strategy.launcher, "procs", ()):
+        process.kill()
+
+
+def pick_device(config: TrainerConfig) -> torch.device:
+    """Return the device of a single-process evaluation."""
+    if config.accelerator in ("auto", "gpu") and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("mps" if config.accelerator != "cpu" and torch.backends.mps.is_available() else "cpu")
 
 
 @dataclass(frozen=True)

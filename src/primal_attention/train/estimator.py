@@ -21,7 +21,7 @@ from aeon.classification.base import BaseClassifier
 from sklearn.utils import check_random_state
 
 from primal_attention.data.uea import PrincipalChannels, SeriesData, Split, Standardizer, interpolate_missing, pad
-from primal_attention.train import loop
+from primal_attention.train import distributed, loop
 from primal_attention.train.batches import derive_seed
 from primal_attention.train.checkpoint import read_weights
 from primal_attention.train.config import from_plain, to_plain
@@ -211,7 +211,7 @@ class PrimalClassifier(BaseClassifier):
         with torch.random.fork_rng():
             model = make_model(self.network_, values.shape[-1], self.n_classes_, self.max_length_)
         model.load_state_dict({name: torch.from_numpy(array.copy()) for name, array in self.weights_.items()})
-        where = loop.pick_device(self.recipe().trainer)
+        where = distributed.pick_device(self.recipe().trainer)
         model.to(where).eval()
         parts = []
         with torch.no_grad():

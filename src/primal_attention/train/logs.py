@@ -1,9 +1,11 @@
-"""What a training shows and keeps: loggers, the progress bar, the summary."""
+"""What a training reports: metrics.csv, loggers, the progress bar, the summary."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,10 +17,11 @@ import primal_attention
 from primal_attention.nn.objective import primal_layers
 from primal_attention.train.config import FORMAT
 from primal_attention.utils.errors import RunError
+from primal_attention.utils.files import write_csv, write_error
 
 if TYPE_CHECKING:
-    from primal_attention.train.config import Recipe
-    from primal_attention.train.loop import State
+    from primal_attention.train.checkpoint import State
+    from primal_attention.train.config import Recipe, TrainerConfig
     from primal_attention.train.task import Experiment
 
 Row = dict[str, Any]
@@ -36,6 +39,7 @@ def make_loggers(names: Sequence[str], folder: Path, title: str, ids: dict[str, 
         step: The step to continue from; TensorBoard drops later points.
     """
     loggers: dict[str, Any] = {}
+    about: dict[str, Any]
     for name in dict.fromkeys(names):
         try:
             if name == "tensorboard":
@@ -66,39 +70,71 @@ def make_loggers(names: Sequence[str], folder: Path, title: str, ids: dict[str, 
     return loggers
 
 
-class ProgressBar:
-    """One bar for the whole training, with the remaining time and the latest numbers."""
+class RunLog:
+    """metrics.csv, the loggers, and a progress bar for the whole training. Before `start` nothing is written.
 
-    def __init__(self, title: str, epochs: int) -> None:
-        self.title, self.epochs, self.batches, self.bar = title, epochs, 1, None
+    Args:
+        title: Name in the bar and the loggers.
+        config: Epochs, loggers, and whether there is a bar.
+        folder: The run folder; without one, only the bar is shown.
+    """
 
-    def start(self, epoch: int, batches: int) -> None:
+    def __init__(self, title: str, config: TrainerConfig, folder: Path | None) -> None:
+        self.title, self.config, self.folder = title, config, folder
+        self.loggers: dict[str, Any] = {}
+        self.bar: Any = None
+        self.is_started = False
+        self.written = 0.0  # when metrics.csv was
+
+    def start(self, state: State, batches: int, step: int) -> None:
+        """Open the loggers and show the bar; called in the main process only."""
+        self.is_started = True
+        if self.folder is not None:
+            self.loggers = make_loggers(self.config.logger, self.folder, self.title, state.logger_ids, step)
         try:
             from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
         except ImportError:
             return
+        if not self.config.progress:
+            return
         self.batches = max(1, batches)
-        self.bar: Any = Progress(
+        self.bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=16),
             TextColumn("{task.completed:.0f}/{task.total:.0f}"),
             TimeRemainingColumn(elapsed_when_finished=True),
             TextColumn("{task.fields[numbers]}"),
         )
-        self.task = self.bar.add_task(self.title, total=self.epochs, completed=epoch, numbers="")
+        self.task = self.bar.add_task(self.title, total=self.config.epochs, completed=len(state.rows), numbers="")
         self.bar.start()
 
     def advance(self) -> None:
+        """Move the bar by one batch."""
         if self.bar is not None:
             self.bar.update(self.task, advance=1 / self.batches)
 
-    def finish_epoch(self, row: Row) -> None:
+    def write(self, rows: Sequence[Row], samples_per_second: float, *, at_once: bool) -> None:
+        """Log the last row. metrics.csv is written at once, or once per second: epochs may be shorter than a write."""
+        row = rows[-1]
         if self.bar is not None:
             self.bar.update(self.task, completed=row["epoch"], numbers=describe(row))
+        if self.folder is None or not self.is_started:
+            return
+        if at_once or time.monotonic() - self.written > 1:
+            write_csv(self.folder / "metrics.csv", rows)
+            self.written = time.monotonic()
+        for name, logger in self.loggers.items():
+            try:
+                logger.log_metrics({**row, "samples_per_second": samples_per_second}, row["step"])
+            except OSError as error:
+                raise write_error(self.folder / name, error) from error
 
-    def stop(self) -> None:
+    def close(self, *, finished: bool) -> None:
         if self.bar is not None:
             self.bar.stop()
+        for logger in self.loggers.values():
+            with contextlib.suppress(Exception):  # a full disk or a lost server: metrics.csv has the same numbers
+                logger.finalize("success" if finished else "failed")
 
 
 def describe(row: Row) -> str:

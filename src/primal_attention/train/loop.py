@@ -1,25 +1,14 @@
 """Train a recipe in a run folder: build, resume, epochs, steps, evaluation, checkpoints, summary.
 
-    run folder    config.yaml         the resolved recipe, with the command and the versions
-                  metrics.csv         one row per epoch; contains nothing that a second run would not repeat
-                  checkpoints/        last.ckpt and previous.ckpt
-                  model.safetensors   the weights that the test score belongs to
-                  summary.json        the result; written last, so its presence means that the run has finished
-                  validation/         the same files for the training with validation samples (protocol both)
-                  .lock               the process that trains here, while it does
-
-Files are written atomically. A run that was killed at any moment resumes from its last intact checkpoint.
+`checkpoint` describes the files of a run folder. They are written atomically, and a run that was killed at any moment
+resumes from its last intact checkpoint.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import os
 import time
 import warnings
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +17,10 @@ import torch
 from primal_attention.nn.baselines.random_buffers import draw_counts, restore_draw_counts
 from primal_attention.train import checkpoint, distributed
 from primal_attention.train.batches import derive_seed
-from primal_attention.train.checkpoint import LAST, PREVIOUS
-from primal_attention.train.config import Recipe, TrainerConfig
+from primal_attention.train.checkpoint import State
+from primal_attention.train.config import Recipe, require
 from primal_attention.train.cuda_graph import GROUP, RecordedStep, records_steps
-from primal_attention.train.logs import ProgressBar, Row, Summary, make_loggers, merge, summarize
+from primal_attention.train.logs import Row, RunLog, Summary, merge, summarize
 from primal_attention.train.optimizer import (
     average_share,
     learning_rate,
@@ -41,7 +30,7 @@ from primal_attention.train.optimizer import (
 )
 from primal_attention.train.task import Experiment, compile_failure
 from primal_attention.utils.errors import Preempted, RunError
-from primal_attention.utils.files import write_csv, write_error, write_json, write_weights
+from primal_attention.utils.files import write_json, write_weights
 
 
 def train(
@@ -68,16 +57,17 @@ def train(
     Returns:
         The content of summary.json.
     """
+    import lightning.fabric  # noqa: F401 (before anything is written: it takes seconds, and may be missing)
+
     main = distributed.is_main()
-    lock = checkpoint.lock_folder(folder, restarted=distributed.restarted()) if main else nullcontext()
-    with lock:
-        return _train_in(folder, recipe, name, resume, command, commit, new_schedule)
+    about = {"name": name, "command": command, "commit": commit}
+    with checkpoint.lock_folder(folder, restarted=distributed.restarted()) if main else nullcontext():
+        return _train_in(folder, recipe, resume, new_schedule, about)
 
 
-def _train_in(
-    folder: Path, recipe: Recipe, name: str, resume: bool, command: str, commit: str | None, new_schedule: bool
-) -> Summary:
-    recipe = recipe.resolved()
+def _train_in(folder: Path, recipe: Recipe, resume: bool, new_schedule: bool, about: dict[str, Any]) -> Summary:
+    """Run all trainings of a recipe in a folder that is locked."""
+    recipe, name = recipe.resolved(), about["name"]
     resume = resume or distributed.restarted() or not distributed.is_main()
     plan = checkpoint.check_config(folder, recipe, resume=resume, new_schedule=new_schedule)
     if (folder / "summary.json").exists() and not plan.extends:
@@ -88,11 +78,11 @@ def _train_in(
     summaries, rows = [], []
     for part, phase in recipe.phases():
         if part:
-            summaries.append(_train_in(folder / part, phase, name, True, command, commit, new_schedule))
+            summaries.append(_train_in(folder / part, phase, True, new_schedule, about))
             continue
         experiment = build(phase)  # before anything is written: a recipe that cannot be built leaves no folder
         if distributed.is_main():
-            checkpoint.write_config(folder, recipe, plan, name=name, command=command, commit=commit)
+            checkpoint.write_config(folder, recipe, plan, **about)
         training = Training(phase, experiment, folder, plan.schedule_epochs, title)
         training.fit()
         summaries.append(training.finish())
@@ -117,24 +107,6 @@ def build(recipe: Recipe) -> Experiment:
         raise RunError(f"this recipe cannot be built: {reason}") from error
 
 
-@dataclass
-class State:
-    """Progress of a training besides weights; stored in every checkpoint.
-
-    metrics.csv is always written from `rows`, so a resumed run has the file of an uninterrupted one.
-    """
-
-    rows: list[Row] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    finished: bool = False
-    best: Row | None = None  # epoch and rank of the chosen epoch
-    chosen: dict[str, torch.Tensor] | None = None  # its weights
-    middle: dict[str, Any] | None = None  # position within an epoch
-    unmeasured: Row | None = None  # row of an epoch that is trained and not yet evaluated
-    peak_bytes: int | None = None
-    logger_ids: dict[str, str] = field(default_factory=dict)
-
-
 class Training:
     """One training in one folder.
 
@@ -154,20 +126,19 @@ class Training:
         schedule_epochs: int = 0,
         title: str = "",
     ) -> None:
-        self.recipe, self.config, self.folder, self.title = recipe, recipe.trainer, folder, title
+        self.recipe, self.config, self.folder = recipe, recipe.trainer, folder
         self.experiment, self.module, self.batches = experiment, experiment.module, experiment.train
         self.schedule_epochs = schedule_epochs or self.config.epochs
         self.state = State()
         self.stop = distributed.StopRequest()
-        self.loggers: dict[str, Any] = {}
-        self.written = 0.0  # when metrics.csv was
-        if self.config.early_stop and experiment.select is None:
-            raise RunError("trainer.early-stop needs validation samples to judge by: add --protocol validation")
+        self.recorded: RecordedStep | None = None
+        self.log = RunLog(title, recipe.trainer, folder)
+        needs_selection = self.config.early_stop and experiment.select is None
+        require(not needs_selection, "trainer.early-stop needs validation samples: add --protocol validation")
 
     def fit(self) -> None:
         """Train from the last checkpoint, or from the start, to the last epoch."""
-        self.fabric = make_fabric(self.config)
-        self.bar = ProgressBar(self.title, self.config.epochs) if self.config.progress else None
+        self.fabric = distributed.make_fabric(self.config)
         try:
             self.set_up()
             self.resume()
@@ -176,17 +147,18 @@ class Training:
             while not self.state.finished:
                 self.train_epoch()
                 self.finish_epoch()
-        except Preempted:
-            raise
         except BaseException as error:
-            for process in getattr(self.fabric.strategy.launcher, "procs", ()):
-                process.kill()  # the other ranks would wait for this one
+            if not isinstance(error, Preempted):  # the other ranks would wait for this one
+                distributed.kill_children(self.fabric)
             if isinstance(error, Exception) and (reason := compile_failure(error)) is not None:
                 message = f"torch.compile cannot compile this model here ({reason}): add --trainer.compile off"
                 raise RunError(message) from error
             raise
         finally:
-            self.close()
+            self.stop.remove()
+            self.module.poll = None
+            self.recorded = None  # the recordings hold the memory of a step
+            self.log.close(finished=self.state.finished)
 
     # Build and resume
 
@@ -205,8 +177,8 @@ class Training:
                 if model is not None:
                     distributed.shard(model, self.device.type)
         is_recorded = records_steps(self.recipe, module)
-        recordable = is_recorded and self.device.type == "cuda"
-        self.optimizer = make_optimizer(module.model, self.recipe.optim, recordable=recordable)
+        on_gpu = self.device.type == "cuda"
+        self.optimizer = make_optimizer(module.model, self.recipe.optim, recordable=is_recorded and on_gpu)
         steps = -(-self.batches.batches_per_epoch // config.accumulate)
         self.rate = learning_rate(self.recipe.optim, steps * config.epochs, steps * self.schedule_epochs)
         self.recorded = RecordedStep(module, self.optimizer, self.rate) if is_recorded else None
@@ -225,14 +197,11 @@ class Training:
                 warnings.warn(f"{self.folder / 'checkpoints'} is empty: the training starts again", stacklevel=2)
             return
         place, content = found
-        if place.is_dir():
-            checkpoint.load_sharded(place, content, self.module, self.optimizer)
-        else:
-            self.module.load_state_dict(content["state_dict"])
-            self.optimizer.load_state_dict(content["optimizer_states"][0])
+        checkpoint.restore(place, content, self.module, self.optimizer)
         self.module.global_step = content["global_step"]
         restore_draw_counts(self.module.model, content.get("draws", {}))
-        self.fabric.strategy.precision.load_state_dict(content.get("precision", {}))
+        if content.get("precision"):
+            self.fabric.strategy.precision.load_state_dict(content["precision"])
         self.state = State(**{key: value for key, value in content["run"].items() if key in vars(self.state)})
         self.state.finished = self.is_finished()
 
@@ -240,16 +209,13 @@ class Training:
         """Wrap the model for DDP, open the loggers, and handle SIGTERM from here on."""
         is_ddp = self.config.strategy == "ddp"
         self.wrapped: Any = self.fabric.strategy.setup_module(self.module) if is_ddp else self.module
-        if self.bar is not None and self.is_main:
-            self.bar.start(len(self.state.rows), len(self.batches))
-        if self.folder is None:
-            return
-        self.stop.install()
-        self.module.poll = self.stop_evaluation
+        if self.folder is not None:
+            self.stop.install()
+            self.module.poll = self.stop_evaluation
+            if self.is_main:
+                self.module.write_files(self.folder)
         if self.is_main:
-            self.module.write_files(self.folder)
-            names, ids = self.config.logger, self.state.logger_ids
-            self.loggers = make_loggers(names, self.folder, self.title, ids, self.module.global_step)
+            self.log.start(self.state, len(self.batches), self.module.global_step)
 
     # Epochs and steps
 
@@ -271,17 +237,15 @@ class Training:
             is_last = done + 1 == len(batches)
             updated = self.train_step(batch, done, is_last)
             done += 1
-            if self.bar is not None:
-                self.bar.advance()
+            self.log.advance()
             if updated and not is_last:
                 self.save_within_epoch(done, time.perf_counter() - started)
         if self.device.type == "cuda":
             torch.cuda.synchronize()
             state.peak_bytes = max(state.peak_bytes or 0, torch.cuda.max_memory_allocated())
         state.seconds.append(time.perf_counter() - started)
-        rate = self.optimizer.param_groups[0]["lr"]
-        means = module.epoch_means()
-        state.unmeasured = {"epoch": len(state.rows) + 1, "step": module.global_step, "lr": rate, **means}
+        row = {"epoch": len(state.rows) + 1, "step": module.global_step, "lr": self.optimizer.param_groups[0]["lr"]}
+        state.unmeasured = {**row, **module.epoch_means()}
 
     def train_step(self, batch: Any, number: int, is_last: bool) -> bool:
         """Run a batch and, if it completes an accumulation, update the weights; return True for an update."""
@@ -332,7 +296,7 @@ class Training:
         saves = state.finished or stops or row["epoch"] % config.checkpoint_every == 0
         if saves:
             self.save()
-        self.log(row, at_once=saves)
+        self.log.write(state.rows, self.batches.samples_per_epoch / state.seconds[-1], at_once=saves)
         if stops and not state.finished:
             raise Preempted(f"asked to stop: saved after epoch {row['epoch']}")
 
@@ -356,15 +320,14 @@ class Training:
         """Write a checkpoint; all processes call this together."""
         if self.folder is None:
             return
-        folder, module = self.folder / "checkpoints", self.module
-        precision = self.fabric.strategy.precision.state_dict()
-        progress = {"global_step": module.global_step, "draws": draw_counts(module.model), "precision": precision}
-        progress["run"] = vars(self.state)
-        if self.config.strategy == "fsdp":
-            checkpoint.save_sharded(folder, module, self.optimizer, progress)
-        elif self.is_main:
-            tensors = {"state_dict": module.state_dict(), "optimizer_states": [self.optimizer.state_dict()]}
-            checkpoint.save_checkpoint(folder / LAST, {**tensors, **progress}, keep=folder / PREVIOUS)
+        progress = {
+            "global_step": self.module.global_step,
+            "draws": draw_counts(self.module.model),
+            "precision": self.fabric.strategy.precision.state_dict(),
+            "run": vars(self.state),
+        }
+        is_sharded = self.config.strategy == "fsdp"
+        checkpoint.save(self.folder / "checkpoints", self.module, self.optimizer, progress, sharded=is_sharded)
         self.fabric.barrier()
 
     def save_within_epoch(self, done: int, seconds: float) -> None:
@@ -392,32 +355,6 @@ class Training:
             self.save()
             raise Preempted("asked to stop: saved before the last epoch was measured")
 
-    def log(self, row: Row, *, at_once: bool) -> None:
-        if self.bar is not None:
-            self.bar.finish_epoch(row)
-        if self.folder is None or not self.is_main:
-            return
-        if at_once or time.monotonic() - self.written > 1:  # short epochs would spend their time on this file
-            write_csv(self.folder / "metrics.csv", self.state.rows)
-            self.written = time.monotonic()
-        batches = self.batches
-        samples = batches.steps * min(batches.batch_size, batches.cases) if batches.steps else batches.cases
-        for name, logger in self.loggers.items():
-            try:
-                logger.log_metrics({**row, "samples_per_second": samples / self.state.seconds[-1]}, row["step"])
-            except OSError as error:
-                raise write_error(self.folder / name, error) from error
-
-    def close(self) -> None:
-        self.stop.remove()
-        self.module.poll = None
-        self.recorded = None  # the recordings hold the memory of a step
-        if self.bar is not None:
-            self.bar.stop()
-        for logger in self.loggers.values():
-            with contextlib.suppress(OSError):  # a full disk: metrics.csv has the same numbers
-                logger.finalize("success" if self.state.finished else "aborted")
-
     # Finish
 
     def finish(self) -> Summary:
@@ -434,38 +371,6 @@ class Training:
         return summarize(self.recipe, self.experiment, self.state, test, self.device)
 
 
-def make_fabric(config: TrainerConfig) -> Any:
-    """Return Fabric for the devices and the precision of a recipe, without its notices.
-
-    FSDP runs use the DDP strategy for its processes and shard the model themselves.
-    """
-    from lightning.fabric import Fabric
-    from lightning.fabric.utilities.exceptions import MisconfigurationException
-
-    logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module="lightning.*")
-    devices, nodes = distributed.machines(config)
-    if config.devices > 1 and config.strategy == "auto":
-        raise RunError(f"trainer.devices {config.devices} needs --trainer.strategy ddp or fsdp")
-    if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(config.deterministic)
-    strategy = "auto" if config.strategy == "auto" else "ddp"
-    options: dict[str, Any] = {"accelerator": config.accelerator, "devices": devices, "num_nodes": nodes}
-    try:
-        return Fabric(strategy=strategy, precision=config.precision, **options)
-    except (MisconfigurationException, ValueError, RuntimeError) as error:
-        raise RunError(" ".join(str(error).split())) from error
-
-
-def pick_device(config: TrainerConfig) -> torch.device:
-    """Return the device of a single-process evaluation."""
-    if config.accelerator in ("auto", "gpu") and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("mps" if config.accelerator != "cpu" and torch.backends.mps.is_available() else "cpu")
-
-
 def read_summary(folder: Path) -> Summary:
     """Return the summary of a finished run."""
     return checkpoint.read_summary(folder / "summary.json")
@@ -478,7 +383,7 @@ def evaluate(folder: Path) -> dict[str, dict[str, float]]:
     scores = {}
     for part, phase in recipe.phases():
         experiment = build(phase)
-        device = pick_device(phase.trainer)
+        device = distributed.pick_device(phase.trainer)
         load_weights(experiment.module.final_model, folder / part / "model.safetensors")
         experiment.module.to(device)
         scores[part] = experiment.module.evaluate(experiment.test.to(device))

@@ -189,7 +189,7 @@ class TrainingModule(nn.Module):
         if not math.isfinite(means["loss"]):  # before the weights are evaluated or saved
             raise DivergedError(self._explain(None, self._steps % CHECK_EVERY or CHECK_EVERY))
         names = [name for name, layer in primal_layers(self.model).items() if layer.objective is not None]
-        return means | {f"J/{name}": value for name, value in zip(names, layers, strict=False)}
+        return means | {f"J_{name}": value for name, value in zip(names, layers, strict=False)}
 
     def epoch_state(self) -> dict[str, Any]:
         """Return this process's state within an epoch: counts, sums and random generators."""
