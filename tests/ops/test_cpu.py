@@ -144,17 +144,21 @@ def test_gradients_of_large_inputs_do_not_overflow(mode: str) -> None:
 
 @every_mode
 def test_gradients_of_one_tensor_and_of_the_objective_alone(mode: str) -> None:
-    layer, x = make(mode).requires_grad_(False), torch.randn(2, 30, 24, dtype=torch.float64)
-    for leaf in (x, layer.qk_proj.weight, layer.w_e, layer.score_proj.bias, layer.sqrt_lambda):
-        leaf.requires_grad_()
-        grads = []
-        for layer.backend in ("reference", "cpu"):
-            y = layer(x)
-            losses = (y.square().sum() + ksvd_loss(layer), ksvd_loss(layer))
-            grads.append([torch.autograd.grad(t, leaf, allow_unused=True, materialize_grads=True)[0] for t in losses])
-        leaf.requires_grad_(False)
-        for expected, actual in zip(*grads, strict=True):
-            assert_close(actual, expected, SAME[torch.float64])
+    layer, x = make(mode), torch.randn(2, 30, 24, dtype=torch.float64)
+    grads = []
+    for layer.backend in ("reference", "cpu"):
+        layer(x)
+        parameters = list(layer.parameters())
+        of_j = torch.autograd.grad(ksvd_loss(layer), parameters, allow_unused=True, materialize_grads=True)
+        layer.requires_grad_(False)
+        for leaf in (x, layer.qk_proj.weight, layer.w_e, layer.score_proj.bias, layer.sqrt_lambda):
+            leaf.requires_grad_()
+            of_j += torch.autograd.grad(layer(x).square().sum() + ksvd_loss(layer), leaf)
+            leaf.requires_grad_(False)
+        layer.requires_grad_()
+        grads.append(of_j)
+    for expected, actual in zip(*grads, strict=True):
+        assert_close(actual, expected, SAME[torch.float64])
 
 
 @every_mode

@@ -21,6 +21,8 @@ pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
 
 EXACT = 1e-11  # float64
 SAME = 2e-6  # float32, sums of at most a few hundred terms in another order
+# 16-bit operands have 8 or 11 bits; a result is a sum of many products that is rounded once or twice.
+ROUNDED = {torch.bfloat16: 6e-3, torch.float16: 8e-4}
 
 
 def assert_same(actual: Callable[..., Any], expected: Callable[..., Any], inputs: list[Tensor], ratio: float) -> None:
@@ -83,6 +85,13 @@ def test_kernels_equal_the_recurrence(
 ) -> None:
     inputs = [t.to(device) for t in draw_inputs(length, p, s, heads, batch)]
     assert_same(KERNELS, by_recurrence, inputs, SAME)
+
+
+@pytest.mark.parametrize("dtype", ROUNDED, ids=str)
+@pytest.mark.usefixtures("bfloat16_rounds")
+def test_16_bit_operands_add_their_rounding_only(device: torch.device, dtype: torch.dtype) -> None:
+    phi, h, *numbers = draw_inputs(70, 24, 40)
+    assert_same(KERNELS, by_recurrence, [t.to(device) for t in (phi.to(dtype), h.to(dtype), *numbers)], ROUNDED[dtype])
 
 
 def test_results_are_reproducible(device: torch.device) -> None:
