@@ -11,7 +11,7 @@ import toy
 
 from primal_attention.models.uea import without_r_scores
 from primal_attention.nn.primal import PrimalAttention
-from primal_attention.train import runner
+from primal_attention.train import loop
 from primal_attention.train.uea import ClassifierConfig, make_model
 
 
@@ -64,6 +64,6 @@ def test_the_flags_reach_every_primal_layer(kind):
 
 def test_an_ablated_run_is_evaluated_as_it_was_trained(toy_folder: Path, tmp_path: Path):
     recipe = toy.recipe(toy_folder, model__r_scores=False, trainer__epochs=1, trainer__ema=0.9)
-    summary = runner.train(recipe, tmp_path / "run")
-    assert runner.evaluate(tmp_path / "run")[""]["accuracy"] == summary["scores"]["last"]["accuracy"]
+    summary = loop.train(recipe, tmp_path / "run")
+    assert loop.evaluate(tmp_path / "run")[""]["accuracy"] == summary["scores"]["last"]["accuracy"]
     assert summary["config"]["model"]["r_scores"] is False
