@@ -16,11 +16,10 @@ pytest.importorskip("lightning")
 pytest.importorskip("matplotlib")
 hf = pytest.importorskip("transformers", minversion="5")
 
-from primal_attention.report.spectrum import layer_groups  # noqa: E402
-
 from convert.hf_models import SMALL, make  # noqa: E402
 from primal_attention import primalize  # noqa: E402
 from primal_attention.cli import main as cli  # noqa: E402
+from primal_attention.cli.spectrum import layer_groups  # noqa: E402
 from primal_attention.data import uea  # noqa: E402
 from primal_attention.data.uea import SeriesData, Split  # noqa: E402
 from primal_attention.report.results import read_spectrum  # noqa: E402

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import itertools
-import json
 import sys
 
 import numpy as np
@@ -13,7 +12,6 @@ import torch
 
 from closeness import assert_close
 from primal_attention.cli import main as cli
-from primal_attention.cli import replay
 from primal_attention.data import d4rl as data
 from primal_attention.train import d4rl, loop, registry
 from primal_attention.train.config import override
@@ -275,12 +273,6 @@ def test_a_set_without_reference_scores_is_refused(tmp_path, folder):
     (tmp_path / "ant-medium.npz").write_bytes((folder / "hopper-medium.npz").read_bytes())
     with pytest.raises(data.DataError, match="'ant-medium' names no environment"):
         override(registry.get("d4rl/ant-medium"), {**SMALL, "data.folder": tmp_path}).build()
-
-
-def test_a_run_of_something_else_cannot_be_replayed(tmp_path):
-    (tmp_path / "config.yaml").write_text("format: 1\nbenchmark: lra\nconfig: " + json.dumps({"seed": 0}) + "\n")
-    with pytest.raises(RunError, match="is not a run of d4rl but of lra"):
-        replay.read(tmp_path)
 
 
 def test_data_dependent_and_decayed_layers_are_options(folder):

@@ -146,7 +146,7 @@ def play(folder: Path, recipe: D4RLRecipe, args: Sequence[str]) -> int:
     import tyro
 
     from primal_attention.report.results import in_full
-    from primal_attention.train import d4rl, loop
+    from primal_attention.train import d4rl, distributed, loop
     from primal_attention.train.config import to_plain
     from primal_attention.utils.files import COUNT, check, write_json
 
@@ -163,7 +163,7 @@ def play(folder: Path, recipe: D4RLRecipe, args: Sequence[str]) -> int:
     data, last = summary["data"], summary["scores"]["last"]
     model = d4rl.make_model(recipe.resolved().model, data["state_dim"], data["action_dim"])
     loop.load_weights(model, folder / "model.safetensors")
-    score = d4rl.measure(model.to(loop.pick_device(recipe.trainer)), recipe)
+    score = d4rl.measure(model.to(distributed.pick_device(recipe.trainer)), recipe)
     before = f": the run had {last['score']:.1f}" if "score" in last else ""
     print(f"{in_full(score)}{before}")
     if "score" not in last:
