@@ -26,7 +26,7 @@ from primal_attention.report.results import read_spectrum  # noqa: E402
 
 TRAIN = """
 --model.embed-dim 8 --model.num-heads 2 --model.layers 2 --model.ffn-dim 16 --model.rank 3 --model.landmarks 4
---trainer.epochs 1 --trainer.batch-size 8 --trainer.accelerator cpu --trainer.no-progress --trainer.no-tensorboard
+--trainer.epochs 1 --trainer.batch-size 8 --trainer.accelerator cpu --trainer.no-progress
 """.split()  # noqa: SIM905 (reads as it is typed)
 
 
