@@ -28,7 +28,7 @@ import torch
 
 from primal_attention.data import uea
 from primal_attention.data.uea import SeriesData, Split
-from primal_attention.utils.provenance import origin
+from primal_attention.utils.provenance import collect
 
 ROOT = Path(__file__).resolve().parents[1]
 FLAGS = """
@@ -119,7 +119,8 @@ def main() -> int:
             row["same"] = row["exit"] == 0 and all(a.read_bytes() == b.read_bytes() for a, b in pairs)
             rows.append(row)
             print(json.dumps(row), flush=True)
-    about = origin(torch.device("cpu"), f"python benchmarks/kill_points.py --points {args.points} --seed {args.seed}")
+    command = f"python benchmarks/kill_points.py --points {args.points} --seed {args.seed}"
+    about = collect(command=command, device=torch.device("cpu"))
     args.out.parent.mkdir(parents=True, exist_ok=True)
     seconds = {strategy: run["seconds"] for strategy, run in undisturbed.items()}
     result = {**about, "seconds_undisturbed": seconds, "points": rows}
