@@ -5,7 +5,7 @@ PIP_ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/.stamp
 PIP := $(BIN)/python -m pip install --quiet $(PIP_ARGS)
-EXTRAS := dev ksvd train timeseries report language hf rl
+EXTRAS := dev ksvd train timeseries report language hf rl docs
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint bench docs lock
@@ -27,7 +27,8 @@ lint: $(STAMP) ## lint, formatting and types
 bench: $(STAMP) ## time attention against sequence length on this machine
 	$(BIN)/primal bench attention
 
-docs: $(STAMP) ## run the documents' code and check every link
+docs: $(STAMP) ## build the site and check links, code and tables of the documents
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build
 	$(BIN)/python docs/check.py
 
 # Everything but torch is installed by hash, from requirements-ci.txt. torch and Triton are pinned by version alone, for

@@ -4,7 +4,7 @@
 
 Measured: seconds of one layer (forward and backward) on one GPU against its length, from results/bench/attention*.json.
 Counted: the bytes that a layer hands to collectives, from a real step of the layer. Assumed: the links. Computed: all
-the rest; docs/scaling.md has the formulas.
+the rest; docs/notes/scaling.md has the formulas.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Packages import in one direction only: `docs/architecture.md` shows the order."""
+"""Packages import in one direction only: `docs/notes/architecture.md` shows the order."""
 
 from __future__ import annotations
 

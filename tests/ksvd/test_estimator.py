@@ -181,7 +181,7 @@ def test_docstring_examples(name) -> None:
 
 
 def test_theory_page() -> None:
-    page = Path(__file__).parents[2] / "docs" / "theory.md"
+    page = Path(__file__).parents[2] / "docs" / "notes" / "theory.md"
     result = doctest.testfile(str(page), module_relative=False)
     assert result.attempted > 0
     assert result.failed == 0
