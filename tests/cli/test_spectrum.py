@@ -26,7 +26,7 @@ from primal_attention.report.results import read_spectrum  # noqa: E402
 
 TRAIN = """
 --model.embed-dim 8 --model.num-heads 2 --model.layers 2 --model.ffn-dim 16 --model.rank 3 --model.landmarks 4
---trainer.epochs 1 --trainer.batch-size 8 --trainer.accelerator cpu --trainer.no-progress --trainer.no-tensorboard
+--trainer.epochs 1 --trainer.batch-size 8 --trainer.accelerator cpu --trainer.no-progress
 """.split()  # noqa: SIM905 (reads as it is typed)
 
 
@@ -63,7 +63,7 @@ def test_runs_give_a_table_numbers_and_plots(workplace: Path, capsys) -> None:
     uea.save_npz(SeriesData("Toy", *splits, ("a", "b")), workplace / "data" / "uea")
     assert cli.main(["train", "uea/Toy", *TRAIN, "--model.attention", "primal+", "--out", "one"]) == 0
     assert cli.main(["data", "listops", "--train", "8", "--valid", "2", "--test", "4"]) == 0
-    steps = ["--trainer.steps-per-epoch", "1", "--trainer.precision", "32-true"]
+    steps = ["--trainer.batch-size", "2", "--trainer.steps-per-epoch", "1", "--trainer.precision", "32-true"]
     assert cli.main(["train", "lra/listops", *TRAIN, *steps, "--out", "two"]) == 0
     capsys.readouterr()
     assert run(capsys, "two", "--samples", "2", "--batch", "1")[0] == 0
@@ -108,9 +108,6 @@ def test_images_that_do_not_decode_are_named(workplace: Path, capsys) -> None:
     code, _, err = run(capsys, "vit", "--data", "images")
     assert code == 0
     assert "1 of 4 images do not decode and are skipped, first images/broken.png" in err
-    code, _, err = run(capsys, "vit", "--data", "images", "--strict")
-    assert (code, err.count("\n")) == (2, 1)
-    assert "images/broken.png does not decode" in err
 
 
 @pytest.mark.parametrize(
@@ -164,10 +161,10 @@ def pickle_weights(model: Path, index: str = "") -> None:
 
 OWN = {"AutoConfig": "own.Own", "AutoModel": "own.Own"}
 REFUSED = {
-    "pickled weights": (pickle_weights, "pytorch_model.bin is pickled and could run code"),
+    "pickled weights": (pickle_weights, "pickled weights could run code"),
     "a pickled shard": (lambda m: pickle_weights(m, "pytorch_model.bin"), "(got 'pytorch_model.bin')"),
     "a shard elsewhere": (lambda m: pickle_weights(m, "../model.safetensors"), "safetensors files of this folder"),
-    "no weights": (lambda m: (m / "model.safetensors").unlink(), "holds no weights"),
+    "no weights": (lambda m: (m / "model.safetensors").unlink(), "has no model.safetensors"),
     "a model of its own code": (
         lambda m: edit(m / "config.json", architectures=["Own"], auto_map=OWN),
         "names the model 'Own', which transformers does not have",
