@@ -3,7 +3,7 @@
     python benchmarks/kill_points.py                     # 20 kills, two ranks, DDP and FSDP2 in turn
     python benchmarks/kill_points.py --points 4 --seed 7
 
-Each point starts `torchrun --nproc-per-node 2 --max-restarts 3 -m primal_attention.cli.main train …` on a small
+Each point starts `torchrun --nproc-per-node 2 --max-restarts 3 -m primal_attention train …` on a small
 generated set and sends SIGKILL to one rank after a random time. torchrun restarts both ranks, and the run resumes from
 its last complete checkpoint. model.safetensors and metrics.csv must be those of the undisturbed run, byte for byte.
 The log goes to results/faults/kill_points.json. The exit code is 1 if a run differs.
@@ -59,7 +59,7 @@ def train(work: Path, out: Path, strategy: str, kill: tuple[float, int] | None =
     words = ["train", "uea/Waves", *FLAGS.split(), "--trainer.strategy", strategy, "--out", str(out)]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "3"]
     process = subprocess.Popen(
-        [sys.executable, *torchrun, "-m", "primal_attention.cli.main", *words],
+        [sys.executable, *torchrun, "-m", "primal_attention", *words],
         cwd=work, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True,
     )  # fmt: skip

@@ -19,7 +19,7 @@ devices=${DEVICES:-2}
 
 exec "${PYTHON:-python}" -m torch.distributed.run \
     --standalone --nproc-per-node "$devices" --max-restarts "${RESTARTS:-3}" \
-    -m primal_attention.cli.main train "$recipe" \
+    -m primal_attention train "$recipe" \
     --trainer.devices "$devices" \
     --trainer.strategy "${STRATEGY:-ddp}" \
     --trainer.context "${CONTEXT:-1}" \

@@ -79,7 +79,7 @@ def test_seeds_and_several_prompts(run: Path, primal, tmp_path: Path) -> None:
     ("words", "message"),
     [
         ([], "no prompt: give the beginning of a text"),
-        (["--prompt", ""], "the prompt is empty"),
+        (["--prompt", ""], "--prompt is empty"),
         (["--prompt", "The cat", "--tokens", "100"], "more than max_length=16 of this model"),
         (["--prompt", "The cat " * 20], "more than max_length=16 of this model: a shorter prompt"),
         (["--prompt", "a", "--top-p", "2"], "top_p must lie in (0, 1] (got 2.0)"),

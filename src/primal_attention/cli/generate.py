@@ -88,7 +88,8 @@ def read_prompts(options: Arguments) -> list[str]:
     if any("\ud800" <= letter <= "\udfff" for text in texts for letter in text):  # bytes that are not UTF-8
         raise RunError("--prompt is not UTF-8 text")
     if not all(texts):
-        raise RunError("the prompt is empty: give the beginning of a text, at least one word")
+        name = options.prompt_file if all(options.prompt) else "--prompt"
+        raise RunError(f"{name} is empty: give the beginning of a text, at least one word")
     return texts
 
 

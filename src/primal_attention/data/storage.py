@@ -199,6 +199,8 @@ def generated_set(folder: Path, name: str, settings: Mapping[str, Any], product:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
+        if folder.exists():
+            raise WriteError(f"{folder} is a file where a folder is needed") from error
         raise WriteError(f"cannot create the folder {folder} ({one_line(error)})") from error
     with _locked(folder):
         if marker.exists():

@@ -364,7 +364,7 @@ class TokenBatches(Batches):
 
     def order(self, turn: int) -> Tensor:
         """With buckets: batches of one bucket each, in random order. What does not fill one joins the next bucket."""
-        if self.lengths is None or self.shuffle_seed is None:
+        if self.lengths is None or not self.widths or self.shuffle_seed is None:
             return super().order(turn)
         generator = torch.Generator().manual_seed(derive_seed("order", self.shuffle_seed, turn))
         bucket = torch.searchsorted(torch.tensor(self.widths), self.lengths)

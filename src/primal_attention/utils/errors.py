@@ -39,7 +39,7 @@ EXTRAS = {
     "rl": "gymnasium h5py imageio minari mujoco",
     "vision": "PIL timm torchvision",
     "hf": "accelerate transformers",
-    "report": "jinja2 markupsafe matplotlib pandas plotly",
+    "report": "jinja2 matplotlib pandas plotly",
     "ray": "ray",
 }
 INCLUDED = {"timeseries": {"timeseries", "ksvd", "train"}, "language": {"language", "train"}}  # extras in extras
