@@ -63,7 +63,7 @@ def test_runs_give_a_table_numbers_and_plots(workplace: Path, capsys) -> None:
     uea.save_npz(SeriesData("Toy", *splits, ("a", "b")), workplace / "data" / "uea")
     assert cli.main(["train", "uea/Toy", *TRAIN, "--model.attention", "primal+", "--out", "one"]) == 0
     assert cli.main(["data", "listops", "--train", "8", "--valid", "2", "--test", "4"]) == 0
-    steps = ["--trainer.batch-size", "2", "--trainer.steps-per-epoch", "1", "--trainer.precision", "32-true"]
+    steps = ["--trainer.steps-per-epoch", "1", "--trainer.precision", "32-true"]
     assert cli.main(["train", "lra/listops", *TRAIN, *steps, "--out", "two"]) == 0
     capsys.readouterr()
     assert run(capsys, "two", "--samples", "2", "--batch", "1")[0] == 0
