@@ -30,10 +30,9 @@ class Parser(argparse.ArgumentParser):
 
 def positive(text: str) -> int:
     """Return a count of at least 1, as the type of an argument."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1 (got {number})")
-    return number
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"must be at least 1 (got {text})")
+    return int(text)
 
 
 def parse(kind: type[T], args: Sequence[str], *, prog: str, about: str, default: T | None = None) -> T:
