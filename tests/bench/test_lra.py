@@ -8,6 +8,7 @@ import torch
 from primal_attention.bench import lra, measurement
 from primal_attention.bench.attention import AuthorsPrimal
 from primal_attention.cli.bench import main
+from primal_attention.utils.errors import RunError
 from primal_attention.utils.files import read_json
 
 CPU = torch.device("cpu")
@@ -52,5 +53,5 @@ def test_results_are_measured_once(tmp_path, monkeypatch, capsys):
     assert {"commit", "versions", "hardware", "date", "device", "torch"} <= set(primal)
     assert main([*words, "--results", str(tmp_path)]) == 0
     assert capsys.readouterr().err == ""
-    assert main(["lra", "--models", "lstm"]) == 2
-    assert "--models lstm is unknown" in capsys.readouterr().err
+    with pytest.raises(RunError, match="--models lstm is unknown"):
+        main(["lra", "--models", "lstm"])

@@ -181,7 +181,7 @@ MESSAGES = {
     "a file as a run": "file is a file where a folder is needed",
     "a damaged run": "config.yaml is not UTF-8 text",
     "a file as a folder": "file is a file where a folder is needed",
-    "no workers": "--workers must be at least 1 (got 0)",
+    "no workers": "--workers: must be at least 1 (got 0)",
     "a table's data nowhere": "--data nowhere is not a folder",
     "an unknown family": "there are uea, uea-modern, lra",
     "no such recipe": "no recipe has 'cats' in its name",
@@ -225,10 +225,9 @@ def test_a_small_demo(workplace: Path, primal) -> None:
     assert code == 0
     numbers = json.loads((workplace / "demo" / "demo.json").read_text())
     assert [r["attention"] for r in numbers["results"]] == ["primal", "softmax"]
-    assert numbers["results"][0]["j_before"] is not None
+    assert numbers["results"][0]["objective"].keys() == {"first", "last"}
     assert (workplace / "demo" / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert "test accuracy" in out
-    assert ("disturbed the timing" in out) == (numbers["cpu_share"] < 0.8)
 
 
 def test_a_terminal_without_unicode_gets_question_marks() -> None:

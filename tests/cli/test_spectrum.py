@@ -108,9 +108,6 @@ def test_images_that_do_not_decode_are_named(workplace: Path, capsys) -> None:
     code, _, err = run(capsys, "vit", "--data", "images")
     assert code == 0
     assert "1 of 4 images do not decode and are skipped, first images/broken.png" in err
-    code, _, err = run(capsys, "vit", "--data", "images", "--strict")
-    assert (code, err.count("\n")) == (2, 1)
-    assert "images/broken.png does not decode" in err
 
 
 @pytest.mark.parametrize(
@@ -164,10 +161,10 @@ def pickle_weights(model: Path, index: str = "") -> None:
 
 OWN = {"AutoConfig": "own.Own", "AutoModel": "own.Own"}
 REFUSED = {
-    "pickled weights": (pickle_weights, "pytorch_model.bin is pickled and could run code"),
+    "pickled weights": (pickle_weights, "pickled weights could run code"),
     "a pickled shard": (lambda m: pickle_weights(m, "pytorch_model.bin"), "(got 'pytorch_model.bin')"),
     "a shard elsewhere": (lambda m: pickle_weights(m, "../model.safetensors"), "safetensors files of this folder"),
-    "no weights": (lambda m: (m / "model.safetensors").unlink(), "holds no weights"),
+    "no weights": (lambda m: (m / "model.safetensors").unlink(), "has no model.safetensors"),
     "a model of its own code": (
         lambda m: edit(m / "config.json", architectures=["Own"], auto_map=OWN),
         "names the model 'Own', which transformers does not have",

@@ -14,7 +14,6 @@ from primal_attention.models.lm import (
     STOPPED,
     LanguageConfig,
     LanguageModel,
-    Sampler,
     Sampling,
     generate,
     probabilities,
@@ -221,9 +220,9 @@ def test_the_distribution_that_a_token_is_drawn_from() -> None:
     cold = probabilities(1e4 * logits, Sampling(temperature=1e-30))
     torch.testing.assert_close(cold, torch.tensor([[0.0, 1.0, 0.0, 0.0, 0.0]]))
     logits = torch.tensor([0.6, 0.3, 0.1]).log().expand(4000, 3)
-    counts = Sampler(Sampling(seed=1), torch.device("cpu"))(logits).bincount(minlength=3) / 4000
+    counts = lm.choose(logits, Sampling(seed=1), torch.Generator().manual_seed(1)).bincount(minlength=3) / 4000
     assert (counts - torch.tensor([0.6, 0.3, 0.1])).abs().max() < 0.03  # four standard deviations
-    assert Sampler(GREEDY, torch.device("cpu"))(logits).eq(0).all()
+    assert lm.choose(logits, GREEDY, torch.Generator()).eq(0).all()
 
 
 def test_bad_input_of_generation_is_refused_before_the_first_token() -> None:

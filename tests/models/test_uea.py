@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from closeness import assert_close
-from primal_attention.models.uea import Differences, MaskedBatchNorm, modern_classifier, paper_classifier
+from primal_attention.models.uea import MaskedBatchNorm, modern_classifier, paper_classifier
 from primal_attention.nn.objective import ksvd_loss, primal_layers
 
 KEYWORDS = {"primal": {"rank": 4, "landmarks": 6}}
@@ -32,9 +32,7 @@ def batch():
 @pytest.mark.parametrize("kind", ["paper", "modern"])
 def test_padding_never_matters_nan_included(kind, attention, batch):
     x, mask = batch
-    model = small(
-        kind, attention, **({"differences": True} if attention == "linear" and kind == "modern" else {})
-    ).eval()
+    model = small(kind, attention).eval()
     logits = model(x.masked_fill(mask.unsqueeze(-1), 0.0), mask)
     assert logits.shape == (3, 5)
     assert torch.equal(model(x.masked_fill(mask.unsqueeze(-1), torch.nan), mask), logits)
@@ -100,32 +98,3 @@ def test_bf16_autocast_gives_finite_logits(batch):
     model = small("modern").float().train()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.isfinite(model(x.float(), mask)).all()
-
-
-def unit_differences(channels: int) -> Differences:
-    """Normalised by mean 0 and variance 1, so that the steps can be read as they are."""
-    module = Differences(channels).double().eval()
-    module.norm.eps = 0.0
-    return module
-
-
-def test_differences_are_appended_and_are_zero_at_padding():
-    x = torch.tensor([[[1.0], [4.0], [2.0]]], dtype=torch.float64)
-    assert unit_differences(1)(x).tolist() == [[[1.0, 0.0], [4.0, 3.0], [2.0, -2.0]]]
-    x = torch.tensor([[[7.0], [1.0], [4.0], [9.0], [5.0]]], dtype=torch.float64)
-    mask = torch.tensor([[True, False, False, True, False]])
-    assert unit_differences(1)(x, mask)[0, :, 1].tolist() == [0.0, 0.0, 3.0, 0.0, 0.0]
-
-
-def test_an_offset_vanishes_in_the_differences():
-    x = torch.randn(2, 9, 3, dtype=torch.float64)
-    module = Differences(3).double().train()
-    assert_close(module(x)[..., 3:], module(x + torch.randn(2, 1, 3).double())[..., 3:], 1e-12)
-
-
-def test_in_training_they_are_standardised_over_the_valid_steps():
-    x = torch.randn(4, 40, 3, dtype=torch.float64) * 0.01
-    mask = torch.arange(40) >= torch.tensor([40, 30, 20, 10]).unsqueeze(1)
-    steps = Differences(3).double().train()(x, mask)[..., 3:][~mask]
-    assert_close(steps.mean(dim=0), torch.zeros(3).double(), 1e-9)
-    assert ((steps.var(dim=0, unbiased=False) - 1).abs() < 0.1).all()  # eps beside a variance of about 2e-4

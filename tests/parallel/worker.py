@@ -136,7 +136,7 @@ def make_model(name: str) -> nn.Module:
     common: dict[str, Any] = {"embed_dim": EMBED, "num_heads": 3, "layers": 2, "ffn_dim": 16}
     classifier = {**common, "dropout": 0.0, "attention_kwargs": {"primal": {"rank": 3, "landmarks": 5}}}
     if name == "modern":
-        return modern_classifier(2, 3, stem_kernel=7, local_kernel=5, differences=True, **classifier).double()
+        return modern_classifier(2, 3, stem_kernel=7, local_kernel=5, **classifier).double()
     if name == "paper":
         return paper_classifier(2, 3, LENGTH + 2, **classifier).double()
     if name == "lra":

@@ -9,10 +9,11 @@ import re
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from primal_attention.cli.flags import Parser, positive, read_device
 from primal_attention.utils.errors import RunError
 
 COMMANDS = {
@@ -24,11 +25,6 @@ COMMANDS = {
 }
 RENAMED = {"--rivals": "--baselines", "generate": "decode --layers N"}
 NAMING = ("--causal", "--baselines", "--inference", "--eager")  # flags in the default file name
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise RunError(f"{message} (see {self.prog} --help)")
 
 
 def read_length(text: str) -> int:
@@ -52,19 +48,16 @@ def read_decay(text: str) -> str | float:
         raise RunError(f"--decay must be 'learned' or a number (got {text!r})") from None
 
 
-def above_zero(kind: Callable[[str], float]) -> Callable[[str], float]:
-    def number(text: str) -> float:
-        if not 0 < kind(text) < math.inf:
-            raise argparse.ArgumentTypeError(f"must be finite and above 0 (got {text})")
-        return kind(text)
-
-    return number
+def read_seconds(text: str) -> float:
+    if not 0 < float(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"must be finite and above 0 (got {text})")
+    return float(text)
 
 
 def make_parser() -> Parser:
     top = Parser(prog="primal bench", epilog="Example: primal bench attention --lengths 256 4K")
     commands = top.add_subparsers(dest="benchmark", metavar=" | ".join(COMMANDS), required=True, parser_class=Parser)
-    count, seconds, yes = above_zero(int), above_zero(float), {"action": "store_true"}
+    yes = {"action": "store_true"}
     for name, (about, example) in COMMANDS.items():
         example = f"Example: primal bench {name} {example}"
         add: Any = (parser := commands.add_parser(name, description=about, help=about, epilog=example)).add_argument
@@ -77,51 +70,55 @@ def make_parser() -> Parser:
             add("--tasks", nargs="+", help="listops, text, retrieval, image, pathfinder (default all)")
             add("--models", nargs="+", help="softmax, nystrom, …, primal+, primal, published (default all)")
             add("--results", type=Path, default=Path("results"), help="folder of lra-efficiency/TASK/MODEL.json")
-            add("--repeats", type=count, default=20, help="runs on a GPU (default 20)")
-            add("--batch-size", type=count, help="default: the paper's")
+            add("--repeats", type=positive, default=20, help="runs on a GPU (default 20)")
+            add("--batch-size", type=positive, help="default: the paper's")
             continue
         add("--seed", type=int, default=0, help="of weights and inputs (default 0)")
         add("--out", type=Path, default=Path("results/bench"), help="folder (default results/bench)")
         add("--name", help="of the files in it (default: the command and its flags)")
         if name == "model":
-            add(
-                "--rows",
-                nargs="+",
-                default=[],
-                metavar="ROW",
-                help="vit-eager-autocast, …, or a model such as vit",
-            )
+            add("--rows", nargs="+", default=[], metavar="ROW", help="vit-eager-autocast, …, or a model such as vit")
             add("--tokens", type=read_length, default=32768, help="per step (default 32K); fewer shorten sequences")
-            add("--layers", type=count, help="of every model, instead of its own")
-            add("--repeats", type=count, default=5, help="whose median counts (default 5)")
-            add("--steps", type=count, default=10, help="of each repetition (default 10)")
+            add("--layers", type=positive, help="of every model, instead of its own")
+            add("--repeats", type=positive, default=5, help="whose median counts (default 5)")
+            add("--steps", type=positive, default=10, help="of each repetition (default 10)")
             add("--prepare", **yes, help="compile all rows in parallel first, to fill the compiler's cache")
             parser.set_defaults(compiler="inductor", plot=False)
             continue
         decodes = name == "decode"
         add("--lengths", nargs="+", type=read_length, metavar="N", help="tokens: 4096, 4K, 1M")
         add("--widths", nargs="+", type=read_width, default=[(512, 8)], metavar="D:H", help="embed_dim:num_heads")
-        add("--batch", type=count, default=1 if decodes else None, help="sequences per step")
+        add("--batch", type=positive, default=1 if decodes else None, help="sequences per step")
         add("--dtype", choices=("bfloat16", "float16", "float32", "float64"), help="default bfloat16 on a GPU")
-        add("--rank", type=count, default=30, help="of the Primal layers (default 30)")
+        add("--rank", type=positive, default=30, help="of the Primal layers (default 30)")
         add("--decay", type=read_decay, help="of the causal Primal layers: 'learned' or a number in (0, 1]")
         add("--baselines", **yes, help="all attentions of the paper's tables too")
         add("--only", nargs="+", default=[], metavar="NAME", help="sdpa, sdpa-cudnn, primal, primal-fused, published …")
         add("--eager", **yes, help="on a GPU: no CUDA graph, launches by the host included")
-        add("--repeats", type=count, default=100 if decodes else 20, help="runs on a GPU (default %(default)s)")
-        add("--seconds", type=seconds, default=0.3 if decodes else 0.5, help="per row on a CPU (default %(default)s)")
+        add("--repeats", type=positive, default=100 if decodes else 20, help="runs on a GPU (default %(default)s)")
+        add(
+            "--seconds",
+            type=read_seconds,
+            default=0.3 if decodes else 0.5,
+            help="per row on a CPU (%(default)s)",
+        )
         add("--no-plot", dest="plot", action="store_false", help="no PNG and SVG")
         if decodes:
-            add("--layers", type=count, help="blocks of a language model, instead of one layer")
+            add("--layers", type=positive, help="blocks of a language model, instead of one layer")
             parser.set_defaults(tokens=None, causal=True, data_dependent=False, inference=False, landmarks=300)
             continue
         add("--tokens", type=read_length, help="per step, instead of --batch (default 64K on a GPU)")
-        add("--landmarks", type=count, default=300, help="of the Primal layers (default 300)")
+        add("--landmarks", type=positive, default=300, help="of the Primal layers (default 300)")
         add("--causal", **yes, help="causal layers; Primal is data-independent unless --data-dependent is given")
         add("--data-dependent", action="store_const", const=True, help="build Primal's weights from landmarks")
         add("--data-independent", dest="data_dependent", action="store_const", const=False, help="use W_e, W_r as is")
         add("--inference", **yes, help="forward only, without gradients")
-        add("--limit", type=seconds, default=2.0, help="seconds of a step that end a row's longer lengths (default 2)")
+        add(
+            "--limit",
+            type=read_seconds,
+            default=2.0,
+            help="seconds of a step that end a row (default 2)",
+        )
     return top
 
 
@@ -141,8 +138,6 @@ def read_flags(words: Sequence[str]) -> argparse.Namespace:
         args.data_dependent = not args.causal if args.data_dependent is None else args.data_dependent
     if "torch" not in sys.modules:
         print(f"primal bench {args.benchmark}: starting", file=sys.stderr, flush=True)
-    from primal_attention.cli.flags import read_device
-
     args.device, args.command = read_device(args.device), shlex.join(["primal", "bench", *words])
     if args.benchmark in ("attention", "decode"):
         args.dtype = args.dtype or ("bfloat16" if args.device.type == "cuda" else "float32")
@@ -158,15 +153,7 @@ def read_flags(words: Sequence[str]) -> argparse.Namespace:
 
 
 def main(words: Sequence[str]) -> int:
-    try:
-        run(read_flags(words))
-    except RunError as error:
-        print(f"primal: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    return 0
-
-
-def run(args: argparse.Namespace) -> None:
+    args = read_flags(words)
     if args.benchmark == "lra":
         from primal_attention.bench import lra
 
@@ -179,6 +166,7 @@ def run(args: argparse.Namespace) -> None:
         show(read_report(args.file), args)
     else:
         show(importlib.import_module(f"primal_attention.bench.{args.benchmark}").run(args), args)
+    return 0
 
 
 def show(report: dict[str, Any], args: argparse.Namespace) -> None:

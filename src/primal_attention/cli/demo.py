@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from primal_attention.cli.flags import parse
 from primal_attention.utils.errors import RunError
+from primal_attention.utils.files import write_atomically, write_json
+from primal_attention.utils.progress import Progress
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-
     from primal_attention.train.config import Recipe
 
 ABOUT = """Train a small PrimalFormer and the same network with softmax attention on real data, about two minutes.
@@ -32,8 +32,12 @@ Two networks that differ in their attention only:
 """
 LENGTHS = tuple(2**k for k in range(7, 15))
 LAYERS: dict[str, dict[str, int]] = {"softmax": {}, "primal": {"rank": 16, "landmarks": 26}}
+STYLES = {
+    "primal": {"color": "#c2410c", "label": "Primal-Attention"},
+    "softmax": {"color": "#1d4ed8", "label": "softmax"},
+}
+MAX_SECONDS = 2.0  # of a timed step; longer sequences are left out then
 SINGULAR_VALUES = 20
-MIN_CPU_SHARE = 0.8  # of the wall time, below which other programs disturb the timing
 SETTINGS: dict[str, Any] = {
     "data.principal": False,
     "model.embed_dim": 64,
@@ -69,8 +73,6 @@ def main(args: Sequence[str]) -> int:
 
     from primal_attention.train import registry
     from primal_attention.train.config import override
-    from primal_attention.utils.files import write_json
-    from primal_attention.utils.progress import Progress
     from primal_attention.utils.provenance import collect
 
     console = Console(highlight=False)
@@ -78,51 +80,47 @@ def main(args: Sequence[str]) -> int:
     torch.set_num_threads(1)  # the networks are small, and one thread is disturbed least by other programs
     base = override(registry.get("uea-modern/JapaneseVowels"), {**SETTINGS, "seed": options.seed})
     epochs = {"trainer.epochs": options.epochs, "trainer.evaluate_every": options.epochs}
-    results = []
-    for name in ("primal", "softmax"):
-        results.append(run(override(base, {**epochs, "model.attention": (name,)}), options.out))
-    lengths = [n for n in LENGTHS if n <= options.max_length]
-    wall, cpu = time.perf_counter(), time.process_time()
-    with Progress(2 * len(lengths), "timing sequences of growing length") as progress:
-        seconds = time_lengths(LAYERS, lengths, embed_dim=64, num_heads=4, step=progress.advance)
-    cpu_share = (time.process_time() - cpu) / (time.perf_counter() - wall)
+    results = [run(override(base, {**epochs, "model.attention": (name,)}), options.out) for name in STYLES]
+    seconds = time_lengths([n for n in LENGTHS if n <= options.max_length])
     numbers: dict[str, Any] = {
         "results": [{key: value for key, value in result.items() if key != "sigma"} for result in results],
         "seconds": {name: {str(n): s for n, s in points.items()} for name, points in seconds.items()},
         "singular_values": {result["attention"]: result["sigma"] for result in results},
-        "cpu_share": cpu_share,
     }
     origin = collect(command=shlex.join(["primal", "demo", *args]), device=torch.device("cpu"))
     write_json(options.out / "demo.json", {**numbers, **origin})
     figure = draw_figure(options.out / "demo.png", seconds, numbers["singular_values"])
     show(console, results, seconds)
-    if cpu_share < MIN_CPU_SHARE:
-        console.print(f"[bold]Other programs disturbed the timing[/]: it got {cpu_share:.0%} of a core. Run it again.")
     console.print(f"figure: {figure}", soft_wrap=True)
     return 0
 
 
 def run(recipe: Recipe, out: Path) -> dict[str, Any]:
     """Train one network; return its row of the table and its singular values."""
+    import torch
+
+    from primal_attention.convert.spectrum import spectrum
     from primal_attention.train import checkpoint, loop
     from primal_attention.train.batches import Batches
 
-    experiment = loop.build(recipe)
-    before = mean_objective(experiment.module.model, experiment.train)
     folder = checkpoint.unused_folder(out / recipe.label())
     summary = loop.train(recipe, folder, name=f"demo/{recipe.label()}")
+    experiment = loop.build(recipe)
     model = experiment.module.final_model
     loop.load_weights(model, folder / "model.safetensors")
     x, mask, _ = next(iter(Batches(experiment.test.tensors, batch_size=64)))
     series = [sample[~padding] for sample, padding in zip(x, mask, strict=True)]
+    # σ_i / σ_1 for i ≤ SINGULAR_VALUES, mean over layers, heads and the series of at least that length.
+    inputs = [(sample.unsqueeze(0),) for sample in series if len(sample) >= SINGULAR_VALUES]
+    layers = spectrum(model, inputs, dtype=torch.float64).values()
+    sigma = torch.cat([layer.singular_values[..., :SINGULAR_VALUES].flatten(0, 1) for layer in layers])
     return {
         "attention": recipe.label(),
         "accuracy": summary["scores"]["last"]["accuracy"],
         "seconds_per_epoch": summary["seconds_per_epoch"],
         "parameters": summary["parameters"],
-        "j_before": before,
-        "j_after": mean_objective(model, experiment.train),
-        "sigma": singular_values(model, series, SINGULAR_VALUES),
+        "objective": summary["objective"],
+        "sigma": (sigma / sigma[:, :1].clamp(min=1e-300)).mean(dim=0).tolist(),
     }
 
 
@@ -130,87 +128,43 @@ def show(console: Any, results: Sequence[Mapping[str, Any]], seconds: Mapping[st
     from rich.table import Table
 
     table = Table("attention", title="The same network and training, two attentions")
-    for heading in ("test accuracy", "time per epoch", "parameters", "J before", "J after"):
+    for heading in ("test accuracy", "time per epoch", "parameters", "first J", "last J"):
         table.add_column(heading, justify="right")
     for row in results:
-        objective = ["–" if j is None else f"{j:+.3f}" for j in (row["j_before"], row["j_after"])]
+        objective = ["–", "–"] if row["objective"] is None else [f"{j:+.3f}" for j in row["objective"].values()]
         measured = (f"{100 * row['accuracy']:.1f} %", f"{row['seconds_per_epoch']:.2f} s", f"{row['parameters']:,}")
         table.add_row(row["attention"], *measured, *objective)
     console.print(table)
     longest = max(set(seconds["primal"]) & set(seconds["softmax"]))
     factor = seconds["softmax"][longest] / seconds["primal"][longest]
     console.print(
-        "The test set was measured once, after the last epoch. J is the KSVD objective. It is zero where a layer "
-        "solves the singular value decomposition of its kernel, and training reduces it.\n"
+        "The test set was measured once, after the last epoch. J is the KSVD objective of an epoch. It is zero where "
+        "a layer solves the singular value decomposition of its kernel, and training reduces it.\n"
         f"These series are too short to need a fast attention. At {longest:,} tokens a Primal layer is {factor:.0f} "
         "times as fast as a softmax layer on this machine (left half of the figure)."
     )
 
 
-def mean_objective(model: nn.Module, batches: Iterable[Any]) -> float | None:
-    """Mean J over a data set without dropout, or None for a model without Primal layers."""
-    import torch
-
-    from primal_attention.nn.objective import primal_layers
-
-    layers = list(primal_layers(model).values())
-    if not layers:
-        return None
-    was_training, total, samples = model.training, 0.0, 0
-    model.eval()
-    for layer in layers:  # layers keep J in training mode; dropout stays off
-        layer.train()
-    with torch.no_grad():
-        for x, mask, *_ in batches:
-            model(x, mask)
-            objectives = [float(layer.objective.float().mean()) for layer in layers if layer.objective is not None]
-            total += sum(objectives) / len(layers) * len(x)
-            samples += len(x)
-    model.train(was_training)
-    return total / samples
-
-
-def singular_values(model: nn.Module, series: Iterable[Tensor], count: int) -> list[float]:
-    """σ_i / σ_1 of the attention matrices for i ≤ count, mean over layers, heads and the series of that length."""
-    import torch
-
-    from primal_attention.convert.spectrum import spectrum
-
-    layers = spectrum(model, [(x.unsqueeze(0),) for x in series if len(x) >= count], dtype=torch.float64).values()
-    sigma = torch.cat([layer.singular_values[..., :count].flatten(0, 1) for layer in layers])
-    return (sigma / sigma[:, :1].clamp(min=1e-300)).mean(dim=0).tolist()
-
-
-def time_lengths(
-    attentions: Mapping[str, Mapping[str, Any]],
-    lengths: Sequence[int],
-    *,
-    embed_dim: int,
-    num_heads: int,
-    limit: float = 2.0,
-    step: Callable[[], object] = lambda: None,
-) -> dict[str, dict[int, float]]:
-    """Seconds of forward and backward of one layer on one sequence, the best of some calls, by attention and length.
-
-    An attention that has taken more than `limit` seconds is not timed on longer sequences.
-    """
+def time_lengths(lengths: Sequence[int]) -> dict[str, dict[int, float]]:
+    """Seconds of forward and backward of one layer on one sequence, the best of some calls, by attention and length."""
     import torch
 
     from primal_attention.nn.baselines import make_attention
 
-    seconds: dict[str, dict[int, float]] = {name: {} for name in attentions}
-    for name, keywords in attentions.items():
-        layer = make_attention(name, embed_dim, num_heads, **keywords)
-        for n in lengths:
-            if max(seconds[name].values(), default=0.0) < limit:
-                x = torch.randn(1, n, embed_dim, requires_grad=True)
-                times: list[float] = []
-                while len(times) < 2 or (sum(times) < 0.5 and len(times) < 20):
-                    start = time.perf_counter()
-                    layer(x).sum().backward()
-                    times.append(time.perf_counter() - start)
-                seconds[name][n] = min(times)
-            step()
+    seconds: dict[str, dict[int, float]] = {name: {} for name in LAYERS}
+    with Progress(len(LAYERS) * len(lengths), "timing sequences of growing length") as progress:
+        for name, keywords in LAYERS.items():
+            layer = make_attention(name, 64, 4, **keywords)
+            for n in lengths:
+                if max(seconds[name].values(), default=0.0) < MAX_SECONDS:
+                    x = torch.randn(1, n, 64, requires_grad=True)
+                    times: list[float] = []
+                    while len(times) < 2 or (sum(times) < 0.5 and len(times) < 20):
+                        start = time.perf_counter()
+                        layer(x).sum().backward()
+                        times.append(time.perf_counter() - start)
+                    seconds[name][n] = min(times)
+                progress.advance()
     return seconds
 
 
@@ -221,13 +175,10 @@ def draw_figure(file: Path, seconds: Mapping[str, Mapping[int, float]], sigma: M
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    from primal_attention.utils.files import write_atomically
-
-    colours, names = {"primal": "#c2410c", "softmax": "#1d4ed8"}, {"primal": "Primal-Attention", "softmax": "softmax"}
     figure, (left, right) = plt.subplots(1, 2, figsize=(10.4, 4.0), layout="constrained")
     figure.suptitle("Primal-Attention and softmax attention, JapaneseVowels")
     for name in sigma:
-        style: dict[str, Any] = {"color": colours.get(name), "label": names.get(name, name)}
+        style: dict[str, Any] = STYLES[name]
         lengths = sorted(seconds[name])
         left.loglog(lengths, [1e3 * seconds[name][n] for n in lengths], "o-", **style)
         shown = [value for value in sigma[name] if value > 1e-6]  # smaller values are rounding of zero

@@ -28,6 +28,13 @@ class Parser(argparse.ArgumentParser):
         raise RunError(f"{message}{hint} (see {self.prog} --help)")
 
 
+def positive(text: str) -> int:
+    """Return a count of at least 1, as the type of an argument."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"must be at least 1 (got {text})")
+    return int(text)
+
+
 def parse(kind: type[T], args: Sequence[str], *, prog: str, about: str, default: T | None = None) -> T:
     """Return an instance of a dataclass from command-line arguments; --help prints `about` and exits with code 0."""
     import tyro

@@ -10,8 +10,9 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
+from primal_attention.cli.flags import Parser, positive
 from primal_attention.utils.errors import RunError
 from primal_attention.utils.files import write_text
 from primal_attention.utils.progress import Progress
@@ -29,11 +30,6 @@ NAMES = (
 PARTS = ("eta-s", "data-dependence", "r-scores")
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise RunError(f"{message} (see {self.prog} --help)")
-
-
 def parser() -> Parser:
     top = Parser(
         prog="primal table", description=ABOUT, epilog="Example: primal table uea --sets JapaneseVowels --seeds 3"
@@ -43,13 +39,13 @@ def parser() -> Parser:
     add("--sets", nargs="+", help="sets or tasks; default: those of the paper that are in the data folder")
     add("--models", nargs="+", help="attention names, with a plus for the last layer only; default: the paper's")
     add("--parts", nargs="+", choices=PARTS, metavar="PART", help=f"of an ablation: {', '.join(PARTS)}")
-    add("--seeds", type=int, help="number of seeds, from 0 on (default 5 for uea, 1 for lm, else 3)")
+    add("--seeds", type=positive, help="number of seeds, from 0 on (default 5 for uea, 1 for lm, else 3)")
     add("--recipe", help="family of recipes: the table's own (default), uea-modern or lra-short")
     add("--set", nargs="+", default=[], metavar="FIELD=VALUE", help="fields of the recipe to change")
     add("--data", type=Path, help="data folder (default $PRIMAL_UEA or data/uea; likewise LRA, D4RL, LM, IMAGES)")
     add("--any-length", action="store_true", help="also show results of shorter or longer trainings")
     add("--no-run", action="store_true", help="only show stored results")
-    add("--workers", type=int, default=1, help="runs side by side (default 1)")
+    add("--workers", type=positive, default=1, help="runs side by side (default 1)")
     add("--launcher", default="local", choices=("local", "ray"), help="local processes (default) or a Ray cluster")
     add("--runs", type=Path, help="run folders (default runs/RESULTS)")
     add("--results", type=Path, default=Path("results"), help="one small JSON file per run (default results)")
@@ -107,9 +103,6 @@ def make_plan(kind: TableKind, options: argparse.Namespace) -> Plan:
     from primal_attention.train.grid import Plan
 
     seeds = kind.seeds if options.seeds is None else options.seeds
-    for flag, number in (("--seeds", seeds), ("--workers", options.workers)):
-        if number < 1:
-            raise RunError(f"{flag} must be at least 1 (got {number})")
     if options.data is not None and not options.no_run and not options.data.is_dir():
         raise RunError(f"--data {options.data} is not a folder")
     if options.any_length and not options.no_run:

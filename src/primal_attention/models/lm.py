@@ -15,7 +15,7 @@ layer without a state (Flowformer) reads the whole text again at every step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
@@ -347,18 +347,11 @@ class Sampling:
 GREEDY = Sampling(temperature=0.0)
 
 
-class Sampler:
-    """Chooses one token of each sequence, with a random generator of its own."""
-
-    def __init__(self, sampling: Sampling, device: torch.device) -> None:
-        self.sampling = sampling
-        self.generator = torch.Generator(device).manual_seed(sampling.seed)
-
-    def __call__(self, logits: Tensor) -> Tensor:  # (B, vocabulary) → (B,)
-        if self.sampling.temperature == 0:
-            return logits.argmax(dim=-1)
-        chances = probabilities(logits, self.sampling)
-        return torch.multinomial(chances, 1, generator=self.generator)[:, 0]
+def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
+    """One token of each sequence, (B, vocabulary) → (B,)."""
+    if sampling.temperature == 0:
+        return logits.argmax(dim=-1)
+    return torch.multinomial(probabilities(logits, sampling), 1, generator=generator)[:, 0]
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -390,12 +383,6 @@ def pad(prompts: Sequence[Sequence[int]], device: torch.device | None = None) ->
     return tokens.to(device), mask.to(device) if mask.any() else None
 
 
-def context_limit(model: LanguageModel) -> int | None:
-    """The longest context of the model; None where there is no limit."""
-    limits = [getattr(block.attention, "max_length", None) for block in model.blocks]
-    return min((limit for limit in limits if limit is not None), default=None)
-
-
 @torch.no_grad()
 def generate(
     model: LanguageModel,
@@ -416,24 +403,26 @@ def generate(
     device = model.embedding.weight.device
     tokens, mask = pad(prompts, device)
     model.check_vocabulary(tokens)
-    longest, limit = tokens.shape[1], context_limit(model)
-    if limit is not None and longest + count - 1 > limit:
+    limits = [getattr(block.attention, "max_length", None) or float("inf") for block in model.blocks]
+    longest, limit = tokens.shape[1], min(limits)
+    if longest + count - 1 > limit:
         most = f"at most {limit + 1 - longest}" if longest <= limit else "a shorter prompt"
         raise ValueError(
             f"a prompt of {longest} tokens and {count} new ones are more than max_length={limit} of this model: {most}"
         )
-    return _generate(model, tokens, mask, count, Sampler(sampling, device), stop)
+    return _generate(model, tokens, mask, count, sampling, stop)
 
 
 @torch.no_grad()
 def _generate(
-    model: LanguageModel, tokens: Tensor, mask: Tensor | None, count: int, choose: Sampler, stop: int | None
+    model: LanguageModel, tokens: Tensor, mask: Tensor | None, count: int, sampling: Sampling, stop: int | None
 ) -> Iterator[list[int]]:
-    read = Stream(model).read if model.streams else _read_again(model)
-    logits = read(tokens, mask)
+    generator = torch.Generator(tokens.device).manual_seed(sampling.seed)
+    stream = Stream(model)
+    logits = stream.read(tokens, mask)
     stopped = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
     for left in range(count, 0, -1):
-        chosen = choose(logits)
+        chosen = choose(logits, sampling, generator)
         yield chosen.masked_fill(stopped, STOPPED).tolist()
         paused = None
         if stop is not None:
@@ -442,35 +431,27 @@ def _generate(
                 return
             paused = stopped[:, None] if stopped.any() else None
         if left > 1:
-            logits = read(chosen[:, None], paused)
+            logits = stream.read(chosen[:, None], paused)
 
 
 class Stream:
-    """Reads text piece by piece from the model's state."""
+    """Reads text piece by piece from the model's state; a model without one reads the whole text every time."""
 
     def __init__(self, model: LanguageModel) -> None:
         self.model = model
         self.state: LanguageState | None = None
+        self.text: list[tuple[Tensor, Tensor]] = []  # tokens and padding, where there is no state
         # A key-value cache is filled in one pass: a later chunk would need a mask over all tokens before it.
         grows = any(isinstance(block.attention, CachedSoftmaxAttention) for block in model.blocks)
         self.chunk = None if grows else PROMPT_CHUNK
 
     def read(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
         """Logits after the last of the tokens, (B, vocabulary). Padding is on the left."""
+        if not self.model.streams:
+            self.text.append((tokens, torch.zeros_like(tokens, dtype=torch.bool) if mask is None else mask))
+            return self.model(*(torch.cat(parts, dim=1) for parts in zip(*self.text, strict=True)), only_last=True)
         chunk = self.chunk or tokens.shape[1]
         masks = [None] * -(-tokens.shape[1] // chunk) if mask is None else mask.split(chunk, dim=1)
         for part, padding in zip(tokens.split(chunk, dim=1), masks, strict=True):
             logits, self.state = self.model(part, padding, state=self.state, return_state=True, only_last=True)
         return logits
-
-
-def _read_again(model: LanguageModel) -> Callable[[Tensor, Tensor | None], Tensor]:
-    """As `Stream.read` for a model without a state: read the whole text again at every call."""
-    pieces: list[tuple[Tensor, Tensor]] = []
-
-    def read(tokens: Tensor, mask: Tensor | None) -> Tensor:
-        pieces.append((tokens, torch.zeros_like(tokens, dtype=torch.bool) if mask is None else mask))
-        text, padding = (torch.cat(columns, dim=1) for columns in zip(*pieces, strict=True))
-        return model(text, padding, only_last=True)
-
-    return read

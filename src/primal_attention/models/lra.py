@@ -80,18 +80,10 @@ def _mix_as_published(attention: nn.Module, x: Tensor, padding: Tensor) -> Tenso
         y = attention(x)
         bias = attention.out_proj.bias
         return torch.where(padding.unsqueeze(-1), y.new_zeros(()) if bias is None else bias.to(y.dtype), y)
-    if isinstance(attention, SoftmaxAttention):
-        # Padded keys are masked, padded queries are not.
-        valid = ~padding
-        return attention.project_out(attention.mix(x, Tokens(valid, valid, valid.sum(dim=1))))
-    raise _not_published(attention)
-
-
-def _not_published(attention: nn.Module) -> ValueError:
-    return ValueError(
-        f"published_padding is known for primal and softmax layers only (got {type(attention).__name__}): "
-        "leave it off, or choose attention primal, primal+ or softmax"
-    )
+    assert isinstance(attention, SoftmaxAttention)
+    # Padded keys are masked, padded queries are not.
+    valid = ~padding
+    return attention.project_out(attention.mix(x, Tokens(valid, valid, valid.sum(dim=1))))
 
 
 class TokenMean(nn.Module):
@@ -168,7 +160,11 @@ class LRAClassifier(nn.Module):
     def published_padding(self, on: bool) -> None:
         for block in self.encoder.blocks:
             if on and not isinstance(block.attention, (PrimalAttention, SoftmaxAttention)):
-                raise _not_published(block.attention)  # type: ignore[arg-type]
+                kind = type(block.attention).__name__
+                raise ValueError(
+                    f"published_padding is known for primal and softmax layers only (got {kind}): "
+                    "leave it off, or choose attention primal, primal+ or softmax"
+                )
         self._published_padding = on
         for block in self.encoder.blocks:
             block.published_padding = on  # type: ignore[assignment]

@@ -93,39 +93,16 @@ class MaskedBatchNorm(nn.BatchNorm1d):
         return (x - mean) * scale + self.bias
 
 
-class Differences(nn.Module):
-    """Steps from one value to the next, standardised, as further channels: (B, N, C) → (B, N, 2 C).
-
-    They do not depend on an offset of a channel, such as a person's height, and are zero after padding.
-    """
-
-    context: Context | None = None
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.norm = MaskedBatchNorm(channels)
-
-    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        valid = torch.ones_like(x[..., :1]) if key_padding_mask is None else (~key_padding_mask).unsqueeze(-1).to(x)
-        marked = torch.cat([x, valid], dim=-1)  # a neighbouring shard needs the mask with the values
-        seen = F.pad(marked, (0, 0, 1, 0)) if self.context is None else self.context.halo(marked, 1, 0)
-        steps = (x - seen[:, :-1, :-1]) * (valid * seen[:, :-1, -1:])
-        return torch.cat([x, self.norm(steps, key_padding_mask)], dim=-1)
-
-
 class ConvStem(nn.Module):
     """Two convolutions over time, each with batch normalisation and GELU; padding is read as zeros."""
 
     context: Context | None = None
 
-    def __init__(
-        self, channels: int, embed_dim: int, kernel_size: int = 7, dropout: float = 0.0, *, differences: bool = False
-    ) -> None:
+    def __init__(self, channels: int, embed_dim: int, kernel_size: int = 7, dropout: float = 0.0) -> None:
         super().__init__()
         if kernel_size < 1 or kernel_size % 2 == 0:
             raise ValueError(f"stem_kernel must be a positive odd number (stem_kernel={kernel_size})")
-        self.differences = Differences(channels) if differences else None
-        widths = (2 * channels if differences else channels, embed_dim, embed_dim)
+        widths = (channels, embed_dim, embed_dim)
         self.convs = nn.ModuleList(
             nn.Conv1d(a, b, kernel_size, padding=kernel_size // 2, bias=False) for a, b in itertools.pairwise(widths)
         )
@@ -133,8 +110,6 @@ class ConvStem(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:  # (B, N, C) → (B, N, d)
-        if self.differences is not None:
-            x = self.differences(x, key_padding_mask)
         for conv, norm in zip(self.convs, self.norms, strict=True):
             if key_padding_mask is not None:
                 x = x.masked_fill(key_padding_mask.unsqueeze(-1), 0.0)
@@ -244,7 +219,6 @@ def modern_classifier(
     ffn_dim: int | None = None,
     dropout: float = 0.2,
     stem_kernel: int = 7,
-    differences: bool = False,
     local_kernel: int | None = 7,
     attention_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> TimeSeriesClassifier:
@@ -260,7 +234,7 @@ def modern_classifier(
         local_kernel=local_kernel,
         attention_kwargs=attention_kwargs,
     )
-    stem = ConvStem(channels, embed_dim, stem_kernel, dropout, differences=differences)
+    stem = ConvStem(channels, embed_dim, stem_kernel, dropout)
     return TimeSeriesClassifier(stem, encoder, PoolingHead(embed_dim, classes, dropout))
 
 
