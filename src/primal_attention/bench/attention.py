@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import importlib
 import math
 import warnings
 from argparse import Namespace
@@ -24,14 +23,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from primal_attention.bench import measurement
 from primal_attention.bench.measurement import OK, OUT_OF_MEMORY, REFUSED, SKIPPED, Row, UnsupportedError
 from primal_attention.nn.baselines import attention_names, attention_traits, make_attention
-from primal_attention.nn.baselines.softmax import SoftmaxAttention
-from primal_attention.nn.padding import Tokens
 from primal_attention.nn.primal import PrimalAttention
 from primal_attention.ops.landmarks import landmark_indices
 from primal_attention.ops.primal import is_interpreting
 from primal_attention.utils.errors import RunError
 from primal_attention.utils.progress import Progress
-from primal_attention.utils.provenance import installed
 
 PRIMAL_BACKENDS = ("fused", "cpu", "compiled", "reference")
 CHECKED = ("primal", "published")  # kinds that must compute Primal-Attention
@@ -105,8 +101,6 @@ def list_implementations(baselines: bool = False, only: Sequence[str] = ()) -> l
     for backend in SDPA_BACKENDS:
         label = f"softmax (SDPA, {backend})"
         found.append(Implementation(f"sdpa-{backend}", label, "softmax", partial(build_sdpa, backend)))
-    if installed("flash-attn-4"):
-        found.append(Implementation("flash-attn-4", "softmax (flash-attn-4)", "softmax", build_flash_attention_4))
     for backend in PRIMAL_BACKENDS:
         found.append(
             Implementation(f"primal-{backend}", f"Primal ({backend})", "primal", partial(build_primal, backend))
@@ -145,12 +139,8 @@ def build_baseline(name: str, case: Case) -> nn.Module:
         keywords["max_length"] = case.length + 1  # decoding adds a token
     if traits.stochastic:
         keywords |= {"seed": 0, "redraw_every": None}
-    return without_checks(make_attention(name, case.embed_dim, case.num_heads, **keywords))
-
-
-def without_checks(layer: nn.Module) -> nn.Module:
-    """Time the mechanism alone."""
-    layer.isolates_non_finite = False  # type: ignore[assignment]
+    layer = make_attention(name, case.embed_dim, case.num_heads, **keywords)
+    layer.isolates_non_finite = False  # type: ignore[assignment]  # time the mechanism alone
     return layer
 
 
@@ -164,21 +154,6 @@ def build_sdpa(backend: str, case: Case) -> nn.Module:
 
     layer.forward = forward_with_backend  # type: ignore[method-assign]
     return layer
-
-
-class FlashAttention4(SoftmaxAttention):
-    """Softmax attention by the package flash-attn-4."""
-
-    def mix(self, x: Tensor, tokens: Tokens) -> Tensor:
-        function = importlib.import_module("flash_attn.cute").flash_attn_func
-        q, k, v = (t.transpose(1, 2) for t in self.project_in(x))  # (B, N, H, p)
-        y = function(q, k, v, causal=self.causal)
-        return (y[0] if isinstance(y, tuple) else y).transpose(1, 2)  # type: ignore[no-any-return]
-
-
-def build_flash_attention_4(case: Case) -> nn.Module:
-    keywords: dict[str, Any] = {"causal": case.causal, "device": case.device, "dtype": case.dtype}
-    return without_checks(FlashAttention4(case.embed_dim, case.num_heads, **keywords))
 
 
 class AuthorsPrimal(PrimalAttention):
@@ -420,7 +395,7 @@ def measure(implementation: Implementation, case: Case, args: Namespace) -> Row:
         if not args.inference:
             row["kept_bytes"] = step.saved_bytes()
         if case.device.type == "cuda":
-            row["peak_bytes"], row["resident_bytes"] = measurement.peak_bytes(step, case.device)
+            row["peak_bytes"] = measurement.peak_bytes(step, case.device)
         row |= measurement.time_step(step, case.device, args.eager, args.repeats, args.seconds)
     except Exception as error:  # becomes the note of the row
         row = new_row(implementation, case, *measurement.failure(error))
@@ -433,7 +408,7 @@ def new_row(implementation: Any, case: Case, status: str, note: str = "") -> Row
     """Return a row without measurements."""
     names = {"name": implementation.name, "label": implementation.label, "kind": implementation.kind}
     sizes = {name: getattr(case, name) for name in ("embed_dim", "num_heads", "batch", "length")}
-    empty = ("seconds", "iqr", "runs", "method", "peak_bytes", "resident_bytes", "kept_bytes")
+    empty = ("seconds", "iqr", "runs", "method", "peak_bytes", "kept_bytes")
     ratios = ("speedup", "peak_ratio", "kept_ratio")
     return {**names, **sizes, "status": status, "note": note, **dict.fromkeys((*empty, *ratios))}
 
