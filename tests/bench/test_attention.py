@@ -22,7 +22,7 @@ MODES = {
 }
 ROW = {
     "name", "label", "kind", "embed_dim", "num_heads", "batch", "length", "status", "note", "seconds", "iqr", "runs",
-    "method", "peak_bytes", "kept_bytes", "speedup", "peak_ratio", "kept_ratio",
+    "method", "peak_bytes", "kept_bytes", "speedup", "peak_ratio", "kept_ratio", "state_bytes",
 }  # fmt: skip
 
 
