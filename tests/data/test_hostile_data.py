@@ -220,15 +220,6 @@ def test_a_full_disk_is_one_line_and_leaves_no_partial_file(name: str, limit: in
     LOAD[name](folder)
 
 
-def test_only_one_process_writes_a_set(tmp_path: Path) -> None:
-    pytest.importorskip("fcntl")
-    with (
-        storage.generated_set(tmp_path, "listops", {}, "x"),
-        pytest.raises(DataError, match="another process is writing"),
-    ):
-        listops.write(tmp_path)
-
-
 def test_a_cache_on_a_full_disk_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_listops(tmp_path)
 

@@ -96,11 +96,6 @@ def test_a_seed_repeats_and_another_differs():
     assert (first["tokens"] != other["tokens"]).any()
 
 
-def test_no_expression_occurs_twice():
-    tokens = listops.generate(3000, 0, SMALL)["tokens"]
-    assert len(np.unique(tokens, axis=0)) == 3000
-
-
 def test_written_files_read_back(tmp_path: Path):
     steps = []
     listops.write(tmp_path, train=20, valid=5, test=6, seed=4, progress=steps.append)
@@ -158,24 +153,7 @@ def test_a_malformed_line_is_one_clear_line(tmp_path: Path, line: str | None, co
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("shape", "complaint"),
-    [
-        ({"max_args": 1}, "max_args must be at least 2"),
-        ({"max_depth": 1}, "max_depth must be at least 2"),
-        ({"max_depth": 2}, "no expression has a length between 500 and 2000"),
-        ({"min_length": 300, "max_length": 200}, "no expression has a length"),
-    ],
-)
-def test_a_shape_that_has_no_expressions_is_refused(shape, complaint):
-    with pytest.raises(DataError, match=complaint):
-        listops.Shape(**shape)
-
-
 def test_settings_that_cannot_work_write_nothing(tmp_path: Path):
-    shape = listops.Shape(min_length=2000, max_length=3000)
-    with pytest.raises(DataError, match=r"max_length must be at most 2000, the task's length \(got 3000\)"):
-        listops.write(tmp_path / "set", train=2, valid=1, test=1, shape=shape)
     with pytest.raises(DataError, match="at least one sample"):
         listops.write(tmp_path / "set", train=0)
     assert not (tmp_path / "set").exists()

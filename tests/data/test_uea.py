@@ -202,8 +202,8 @@ def test_tables_without_channels_have_one(tmp_path: Path):
 
 NPZ, LONG = ("x.npz", write_npz), ("x.parquet", write_parquet)
 BAD_FILES: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "no X": (NPZ, {"X": None}, "lacks the array X"),
-    "no y": (NPZ, {"y": None}, "lacks the array y"),
+    "no X": (NPZ, {"X": None}, "it lacks X"),
+    "no y": (NPZ, {"y": None}, "it lacks y"),
     "fewer labels": (NPZ, {"y": np.arange(9)}, "one label for each of the 10 samples"),
     "one axis": (NPZ, {"X": np.zeros(10)}, "X must be numbers of shape"),
     "no samples": (NPZ, {"X": np.zeros((0, 2, 4)), "y": np.zeros(0)}, "no samples"),

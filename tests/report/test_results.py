@@ -11,8 +11,6 @@ import pytest
 from page_cases import bench, config, demo, put_run, summary
 from primal_attention.report import results
 from primal_attention.report.results import Stat, collect, read_folder
-from primal_attention.train.config import override, to_plain
-from primal_attention.train.registry import get
 from primal_attention.utils.errors import RunError
 
 ROOT = Path(__file__).parents[2]
@@ -37,15 +35,6 @@ def test_a_run_folder_has_curves_scores_and_its_command(tmp_path: Path) -> None:
     unfinished = read_folder(tmp_path / "run")
     assert not unfinished.scores
     assert unfinished.label == "primal"
-
-
-def test_a_run_started_from_python_gets_its_command(tmp_path: Path) -> None:
-    changes = {"model.attention": ("softmax", "primal"), "seed": 3, "data.clip": False, "trainer.progress": False}
-    content = summary("softmax-primal", 3, 0.5) | {"recipe": "uea/NATOPS"}
-    file = tmp_path / "a.json"
-    file.write_text(json.dumps(content | {"config": to_plain(override(get("uea/NATOPS"), changes))}))
-    (run,) = results.read_summaries(tmp_path)
-    assert run.command == "primal train uea/NATOPS --seed 3 --data.no-clip --model.attention softmax primal"
 
 
 def test_a_summary_in_a_run_folder_counts_once_and_other_files_are_ignored(tmp_path: Path) -> None:

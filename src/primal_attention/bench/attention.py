@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import importlib
 import math
 import warnings
 from argparse import Namespace
@@ -24,14 +23,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from primal_attention.bench import measurement
 from primal_attention.bench.measurement import OK, OUT_OF_MEMORY, REFUSED, SKIPPED, Row, UnsupportedError
 from primal_attention.nn.baselines import attention_names, attention_traits, make_attention
-from primal_attention.nn.baselines.softmax import SoftmaxAttention
-from primal_attention.nn.padding import Tokens
 from primal_attention.nn.primal import PrimalAttention
 from primal_attention.ops.landmarks import landmark_indices
 from primal_attention.ops.primal import is_interpreting
 from primal_attention.utils.errors import RunError
 from primal_attention.utils.progress import Progress
-from primal_attention.utils.provenance import installed
 
 PRIMAL_BACKENDS = ("fused", "cpu", "compiled", "reference")
 CHECKED = ("primal", "published")  # kinds that must compute Primal-Attention
@@ -90,13 +86,13 @@ def make_grid(args: Namespace, lengths: Sequence[int], tokens: int | None = None
 class Implementation:
     """A layer by name. Those of the kinds "primal" and "published" must pass the check before they are timed.
 
-    `build` takes a case and returns a layer; for decoding it takes the cases of all lengths (`decode.Reader`).
+    `build` takes a case and returns a layer; for decoding it returns a step and the size of the state.
     """
 
     name: str
     label: str
     kind: str
-    build: Callable[[Any], Any]
+    build: Callable[[Case], Any]
 
 
 def list_implementations(baselines: bool = False, only: Sequence[str] = ()) -> list[Implementation]:
@@ -105,8 +101,6 @@ def list_implementations(baselines: bool = False, only: Sequence[str] = ()) -> l
     for backend in SDPA_BACKENDS:
         label = f"softmax (SDPA, {backend})"
         found.append(Implementation(f"sdpa-{backend}", label, "softmax", partial(build_sdpa, backend)))
-    if installed("flash-attn-4"):
-        found.append(Implementation("flash-attn-4", "softmax (flash-attn-4)", "softmax", build_flash_attention_4))
     for backend in PRIMAL_BACKENDS:
         found.append(
             Implementation(f"primal-{backend}", f"Primal ({backend})", "primal", partial(build_primal, backend))
@@ -117,7 +111,7 @@ def list_implementations(baselines: bool = False, only: Sequence[str] = ()) -> l
     return select(found, only, baselines)
 
 
-def select(found: Sequence[Any], only: Sequence[str], baselines: bool) -> list[Any]:
+def select(found: Sequence[Implementation], only: Sequence[str], baselines: bool) -> list[Implementation]:
     """Return the implementations that `only` names, and the baselines if requested; everything but them by default."""
     names = {i.name for i in found} | {i.kind for i in found}
     for name in only:
@@ -145,12 +139,8 @@ def build_baseline(name: str, case: Case) -> nn.Module:
         keywords["max_length"] = case.length + 1  # decoding adds a token
     if traits.stochastic:
         keywords |= {"seed": 0, "redraw_every": None}
-    return without_checks(make_attention(name, case.embed_dim, case.num_heads, **keywords))
-
-
-def without_checks(layer: nn.Module) -> nn.Module:
-    """Time the mechanism alone."""
-    layer.isolates_non_finite = False  # type: ignore[assignment]
+    layer = make_attention(name, case.embed_dim, case.num_heads, **keywords)
+    layer.isolates_non_finite = False  # type: ignore[assignment]  # time the mechanism alone
     return layer
 
 
@@ -164,21 +154,6 @@ def build_sdpa(backend: str, case: Case) -> nn.Module:
 
     layer.forward = forward_with_backend  # type: ignore[method-assign]
     return layer
-
-
-class FlashAttention4(SoftmaxAttention):
-    """Softmax attention by the package flash-attn-4."""
-
-    def mix(self, x: Tensor, tokens: Tokens) -> Tensor:
-        function = importlib.import_module("flash_attn.cute").flash_attn_func
-        q, k, v = (t.transpose(1, 2) for t in self.project_in(x))  # (B, N, H, p)
-        y = function(q, k, v, causal=self.causal)
-        return (y[0] if isinstance(y, tuple) else y).transpose(1, 2)  # type: ignore[no-any-return]
-
-
-def build_flash_attention_4(case: Case) -> nn.Module:
-    keywords: dict[str, Any] = {"causal": case.causal, "device": case.device, "dtype": case.dtype}
-    return without_checks(FlashAttention4(case.embed_dim, case.num_heads, **keywords))
 
 
 class AuthorsPrimal(PrimalAttention):
@@ -360,21 +335,38 @@ def run(args: Namespace, implementations: Sequence[Implementation] | None = None
     is_gpu = args.device.type == "cuda"
     lengths = (256, 1024, 4096, 16384, 65536) if is_gpu else (256, 1024, 4096)
     grid = make_grid(args, lengths, tokens=65536 if is_gpu else None)
-    report = measurement.start_report("attention", args) | {"gate": []}
+    return measure_grid("attention", args, chosen, grid, measure_layer)
+
+
+def measure_grid(
+    kind: str,
+    args: Namespace,
+    chosen: Sequence[Implementation],
+    grid: Sequence[Sequence[Case]],
+    measure: Callable[[Implementation, Case, Namespace], Row],
+) -> dict[str, Any]:
+    """Check the implementations at each width, then apply `measure` to each of them at each length."""
+    report = measurement.start_report(kind, args) | {"gate": []}
     rows = report["rows"]
-    checks = sum(i.kind in CHECKED for i in chosen)
-    total = sum(checks + len(chosen) * len(cases) for cases in grid)
+    checked = [i for i in chosen if i.kind in CHECKED] if kind == "attention" else []
+    total = sum(len(checked) + len(chosen) * len(cases) for cases in grid)
     with Progress(total, "timing") as progress, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a large rank; torch's reasons against each SDPA backend
         for cases in grid:
-            if any(i.name == "primal-compiled" for i in chosen):
-                torch.compiler.reset()  # Dynamo stops compiling at its limit of graphs per function
-            excluded = check_implementations(chosen, cases[0], args.seed + 1, report["gate"], progress)
+            torch.compiler.reset()  # Dynamo stops compiling at its limit of graphs per function
+            excluded = check_implementations(checked, cases[0], args.seed + 1, report["gate"], progress)
             for case in cases:
                 # All implementations at one length before the next, so that what is compared is measured together.
                 for implementation in chosen:
                     reason = excluded.get(implementation.name) or too_slow(implementation.name, case, rows, args.limit)
-                    row = new_row(implementation, case, *reason) if reason else measure(implementation, case, args)
+                    row = new_row(implementation, case, *reason or (OK,))
+                    if not reason:
+                        torch.manual_seed(args.seed)
+                        try:
+                            row |= measure(implementation, case, args)
+                        except Exception as error:  # becomes the note of the row
+                            row["status"], row["note"] = measurement.failure(error)
+                        measurement.free_memory(case.device)
                     rows.append(row)
                     result = row["status"] if row["seconds"] is None else f"{1e3 * row['seconds']:.3g} ms"
                     progress.advance(f"{row['label']}, d {case.embed_dim}, N {case.length}: {result}")
@@ -384,14 +376,14 @@ def run(args: Namespace, implementations: Sequence[Implementation] | None = None
 
 
 def check_implementations(
-    chosen: Sequence[Implementation], case: Case, seed: int, verdicts: list[dict[str, Any]], progress: Progress
+    checked: Sequence[Implementation], case: Case, seed: int, verdicts: list[dict[str, Any]], progress: Progress
 ) -> dict[str, tuple[str, str]]:
     """Append the verdicts at this width; return status and note of the implementations that are not timed."""
     excluded: dict[str, tuple[str, str]] = {}
-    checked = [i for i in chosen if i.kind in CHECKED]
-    gate = Gate(case, seed) if checked else None
+    if not checked:
+        return excluded
+    gate = Gate(case, seed)
     for implementation in checked:
-        assert gate is not None
         try:
             verdict = gate.check(implementation.build)
         except Exception as error:  # becomes the note of the row
@@ -410,30 +402,23 @@ def check_implementations(
     return excluded
 
 
-def measure(implementation: Implementation, case: Case, args: Namespace) -> Row:
+def measure_layer(implementation: Implementation, case: Case, args: Namespace) -> Row:
     """Measure memory, then time: the pool of a CUDA graph must not exist while memory is counted."""
-    row = new_row(implementation, case, OK)
-    try:
-        torch.manual_seed(args.seed)
-        step = Step(implementation.build(case), case, args.seed, args.inference)
-        step()  # compiles and allocates
-        if not args.inference:
-            row["kept_bytes"] = step.saved_bytes()
-        if case.device.type == "cuda":
-            row["peak_bytes"], row["resident_bytes"] = measurement.peak_bytes(step, case.device)
-        row |= measurement.time_step(step, case.device, args.eager, args.repeats, args.seconds)
-    except Exception as error:  # becomes the note of the row
-        row = new_row(implementation, case, *measurement.failure(error))
-    step = None  # type: ignore[assignment]  # free it before the next one is built
-    measurement.free_memory(case.device)
-    return row
+    row: Row = {}
+    step = Step(implementation.build(case), case, args.seed, args.inference)
+    step()  # compiles and allocates
+    if not args.inference:
+        row["kept_bytes"] = step.saved_bytes()
+    if case.device.type == "cuda":
+        row["peak_bytes"] = measurement.peak_bytes(step, case.device)
+    return row | measurement.time_step(step, case.device, args.eager, args.repeats, args.seconds)
 
 
-def new_row(implementation: Any, case: Case, status: str, note: str = "") -> Row:
+def new_row(implementation: Implementation, case: Case, status: str, note: str = "") -> Row:
     """Return a row without measurements."""
     names = {"name": implementation.name, "label": implementation.label, "kind": implementation.kind}
     sizes = {name: getattr(case, name) for name in ("embed_dim", "num_heads", "batch", "length")}
-    empty = ("seconds", "iqr", "runs", "method", "peak_bytes", "resident_bytes", "kept_bytes")
+    empty = ("seconds", "iqr", "runs", "method", "peak_bytes", "kept_bytes", "state_bytes")
     ratios = ("speedup", "peak_ratio", "kept_ratio")
     return {**names, **sizes, "status": status, "note": note, **dict.fromkeys((*empty, *ratios))}
 

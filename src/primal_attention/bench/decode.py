@@ -7,7 +7,7 @@ Only the caches of softmax attention are random, because reading is quadratic an
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -24,15 +24,14 @@ from primal_attention.bench.attention import (
     build_baseline,
     build_primal,
     make_grid,
-    new_row,
+    measure_grid,
     select,
 )
-from primal_attention.bench.measurement import FAILED, OK, SKIPPED, Row
+from primal_attention.bench.measurement import Row
 from primal_attention.models.lm import LanguageConfig, LanguageModel, LanguageState
 from primal_attention.nn.baselines import attention_names, attention_traits
 from primal_attention.nn.baselines.softmax import CacheState
 from primal_attention.nn.blocks import BlockState
-from primal_attention.utils.progress import Progress
 
 CHUNK = 16384  # tokens that are read at once
 VOCABULARY = 8192
@@ -42,8 +41,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "primal-decay": ("Primal, decay + conv + gate", {"primal_mode": "decay", "conv": 4, "gate": True}),
     "primal-delta": ("Primal, delta + conv + gate", {"primal_mode": "delta", "conv": 4, "gate": True}),
 }
-# Yields, for each case, the step to time and the bytes of the state after N tokens.
-Reader = Iterator[tuple[Callable[[], object], int]]
+Stream = tuple[Callable[[], object], int]  # the step to time, and the bytes of the state after N tokens
 
 
 def list_streams(args: Namespace) -> list[Implementation]:
@@ -65,35 +63,31 @@ def list_streams(args: Namespace) -> list[Implementation]:
     return select(found, args.only, args.baselines)
 
 
-def read_layer(build: Callable[[Case], nn.Module], cases: Sequence[Case]) -> Reader:
-    return read_tokens(build(cases[-1]), cases, random_rows)
+def read_layer(build: Callable[[Case], nn.Module], case: Case) -> Stream:
+    return read_tokens(build(case), case, random_rows)
 
 
-def read_model(layers: int, keywords: dict[str, Any], cases: Sequence[Case]) -> Reader:
-    case = cases[0]
+def read_model(layers: int, keywords: dict[str, Any], case: Case) -> Stream:
     config = LanguageConfig(
         VOCABULARY, embed_dim=case.embed_dim, num_heads=case.num_heads, ffn_dim=4 * case.embed_dim, layers=layers,
         **{"rank": case.rank, "attention": ("primal",), **keywords},
     )  # fmt: skip
     model = LanguageModel(config).to(case.device, case.dtype)
     if config.attention == ("softmax",):
-        return (time_from(model.eval(), random_cache(model, case), random_ids(case, 1), case) for case in cases)
-    return read_tokens(model, cases, random_ids, only_last=True)
+        return time_from(model.eval(), random_cache(model, case), random_ids(case, 1), case)
+    return read_tokens(model, case, random_ids, only_last=True)
 
 
-def read_tokens(module: Any, cases: Sequence[Case], draw: Callable[[Case, int], Tensor], **keywords: Any) -> Reader:
-    """Read up to each case's length, continuing from the state of the one before."""
-    module.eval()
-    state, done = module.initial_state(cases[0].batch), 0
-    for case in cases:
-        while done < case.length:
-            n = min(CHUNK, case.length - done)
-            _, state = module(draw(case, n), state=state, return_state=True, **keywords)
-            done += n
-        yield time_from(module, state, draw(case, 1), case)
+def read_tokens(module: Any, case: Case, draw: Callable[[Case, int], Tensor], **keywords: Any) -> Stream:
+    """Read `case.length` tokens in chunks."""
+    state = module.eval().initial_state(case.batch)
+    for start in range(0, case.length, CHUNK):
+        tokens = draw(case, min(CHUNK, case.length - start))
+        _, state = module(tokens, state=state, return_state=True, **keywords)
+    return time_from(module, state, draw(case, 1), case)
 
 
-def time_from(module: Any, state: Any, token: Tensor, case: Case) -> tuple[Callable[[], object], int]:
+def time_from(module: Any, state: Any, token: Tensor, case: Case) -> Stream:
     _, after = module.step(token[:, 0], state)
     return partial(module.step, token[:, 0], state), state_bytes(after) // case.batch
 
@@ -139,50 +133,23 @@ class CachedSoftmax(nn.Module):
         return self.out_proj(F.scaled_dot_product_attention(q, *self.cache).flatten(1))  # type: ignore[no-any-return]
 
 
-def read_softmax(cases: Sequence[Case]) -> Reader:
-    for case in cases:
-        layer = CachedSoftmax(case)
-        yield partial(layer.step, random_rows(case, 1)[:, 0]), layer.cache.nbytes // case.batch
+def read_softmax(case: Case) -> Stream:
+    layer = CachedSoftmax(case)
+    return partial(layer.step, random_rows(case, 1)[:, 0]), layer.cache.nbytes // case.batch
 
 
 @torch.no_grad()
+def measure_stream(stream: Implementation, case: Case, args: Namespace) -> Row:
+    step, size = stream.build(case)
+    return {"state_bytes": size, **measurement.time_step(step, case.device, args.eager, args.repeats, args.seconds)}
+
+
 def run(args: Namespace) -> dict[str, Any]:
-    """Measure and return the report, which is also written to `args.file` after each layer or model.
+    """Measure and return the report, which is also written to `args.file` after each length.
 
     Args:
         args: the flags of `primal bench decode`.
     """
-    streams = list_streams(args)
     longest = 6 if args.layers or args.device.type == "cuda" else 4
     grid = make_grid(args, [1024 * 4**k for k in range(longest)])
-    report = measurement.start_report("decode", args)
-    with Progress(len(streams) * sum(map(len, grid)), "decoding") as progress:
-        for cases in grid:
-            for stream in streams:
-                for row in measure(stream, cases, args):
-                    report["rows"].append(row)
-                    result = row["status"] if row["seconds"] is None else f"{1e6 * row['seconds']:.3g} µs"
-                    progress.advance(f"{stream.label}, d {row['embed_dim']}, after {row['length']}: {result}")
-                measurement.write_report(args.file, report)
-    return report
-
-
-def measure(stream: Implementation, cases: Sequence[Case], args: Namespace) -> Iterator[Row]:
-    torch.manual_seed(args.seed)
-    reader, problem = None, None
-    for case in cases:
-        measurement.free_memory(case.device)
-        row = new_row(stream, case, OK) | {"state_bytes": None}
-        if problem is None:
-            try:
-                reader = reader or stream.build(cases)
-                step, row["state_bytes"] = next(reader)
-                row |= measurement.time_step(step, case.device, args.eager, args.repeats, args.seconds)
-                yield row
-                continue
-            except Exception as error:  # becomes the note of the row
-                status, note = measurement.failure(error)
-                yield row | {"status": status, "note": note, "state_bytes": None}
-                problem = (SKIPPED, "an earlier length failed") if status == FAILED else (status, note)
-                continue
-        yield row | {"status": problem[0], "note": problem[1]}
+    return measure_grid("decode", args, list_streams(args), grid, measure_stream)

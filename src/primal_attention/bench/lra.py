@@ -27,6 +27,7 @@ from primal_attention.train.optimizer import make_optimizer
 from primal_attention.utils.errors import RunError
 from primal_attention.utils.files import write_json
 from primal_attention.utils.progress import Progress
+from primal_attention.utils.provenance import collect
 
 PUBLISHED = "published"
 ATTENTIONS = ("softmax", "nystrom", "linformer", "performer", "reformer", "primal+", "primal", PUBLISHED)
@@ -124,7 +125,7 @@ def measure(task: str, attention: str, device: torch.device, batch_size: int | N
     row |= {"batch_size": step.batch_size, "compiled": step.is_compiled, "graph": None, "peak_bytes": None, "note": ""}
     if device.type == "cuda":
         step()
-        row["peak_bytes"] = measurement.peak_bytes(step, device)[0] - before
+        row["peak_bytes"] = measurement.peak_bytes(step, device) - before
         timing = measurement.time_step(step, device, repeats=repeats)
         row |= {"graph": 1000 * timing["seconds"]} if timing["method"] == GRAPH else {"note": timing["note"]}
         measurement.free_memory(device)  # the pool of the graph
@@ -159,6 +160,6 @@ def run(
         for cell in cells:
             measurement.free_memory(device)
             row = measure(*cell, device, batch_size, repeats)
-            write_json(result_file(results, *cell), {**row, **measurement.provenance(device, command, commit)})
+            write_json(result_file(results, *cell), {**row, **collect(command=command, device=device, commit=commit)})
             graph = "" if row["graph"] is None else f"{row['graph']:.2f} s replayed, "
             progress.advance(f"{' '.join(cell)}: {graph}{row['eager']:.2f} s eager per 1000 steps {row['note']}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
-import re
+import math
 from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from primal_attention.utils.cuda_graph import capture
 from primal_attention.utils.files import COUNT, Number, check, read_json, write_atomically, write_json
 from primal_attention.utils.provenance import collect, device_name, load
 
@@ -61,41 +62,29 @@ def time_step(
 
 
 def _time_on_gpu(step: Callable[[], object], eager: bool, repeats: int) -> Row:
-    # Capture needs a side stream, and everything that is initialised on first use must be initialised before it.
+    # Whatever is set up on first use must exist before the capture, which needs a side stream.
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
             step()
     torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    if eager:
-        return _time_between_events(step, repeats, EVENTS)
     step()  # a layer may hold tensors of the side stream's last step
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    try:
-        # thread_local: the backward pass runs in a thread of autograd, which may allocate.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            step()
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # for example a step that synchronises with the host
-        del graph
-        gc.collect()
-        torch.cuda.synchronize()
-        # A failed capture leaves the random generator in capture mode; a successful one resets it.
-        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
-            torch.zeros(1, device="cuda").add_(1)
-        reason = first_line(error.__context__ or error)  # the cause, not the error that ended the capture
-        return _time_between_events(step, repeats, EVENTS, note=f"no CUDA graph: {reason}")
-    graph.replay()
-    return _time_between_events(graph.replay, repeats, GRAPH)
-
-
-def _time_between_events(work: Callable[[], object], repeats: int, method: str, note: str = "") -> Row:
-    """Run back to back without synchronisation, so that a slow host shows."""
+    work, method, note = step, EVENTS, ""
+    if not eager:
+        try:
+            work, method = capture(step, None).replay, GRAPH
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # for example a step that synchronises with the host
+            note = f"no CUDA graph: {first_line(error.__context__ or error)}"  # the cause of the failed capture
+        if note:
+            free_memory(torch.device("cuda"))
+            # A failed capture leaves the random generator in capture mode; a successful one resets it.
+            capture(lambda: torch.zeros(1, device="cuda").add_(1), None)
     work()
+    # Runs are back to back without synchronisation, so that a slow host shows.
     events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
     torch.cuda.synchronize()
     for event in events[:-1]:
@@ -122,39 +111,26 @@ def free_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def peak_bytes(step: Callable[[], object], device: torch.device) -> tuple[int, int]:
-    """Return the peak of allocated bytes during an eager step on a GPU, and the bytes allocated before it."""
+def peak_bytes(step: Callable[[], object], device: torch.device) -> int:
+    """Return the peak of allocated bytes during an eager step on a GPU."""
     free_memory(device)
     step()  # libraries allocate their workspaces again
     torch.cuda.synchronize(device)
-    before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     step()
     torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device), before
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and ("can't allocate memory" in text or "out of memory" in text)
+    return torch.cuda.max_memory_allocated(device)
 
 
 def first_line(error: BaseException) -> str:
     return " ".join((str(error).strip().splitlines() or [type(error).__name__])[0].split())
 
 
-def plain_reason(message: str) -> str:
-    """Return why a backend cannot serve a call, without the advice around it."""
-    return re.sub(r"^backend='\w+' cannot serve this call: | \(backend='auto' falls back by itself\)$", "", message)
-
-
 def failure(error: Exception) -> tuple[str, str]:
     """Return the status and the note of a row that an error ended."""
-    if is_out_of_memory(error):
+    line = first_line(error)[:200]
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in line:
         return OUT_OF_MEMORY, "does not fit into the memory"
-    line = plain_reason(first_line(error))[:200]
     if line.startswith(("No available kernel", "No viable backend")):
         return UNSUPPORTED, "torch has no such kernel for this device, dtype and head width"
     if isinstance(error, (UnsupportedError, ValueError, NotImplementedError, ImportError)):
@@ -165,22 +141,12 @@ def failure(error: Exception) -> tuple[str, str]:
 # The report: provenance, settings and rows
 
 
-def provenance(device: torch.device, command: str | None, commit: str | None) -> dict[str, Any]:
-    """Return command, commit, date, versions and hardware."""
-    return collect(command=command, device=device, commit=commit)
-
-
 def start_report(kind: str, args: Namespace) -> dict[str, Any]:
     """Return a report without rows: provenance and the flags."""
     values = {name: value for name, value in vars(args).items() if name not in ("command", "commit", "file")}
     plain = {name: str(v) if isinstance(v, (Path, torch.device)) else v for name, v in values.items()}
-    return {
-        "format": 1,
-        "kind": kind,
-        **provenance(args.device, args.command, args.commit),
-        "settings": plain,
-        "rows": [],
-    }
+    origin = collect(command=args.command, device=args.device, commit=args.commit)
+    return {"format": 1, "kind": kind, **origin, "settings": plain, "rows": []}
 
 
 def write_report(file: Path, report: dict[str, Any]) -> None:
@@ -188,35 +154,27 @@ def write_report(file: Path, report: dict[str, Any]) -> None:
     write_json(file, report)
 
 
-# Numbers of a row: heading and scale in the table.
-_LAYER_NUMBERS = {
+# Numbers of a row: heading and scale in the table. Times of whole models are wall times.
+_NUMBERS = {
     "seconds": ("ms", 1e3),
     "iqr": ("IQR ms", 1e3),
     "speedup": ("speed ÷ SDPA's", 1),
+    "wall_ms": ("ms per step", 1),
+    "ratio": ("÷ SDPA's", 1),
+    "busy_ms": ("GPU busy ms", 1),
+    "first_s": ("first step s", 1),
     "peak_bytes": ("peak MiB", 2**-20),
+    "peak_mib": ("peak MiB", 1),
     "peak_ratio": ("÷ SDPA's", 1),
     "kept_bytes": ("saved MiB", 2**-20),
     "kept_ratio": ("÷ SDPA's", 1),
     "state_bytes": ("state kB", 1e-3),
 }
-_MODEL_NUMBERS = {
-    "wall_ms": ("ms per step", 1),
-    "ratio": ("÷ SDPA's", 1),
-    "busy_ms": ("GPU busy ms", 1),
-    "first_s": ("first step s", 1),
-    "peak_mib": ("peak MiB", 1),
-    "peak_ratio": ("÷ SDPA's", 1),
-    "recompilations": ("recompilations", 1),
-}
+_SIZES = ("embed_dim", "num_heads", "batch", "length")
 _OPTIONAL = (Number(least=0), None)
-_LAYER_ROW = {
-    **dict.fromkeys(("name", "label"), str),
-    **dict.fromkeys(("embed_dim", "num_heads", "batch", "length"), COUNT),
-    "status": frozenset(STATUSES),
-    "note?": str,
-    **{f"{name}?": _OPTIONAL for name in _LAYER_NUMBERS},
-}
-_MODEL_ROW = {"name": str, "kind": str, "error": (str, None), **{f"{name}?": _OPTIONAL for name in _MODEL_NUMBERS}}
+_ROW = {"name": str, "note?": str, **{f"{name}?": _OPTIONAL for name in _NUMBERS}}
+_LAYER_ROW = {**_ROW, "label": str, "status": frozenset(STATUSES), **dict.fromkeys(_SIZES, COUNT)}
+_MODEL_ROW = {**_ROW, "kind": str, "error": (str, None)}
 _REPORT = {
     "format": frozenset({1}),
     "kind": frozenset({"attention", "decode", "model"}),
@@ -240,28 +198,23 @@ def read_report(path: Path) -> dict[str, Any]:
 def check_report(content: Any, path: Path) -> dict[str, Any]:
     """Check the content of a report and fill in the optional fields of its rows."""
     check(content, _REPORT, path)
-    schema = _MODEL_ROW if content["kind"] == "model" else _LAYER_ROW
-    check(content, {"rows": [schema]}, path)
-    defaults = dict.fromkeys(name.removesuffix("?") for name in schema) | {"note": "", "iqr": 0.0}
-    rows = [{**defaults, **row} for row in content["rows"]]
+    check(content, {"rows": [_MODEL_ROW if content["kind"] == "model" else _LAYER_ROW]}, path)
     required = ("seconds", "state_bytes") if content["kind"] == "decode" else ("seconds",)
-    for i, row in enumerate(rows):
+    for i, row in enumerate(content["rows"]):
         if row.get("status") == OK:
             check(row, dict.fromkeys(required, Number(above=0)), path, f"rows[{i}]")
-    return {**content, "rows": rows}
+    return {**content, "rows": [{**dict.fromkeys(_NUMBERS), "note": "", **row} for row in content["rows"]]}
 
 
 def format_report(report: dict[str, Any]) -> str:
     """Return the report as text, one line per row. The last column says why numbers are missing."""
-    is_model = report["kind"] == "model"
-    numbers = _MODEL_NUMBERS if is_model else _LAYER_NUMBERS
-    names = ("name", "kind") if is_model else ("label", "embed_dim", "num_heads", "batch", "length")
-    table = [["", *names[1:], *(heading for heading, _ in numbers.values()), ""]]
+    names = ("name", "kind") if report["kind"] == "model" else ("label", *_SIZES)
+    table = [["", *names[1:], *(heading for heading, _ in _NUMBERS.values()), ""]]
     for row in report["rows"]:
-        note = row["error"] if is_model else ", ".join(text for text in (row["status"], row["note"]) if text)
         cells = [str(row[name]) for name in names]
-        cells += [show_number(row.get(name), scale) for name, (_, scale) in numbers.items()]
-        table.append([*cells, "" if note in (OK, None) else note])
+        cells += [show_number(row.get(name), scale) for name, (_, scale) in _NUMBERS.items()]
+        problems = (row.get("status", OK), row.get("note"), row.get("error"))
+        table.append([*cells, ", ".join(text for text in problems if text not in (OK, "", None))])
     columns = [column for column in zip(*table, strict=True) if any(column[1:])]
     widths = [max(map(len, column)) for column in columns]
     lines = []
@@ -300,20 +253,18 @@ def busy(hardware: dict[str, Any]) -> str:
     return f"the machine was busy (load {before:g} before, {after:g} after, {cores} cores): times are too long"
 
 
-def show_length(n: int) -> str:
-    for unit, letter in ((1024**2, "M"), (1024, "K")):
-        if n % unit == 0:
-            return f"{n // unit}{letter}"
-    return str(n)
-
-
-_STYLES: dict[str, dict[str, Any]] = {
-    "primal-fused": {"color": "#c2410c", "marker": "o", "linewidth": 2.4, "zorder": 5},
-    "primal-cpu": {"color": "#ea7a1f", "marker": "o", "linewidth": 2.0, "zorder": 4},
-    "primal-compiled": {"color": "#eab308", "marker": "s", "linewidth": 1.4},
-    "primal-reference": {"color": "#a8896c", "marker": "s", "linewidth": 1.4, "linestyle": "--"},
-    "published": {"color": "#44403c", "marker": "D", "linewidth": 1.4, "linestyle": ":"},
-    "sdpa": {"color": "#1d4ed8", "marker": "^", "linewidth": 2.4, "zorder": 4},
+_MEMORY = {
+    "state_bytes": "state per sequence",
+    "peak_bytes": "peak memory of a step",
+    "kept_bytes": "memory saved for backward",
+}
+_COLOURS = {
+    "primal-fused": "#c2410c",
+    "primal-cpu": "#ea7a1f",
+    "primal-compiled": "#eab308",
+    "primal-reference": "#a8896c",
+    "published": "#44403c",
+    "sdpa": "#1d4ed8",
 }
 
 
@@ -323,51 +274,41 @@ def plot_report(report: dict[str, Any], file: Path) -> list[Path]:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    from matplotlib.ticker import FuncFormatter, LogLocator
+    from matplotlib.ticker import EngFormatter
 
     rows = [row for row in report["rows"] if row.get("status") == OK]
     if not rows:  # or training steps, which have no lengths
         return []
-    if report["kind"] == "decode":
-        time, memory, length = "time per token (µs)", "state per sequence (kB)", "tokens before"
-        values = {time: lambda row: 1e6 * row["seconds"], memory: lambda row: row["state_bytes"] / 1e3}
-    else:
-        has_peak = any(row.get("peak_bytes") for row in rows)
-        time, length = "time per token (ns)", "sequence length (tokens)"
-        memory = "peak memory of a step (MiB)" if has_peak else "memory saved for backward (MiB)"
-        field = "peak_bytes" if has_peak else "kept_bytes"
-        values = {
-            time: lambda row: 1e9 * row["seconds"] / (row["batch"] * row["length"]),
-            memory: lambda row: (row.get(field) or 0) / 2**20,
-        }
+    is_decode = report["kind"] == "decode"
+    memory = next((name for name in _MEMORY if any(row.get(name) for row in rows)), "kept_bytes")
     widths = list(dict.fromkeys((row["embed_dim"], row["num_heads"]) for row in rows))
     with plt.rc_context({"svg.hashsalt": "primal", "svg.fonttype": "none", "text.parse_math": False}):
         size = (12.4, 3.7 * len(widths) + 0.5)
         figure, grid = plt.subplots(len(widths), 2, figsize=size, squeeze=False, layout="constrained")
         for axes, (width, heads) in zip(grid, widths, strict=True):
             own = [row for row in rows if (row["embed_dim"], row["num_heads"]) == (width, heads)]
+            for name in dict.fromkeys(row["name"] for row in own):
+                line = sorted((row for row in own if row["name"] == name), key=lambda row: row["length"])
+                lengths = [row["length"] for row in line]
+                # A step of decoding is one token.
+                times = [row["seconds"] / (1 if is_decode else row["batch"] * row["length"]) for row in line]
+                sizes = [row.get(memory) or math.nan for row in line]
+                for axis, values in zip(axes, (times, sizes), strict=True):
+                    axis.plot(lengths, values, label=line[0]["label"], color=_COLOURS.get(name), marker="o")
             ticks = sorted({row["length"] for row in own})
-            for axis, (label, value) in zip(axes, values.items(), strict=True):
-                for name in dict.fromkeys(row["name"] for row in report["rows"]):
-                    line = sorted((r for r in own if r["name"] == name and value(r)), key=lambda r: r["length"])
-                    style = _STYLES.get(name, {"marker": ".", "linewidth": 1.1})
-                    legend = line[0]["label"] if line else "_"
-                    axis.plot([r["length"] for r in line], [value(r) for r in line], label=legend, **style)
-                axis.set(xscale="log", yscale="log", xlabel=length, ylabel=label)
+            for axis, label, unit in zip(axes, ("time per token", _MEMORY[memory]), "sB", strict=True):
+                axis.set(xscale="log", yscale="log", xlabel="sequence length (tokens)", ylabel=label)
                 axis.set_title(f"d {width}, {heads} heads", fontsize=10, loc="left")
-                axis.set_xticks(ticks, [show_length(n) for n in ticks])
+                axis.set_xticks(ticks, [f"{n:,}" for n in ticks])
                 axis.minorticks_off()
-                axis.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
-                axis.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}" if v >= 1 else f"{v:g}"))
+                axis.yaxis.set_major_formatter(EngFormatter(unit))
                 axis.grid(alpha=0.25)
-                axis.spines[["top", "right"]].set_visible(False)
-        lines = {h.get_label(): h for axis in grid.flat for h in axis.get_lines() if h.get_label()[0] != "_"}
+        lines = {h.get_label(): h for axis in grid.flat for h in axis.get_lines()}
         figure.legend(lines.values(), lines.keys(), loc="outside right center", frameon=False, fontsize=9)
         figure.suptitle(title(report), fontsize=11)
-        files = {"png": file.with_name(f"{file.name}.png"), "svg": file.with_name(f"{file.name}.svg")}
+        files = {kind: file.with_name(f"{file.name}.{kind}") for kind in ("png", "svg")}
         for kind, path in files.items():
             metadata = {"Date": None} if kind == "svg" else None  # the same report gives the same bytes
-            write = partial(figure.savefig, format=kind, dpi=160, metadata=metadata)
-            write_atomically(path, write)
+            write_atomically(path, partial(figure.savefig, format=kind, dpi=160, metadata=metadata))
         plt.close(figure)
     return list(files.values())

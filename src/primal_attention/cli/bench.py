@@ -105,7 +105,7 @@ def make_parser() -> Parser:
         add("--no-plot", dest="plot", action="store_false", help="no PNG and SVG")
         if decodes:
             add("--layers", type=positive, help="blocks of a language model, instead of one layer")
-            parser.set_defaults(tokens=None, causal=True, data_dependent=False, inference=False, landmarks=300)
+            parser.set_defaults(tokens=None, causal=True, data_dependent=False, landmarks=300, limit=60.0)
             continue
         add("--tokens", type=read_length, help="per step, instead of --batch (default 64K on a GPU)")
         add("--landmarks", type=positive, default=300, help="of the Primal layers (default 300)")

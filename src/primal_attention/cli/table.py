@@ -79,7 +79,7 @@ def main(args: Sequence[str]) -> int:
         raise RunError(f"{options.results} has {absent}: run '{command}' first, or name another folder with --results")
     title = kind.title if options.name == "lra-efficiency" else table_title(kind, plan)
     table = tables.make_table(kind, title, cells, command)
-    tables.to_terminal(table)
+    print(tables.to_markdown(table, aligned=True))
     if options.markdown:
         write_text(options.markdown, tables.to_markdown(table))
     if options.csv:
@@ -209,7 +209,7 @@ def run_missing(plan: Plan, kind: TableKind, options: argparse.Namespace) -> lis
             text = f"failed: {outcome.error}"
             if outcome.summary is not None:
                 scores = outcome.summary["scores"].items()
-                text = "  ".join(f"{name.replace('_', ' ')} {results.headline(score)}" for name, score in scores)
+                text = "  ".join(f"{name.replace('_', ' ')} {results.in_full(score)}" for name, score in scores)
             bar.advance(f"{outcome.job.recipe} {outcome.job.run.name}: {text}")
 
         outcomes = grid.run(jobs, workers=options.workers, launcher=options.launcher, report=report)

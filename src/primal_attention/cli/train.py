@@ -119,7 +119,7 @@ def evaluate(args: Sequence[str]) -> int:
         parser.print_help()
         return 0
     known, rest = parser.parse_known_args(list(args))
-    from primal_attention.report.results import headline, in_full
+    from primal_attention.report.results import in_full
     from primal_attention.train import checkpoint, loop
 
     if known.recipes is not None:
@@ -135,8 +135,8 @@ def evaluate(args: Sequence[str]) -> int:
         # A single training with validation samples keeps the weights that they chose.
         is_chosen = part or (len(measured) == 1 and "validation_chosen" in summary["scores"])
         key = "validation_chosen" if is_chosen else "last"
-        before = headline(summary["scores"].get(key, {}))
-        verdict = "as in the run" if headline(scores) == before else f"the run had {before}"
+        before = in_full(summary["scores"][key]) if key in summary["scores"] else "no such score"
+        verdict = "as in the run" if in_full(scores) == before else f"the run had {before}"
         print(f"{in_full(scores)}  loss {scores['loss']:.6f}  {COLUMNS[key]}: {verdict}")
     return 0
 

@@ -151,7 +151,7 @@ def read_hdf5(file: str | Path, name: str | None = None) -> Trajectories:
 def read_npz(file: str | Path, name: str | None = None) -> Trajectories:
     """Trajectories of a `.npz` with the keys of D4RL's layout; needs numpy alone."""
     file = Path(file)
-    columns = storage.read_npz(file, "a .npz of plain arrays", (*KEYS, "timeouts", "source"))
+    columns = storage.read_npz(file, "a .npz of plain arrays", (), (*KEYS, "timeouts", "source"))
     source = str(columns["source"])[:200] if "source" in columns else ORIGINAL
     return from_columns(name or file.stem, columns, where=str(file), source=source)
 

@@ -23,8 +23,9 @@ from typing import Any
 
 import numpy as np
 
-from primal_attention.data.storage import Arrays, cached, one_line, read_text, reading, write_file
+from primal_attention.data.storage import Arrays, cached, one_line, read_text, reading
 from primal_attention.utils.errors import DataError, import_package
+from primal_attention.utils.files import write_text
 
 END_OF_LINE, UNKNOWN = "<eos>", "<unk>"
 END_OF_DOCUMENT = "<|end|>"
@@ -115,7 +116,7 @@ class Vocabulary:
         return self._text
 
     def save(self, file: Path) -> None:
-        write_file(file, lambda out: out.write(self._text.encode()))
+        write_text(file, self._text)
 
     @property
     def digest(self) -> str:

@@ -1,7 +1,6 @@
-"""Data files on disk: guarded reading, writing that leaves no partial files, caches, and generated sets.
+"""Data files on disk: guarded reading, caches, and generated sets.
 
 with reading(file, "an HDF5 file"): …                 # any failure of the parser becomes one DataError line
-write_file(path, lambda out: out.write(data))          # temporary name, fsync, rename
 arrays = cached(folder, "train", [file], settings, make)
 with generated_set(folder, "listops", settings, product): …  # incomplete.json exists until the end
 """
@@ -12,7 +11,6 @@ import contextlib
 import hashlib
 import json
 import os
-import shutil
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +21,7 @@ import numpy as np
 from numpy.lib.format import open_memmap
 
 from primal_attention.utils.errors import DataError, WriteError
+from primal_attention.utils.files import write_atomically
 
 Arrays = Mapping[str, np.ndarray]
 INCOMPLETE = "incomplete.json"
@@ -59,54 +58,21 @@ def read_text(file: Path) -> str:
         return file.read_bytes().decode("utf-8")
 
 
-def read_npz(file: Path, expected: str, wanted: Sequence[str] | None = None) -> dict[str, np.ndarray]:
-    """Read the arrays of a `.npz`, all or the `wanted` ones; object arrays are refused, so nothing is unpickled."""
+def read_npz(file: Path, expected: str, required: Sequence[str], optional: Sequence[str] = ()) -> dict[str, np.ndarray]:
+    """Read arrays of a `.npz` by name; object arrays are refused, so nothing is unpickled."""
     with reading(file, expected):
         if not zipfile.is_zipfile(file):
             raise OSError("it is truncated, or not a .npz file")
         with np.load(file, allow_pickle=False) as content:
-            return {key: content[key] for key in content.files if wanted is None or key in wanted}
+            missing = [key for key in required if key not in content.files]
+            if missing:
+                raise OSError(f"it lacks {', '.join(missing)}")
+            return {key: content[key] for key in (*required, *optional) if key in content.files}
 
 
 def map_array(file: Path) -> np.ndarray:
     """Memory-map a `.npy`. Changes stay in memory, so torch accepts the array without a warning."""
     return open_memmap(file, mode="c")  # never unpickles, unlike np.load
-
-
-# Writing
-
-
-def write_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Write a file under a temporary name, flush it to disk, then rename it to `path`."""
-    with replacing(path) as temporary, temporary.open("wb") as out:
-        write(out)
-        out.flush()
-        os.fsync(out.fileno())
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary name for a file or folder; rename it to `path` at the end, remove it if anything fails."""
-    # The process id separates two writers.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield temporary
-        if temporary.is_dir() and path.exists():
-            shutil.rmtree(path)  # a rename replaces files only
-        temporary.replace(path)
-    except OSError as error:
-        raise WriteError(f"cannot write {path} ({one_line(error)}); no partial file is left there") from error
-    finally:
-        _remove(temporary)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with contextlib.suppress(OSError):
-            path.unlink()
 
 
 # Caches
@@ -128,7 +94,7 @@ def cached(
     arrays = make()
     try:
         _save_cache(folder, name, key, arrays)
-    except WriteError:
+    except (WriteError, OSError):
         return arrays
     return _load_cache(folder, name, key) or arrays
 
@@ -164,10 +130,10 @@ def _save_cache(folder: Path, name: str, key: str, arrays: Arrays) -> None:
             # numpy reports a full disk only through a plain write method.
             np.save(SimpleNamespace(write=out.write), array, allow_pickle=False)  # type: ignore[call-overload]
 
-        write_file(file, write)
+        write_atomically(file, write)
         hashes[part] = _hash_file(file)
     index = json.dumps({"key": key, "parts": hashes})
-    write_file(folder / f"{name}.json", lambda out: out.write(index.encode()))
+    write_atomically(folder / f"{name}.json", lambda out: out.write(index.encode()))
 
 
 def _load_cache(folder: Path, name: str, key: str) -> Arrays | None:
@@ -202,24 +168,23 @@ def generated_set(folder: Path, name: str, settings: Mapping[str, Any], product:
         if folder.exists():
             raise WriteError(f"{folder} is a file where a folder is needed") from error
         raise WriteError(f"cannot create the folder {folder} ({one_line(error)})") from error
-    with _locked(folder):
-        if marker.exists():
-            before = _read_marker(marker)
-            if (before.get("set"), before["settings"]) != (name, dict(settings)):
-                raise DataError(
-                    f"{folder} holds an interrupted set with other settings: "
-                    f"repeat its command ({_command(folder, before)}), or remove the folder"
-                )
-            for leftover in [*folder.rglob(".*.partial")]:
-                _remove(leftover)
-        elif (folder / product).exists():
-            raise DataError(f"{folder} already holds a set ({product}): choose another --out, or remove it first")
-        text = json.dumps({"set": name, "settings": dict(settings)}, indent=2) + "\n"
-        write_file(marker, lambda out: out.write(text.encode()))
-        yield
-        if hasattr(os, "sync"):
-            os.sync()  # all files must be on disk before the marker goes
-        marker.unlink()
+    if marker.exists():
+        before = _read_marker(marker)
+        if (before.get("set"), before["settings"]) != (name, dict(settings)):
+            raise DataError(
+                f"{folder} holds an interrupted set with other settings: "
+                f"repeat its command ({_command(folder, before)}), or remove the folder"
+            )
+        for leftover in [*folder.rglob(".*.partial")]:
+            leftover.unlink(missing_ok=True)
+    elif (folder / product).exists():
+        raise DataError(f"{folder} already holds a set ({product}): choose another --out, or remove it first")
+    text = json.dumps({"set": name, "settings": dict(settings)}, indent=2) + "\n"
+    write_atomically(marker, lambda out: out.write(text.encode()))
+    yield
+    if hasattr(os, "sync"):
+        os.sync()  # all files must be on disk before the marker goes
+    marker.unlink(missing_ok=True)
 
 
 def require_complete(folder: Path) -> None:
@@ -241,23 +206,3 @@ def _read_marker(marker: Path) -> dict[str, Any]:
 def _command(folder: Path, content: Mapping[str, Any]) -> str:
     flags = [f"--{key.replace('_', '-')} {value}" for key, value in content["settings"].items() if value is not None]
     return f"'primal data {content.get('set')} --out {folder} {' '.join(flags)}' completes it"
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold a lock on a folder, which the system releases when the process ends; one line if it is taken."""
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        yield
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # file systems without locks
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise DataError(f"{folder}: another process is writing a set there") from None
-        yield
-    finally:
-        os.close(descriptor)

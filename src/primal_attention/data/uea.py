@@ -22,18 +22,12 @@ from typing import Any
 
 import numpy as np
 
-from primal_attention.data.storage import one_line, read_npz, reading, write_file
+from primal_attention.data.storage import one_line, read_npz, reading
 from primal_attention.utils.errors import DataError, import_package
+from primal_attention.utils.files import write_atomically
 
 ARCHIVE = "https://www.timeseriesclassification.com"
 INSIDE_AEON = ("JapaneseVowels", "BasicMotions")
-SETS = (
-    "ArticularyWordRecognition", "AtrialFibrillation", "BasicMotions", "CharacterTrajectories", "Cricket",
-    "DuckDuckGeese", "EigenWorms", "Epilepsy", "ERing", "EthanolConcentration", "FaceDetection", "FingerMovements",
-    "HandMovementDirection", "Handwriting", "Heartbeat", "InsectWingbeat", "JapaneseVowels", "Libras", "LSST",
-    "MotorImagery", "NATOPS", "PEMS-SF", "PenDigits", "PhonemeSpectra", "RacketSports", "SelfRegulationSCP1",
-    "SelfRegulationSCP2", "SpokenArabicDigits", "StandWalkJump", "UWaveGestureLibrary",
-)  # fmt: skip
 TEST_FRACTION = 0.3
 """Part of a single file that `load_file` uses as the test split."""
 VARIANCE_FLOOR = 1e-3  # added to the variance of a principal direction, in units of a channel's variance
@@ -227,8 +221,8 @@ def _find_home(name: str, folder: Path, *, bundled: bool) -> Path:
         aeon = import_package("aeon", "reading .ts files")
         return Path(aeon.__file__).parent / "datasets" / "data" / name
     known = [p.stem for p in folder.iterdir() if p.is_dir() or p.suffix == ".npz"] if folder.is_dir() else []
-    near = difflib.get_close_matches(name, [*known, *SETS], n=1)
-    hint = f" (did you mean {near[0]}?)" if near and near[0] != name else ""
+    near = difflib.get_close_matches(name, [*known, *INSIDE_AEON], n=1)
+    hint = f" (did you mean {near[0]}?)" if near else ""
     raise DataError(
         f"UEA set {name!r} is not in {folder}{'' if folder.is_dir() else ', which does not exist'}{hint}: get it from "
         f"{ARCHIVE} and unpack it to {folder / name / (name + '_TRAIN.ts')}, or name another folder with --data.folder"
@@ -325,10 +319,7 @@ def _read_ts(file: Path) -> tuple[list[np.ndarray], list[Any]]:
 
 
 def _read_arrays(file: Path) -> tuple[list[np.ndarray], list[Any]]:
-    arrays = read_npz(file, "a .npz file of plain arrays X and y", ("X", "y"))
-    missing = [key for key in ("X", "y") if key not in arrays]
-    if missing:
-        raise DataError(f"{file}: lacks the array {missing[0]}; expected X (samples, channels, time) and y (samples,)")
+    arrays = read_npz(file, "a .npz file of plain arrays X (samples, channels, time) and y (samples,)", ("X", "y"))
     x, y = arrays["X"], arrays["y"]
     if x.dtype.kind not in "fiu" or x.ndim not in (2, 3):
         raise DataError(
@@ -432,7 +423,7 @@ def save_npz(data: SeriesData, folder: str | Path) -> Path:
         arrays[f"{part}_lengths"] = np.array([len(s) for s in split.series])
         arrays[f"{part}_labels"] = split.labels
     target = Path(folder) / f"{data.name}.npz"
-    write_file(target, lambda out: np.savez_compressed(out, **arrays))  # type: ignore[arg-type]
+    write_atomically(target, lambda out: np.savez_compressed(out, **arrays))  # type: ignore[arg-type]
     return target
 
 
@@ -441,9 +432,6 @@ def load_npz(file: str | Path) -> SeriesData:
     file = Path(file)
     keys = ["classes", *(f"{part}_{key}" for part in ("train", "test") for key in ("values", "lengths", "labels"))]
     arrays = read_npz(file, "a saved data set of this library", keys)
-    missing = [key for key in keys if key not in arrays]
-    if missing:
-        raise DataError(f"{file}: not a saved data set of this library (lacks {', '.join(missing)})")
     classes = tuple(str(name) for name in np.atleast_1d(arrays["classes"]).ravel())
     if arrays["classes"].ndim != 1 or not 2 <= len(classes) == len(set(classes)):
         raise DataError(f"{file}: classes must list at least two different names (got {_shorten(classes) or 'none'})")

@@ -17,7 +17,7 @@ import math
 import os
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from typing import Any
 from primal_attention.train import registry
 from primal_attention.train.checkpoint import FREE, check_format, read_metrics
 from primal_attention.train.config import Recipe, from_plain, override, to_plain
-from primal_attention.train.grid import Job, Plan, Variant, train_command
+from primal_attention.train.grid import Job, Plan, Variant
 from primal_attention.utils.errors import RunError
 from primal_attention.utils.files import COUNT, Number, check, read_cell, read_csv, read_json, read_yaml
 
@@ -149,19 +149,8 @@ class Stat:
         return f"{self.mean:{form}}" + ("" if self.std is None else f" ± {self.std:{form}}")
 
 
-def headline(score: Mapping[str, Any]) -> str:
-    """The main number of a score for a line with several of them."""
-    if "accuracy" in score:
-        return f"{100 * score['accuracy']:.2f}"
-    if "bits_per_byte" in score:
-        return f"{score['bits_per_byte']:.4f} bits per byte"
-    if "return_mean" in score:
-        return f"{score['score']:.1f} (return {score['return_mean']:.0f} ± {score['return_std']:.0f})"
-    return f"{score['score']:.1f}" if "score" in score else "not measured"
-
-
 def in_full(score: Mapping[str, Any]) -> str:
-    """A score for a line of its own."""
+    """The numbers of a score as text."""
     if "accuracy" in score:
         return f"test accuracy {100 * score['accuracy']:6.2f} %"
     if "bits_per_byte" in score:
@@ -222,7 +211,7 @@ def read_folder(folder: Path) -> Run:
     config = about["config"]
     names = (config.get("model") or {}).get("attention")
     label = "-".join(map(str, names)) if isinstance(names, list) else str(names or "run")
-    return _with_command(Run(benchmark=about["benchmark"], label=label, seed=config.get("seed", 0), **fields))
+    return Run(benchmark=about["benchmark"], label=label, seed=config.get("seed", 0), **fields)
 
 
 def _summary(content: Any, file: Path, **fields: Any) -> Run:
@@ -232,19 +221,7 @@ def _summary(content: Any, file: Path, **fields: Any) -> Run:
     check(content, SUMMARY, file)
     own = {key: content[key] for key in Run.__dataclass_fields__ if content.get(key) is not None}
     own["recipe"] = content.get("recipe") or content["benchmark"]
-    return _with_command(Run(**{"path": file, **own, **fields}))
-
-
-def _with_command(run: Run) -> Run:
-    """Runs that were started from Python have no command: add the one that would repeat them."""
-    if run.command or not run.config:
-        return run
-    try:
-        default = dict(flatten(to_plain(registry.get(run.recipe))))
-    except RunError:
-        return run
-    changes = {name: value for name, value in flatten(run.config) if value != default.get(name) and name not in FREE}
-    return replace(run, command=train_command(run.recipe, changes))
+    return Run(**{"path": file, **own, **fields})
 
 
 def read_spectrum(file: Path) -> dict[str, list[float]]:

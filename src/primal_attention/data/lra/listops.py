@@ -22,9 +22,10 @@ from typing import IO
 
 import numpy as np
 
-from primal_attention.data.lra.tokens import Progress, TokenData, select_rows, split_sizes, stack
-from primal_attention.data.storage import Arrays, cached, generated_set, reading, require_complete, write_file
+from primal_attention.data.lra.tokens import Progress, TokenData, no_progress, select_rows, split_sizes, stack
+from primal_attention.data.storage import Arrays, cached, generated_set, reading, require_complete
 from primal_attention.utils.errors import DataError
+from primal_attention.utils.files import write_atomically
 
 WORDS = ("<pad>", *"0123456789", "[MIN", "[MAX", "[MED", "[SM", "]")
 CODES = {word: code for code, word in enumerate(WORDS)}
@@ -45,61 +46,31 @@ class Shape:
     min_length: int = 500
     max_length: int = 2000
 
-    def __post_init__(self) -> None:
-        if self.max_depth < 2:
-            raise DataError(f"max_depth must be at least 2: operator and digits (got {self.max_depth})")
-        if self.max_args < 2:
-            raise DataError(f"max_args must be at least 2 (got {self.max_args})")
-        longest = sum(2 * self.max_args**level for level in range(self.max_depth - 1))
-        longest += self.max_args ** (self.max_depth - 1)
-        if not 0 <= self.min_length < self.max_length - 1 or longest <= self.min_length:
-            raise DataError(
-                f"no expression has a length between {self.min_length} and {self.max_length} "
-                f"(max_depth={self.max_depth}, max_args={self.max_args})"
-            )
 
-
-def generate(samples: int, seed: int, shape: Shape | None = None, progress: Progress | None = None) -> Arrays:
-    """Different expressions and their values: tokens (samples, max_length) uint8, labels (samples,) uint8."""
+def generate(samples: int, seed: int, shape: Shape | None = None, progress: Progress = no_progress) -> Arrays:
+    """Random expressions and their values: tokens (samples, max_length) uint8, labels (samples,) uint8."""
     shape = shape or Shape()
     tokens = np.zeros((samples, shape.max_length), dtype=np.uint8)
     labels = np.zeros(samples, dtype=np.uint8)
-    seen: set[bytes] = set()
-    done = 0
-    for codes, value in _draw_expressions(np.random.default_rng([seed, 0]), shape):
-        if done == samples:
-            break
-        expression = codes.tobytes()
-        if expression in seen:
-            continue
-        # Only short expressions ever repeat; a set of the long ones would double the memory.
-        if len(codes) < 64:
-            seen.add(expression)
-        tokens[done, : len(codes)] = codes
-        labels[done] = value
-        done += 1
-        if progress is not None:
-            progress(1)
+    expressions = _draw_expressions(np.random.default_rng([seed, 0]), shape)
+    for i, (codes, value) in enumerate(islice(expressions, samples)):
+        tokens[i, : len(codes)] = codes
+        labels[i] = value
+        progress(1)
     return {"tokens": tokens, "labels": labels}
 
 
 def _draw_expressions(rng: np.random.Generator, shape: Shape) -> Iterator[tuple[np.ndarray, int]]:
     """Codes and values of accepted expressions, without end."""
-    empty_batches = 0
-    while empty_batches < 200:
+    while True:
         levels, lengths = _draw_trees(rng, shape)
         fits = (lengths > shape.min_length) & (lengths < shape.max_length)
-        empty_batches = 0 if fits.any() else empty_batches + 1
         # Nodes are in the order of their trees and parents, so a depth-first walk reads every level from left to right.
         nodes = [zip(*(column[fits[trees]].tolist() for column in columns), strict=True) for trees, *columns in levels]
         for _ in range(fits.sum()):
             codes: list[int] = []
             value = _read_tree(nodes, 0, codes)
             yield np.array(codes, dtype=np.uint8), value
-    raise DataError(
-        f"expressions between {shape.min_length} and {shape.max_length} are too rare to draw "
-        f"(max_depth={shape.max_depth}, max_args={shape.max_args})"
-    )
 
 
 def _draw_trees(rng: np.random.Generator, shape: Shape) -> tuple[list[tuple[np.ndarray, ...]], np.ndarray]:
@@ -148,15 +119,13 @@ def write(
     test: int = SIZES["test"],
     seed: int = 0,
     shape: Shape | None = None,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> Path:
     """Write the three files of the released layout.
 
     After an interruption, a call with the same arguments completes the set. `progress` is called for every sample
     twice: when it is drawn and when it is written.
     """
-    if shape is not None and shape.max_length > LENGTH:
-        raise DataError(f"shape.max_length must be at most {LENGTH}, the task's length (got {shape.max_length})")
     folder = Path(folder)
     sizes = split_sizes(train, valid, test)
     settings = {**sizes, "seed": seed, "shape": None if shape is None else dataclasses.asdict(shape)}
@@ -164,16 +133,15 @@ def write(
         arrays = generate(sum(sizes.values()), seed, shape, progress)
         rows = zip(arrays["tokens"], arrays["labels"].tolist(), strict=True)
         for name, size in sizes.items():
-            write_file(folder / FILES[name], partial(_write_tsv, islice(rows, size), progress))
+            write_atomically(folder / FILES[name], partial(_write_tsv, islice(rows, size), progress))
     return folder
 
 
-def _write_tsv(rows: Iterable[tuple[np.ndarray, int]], progress: Progress | None, out: IO[bytes]) -> None:
+def _write_tsv(rows: Iterable[tuple[np.ndarray, int]], progress: Progress, out: IO[bytes]) -> None:
     out.write(b"Source\tTarget\n")
     for codes, label in rows:
         out.write(f"{to_text(codes)}\t{label}\n".encode("ascii"))
-        if progress is not None:
-            progress(1)
+        progress(1)
 
 
 def to_text(codes: np.ndarray) -> str:

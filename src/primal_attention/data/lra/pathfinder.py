@@ -16,6 +16,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -27,18 +28,10 @@ from typing import Any
 
 import numpy as np
 
-from primal_attention.data.lra.tokens import Progress, TokenData, select_rows, split_sizes
-from primal_attention.data.storage import (
-    Arrays,
-    cached,
-    generated_set,
-    read_text,
-    reading,
-    replacing,
-    require_complete,
-    write_file,
-)
+from primal_attention.data.lra.tokens import Progress, TokenData, no_progress, select_rows, split_sizes
+from primal_attention.data.storage import Arrays, cached, generated_set, read_text, reading, require_complete
 from primal_attention.utils.errors import DataError, import_package
+from primal_attention.utils.files import write_error, write_text
 
 SIZE = 32
 STEP = 2.7  # from dash to dash
@@ -174,7 +167,7 @@ def generate(
     seed: int,
     contour_length: int = CONTOUR_LENGTH,
     distractors: int = DISTRACTORS,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
     workers: int = 1,
 ) -> Arrays:
     """Images (samples, 32, 32) uint8 and labels (samples,) uint8; of images 2i and 2i + 1, one has label 1.
@@ -194,8 +187,7 @@ def generate(
                 wanted = labels[done : done + either.shape[1]]
                 images[done : done + len(wanted)] = either[wanted, np.arange(len(wanted))]
                 done += len(wanted)
-                if progress is not None:
-                    progress(len(wanted))
+                progress(len(wanted))
             batch += workers
     return {"images": images, "labels": labels}
 
@@ -250,7 +242,7 @@ def write(
     seed: int = 0,
     contour_length: int = CONTOUR_LENGTH,
     distractors: int = DISTRACTORS,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
     workers: int = 1,
 ) -> Path:
     """Write images and metadata in the released layout, and splits.json with the sizes of train, valid and test.
@@ -267,20 +259,23 @@ def write(
         for number, start in enumerate(range(0, len(arrays["labels"]), FOLDER_SIZE)):
             part = slice(start, start + FOLDER_SIZE)
             _write_part(folder, number, arrays["images"][part], arrays["labels"][part])
-            if progress is not None:
-                progress(len(arrays["labels"][part]))
-        write_file(folder / "splits.json", lambda out: out.write(f"{json.dumps(sizes)}\n".encode()))
+            progress(len(arrays["labels"][part]))
+        write_text(folder / "splits.json", f"{json.dumps(sizes)}\n")
     return folder
 
 
 def _write_part(folder: Path, number: int, images: np.ndarray, labels: np.ndarray) -> None:
     """Write one folder of images, then the metadata that lists them."""
-    with replacing(folder / "imgs" / str(number)) as place:
-        place.mkdir(exist_ok=True)
+    place = folder / "imgs" / str(number)
+    try:
+        place.mkdir(parents=True, exist_ok=True)
         for i, image in enumerate(images):
             (place / f"sample_{i}.png").write_bytes(to_png(image))
+    except OSError as error:
+        shutil.rmtree(place, ignore_errors=True)
+        raise write_error(place, error) from error
     lines = "".join(f"imgs/{number} sample_{i}.png {i} {label}\n" for i, label in enumerate(labels))
-    write_file(folder / "metadata" / f"{number}.npy", lambda out: out.write(lines.encode()))
+    write_text(folder / "metadata" / f"{number}.npy", lines)
 
 
 def to_png(image: np.ndarray) -> bytes:

@@ -17,6 +17,10 @@ Progress = Callable[[int], object]
 """Called with the number of samples that were finished since the last call."""
 
 
+def no_progress(samples: int) -> None:
+    """The `Progress` that reports nothing."""
+
+
 @dataclass(frozen=True)
 class TokenSplit:
     """Samples of one split. `second` is the other sequence of each sample where the task is about pairs."""
