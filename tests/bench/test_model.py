@@ -14,6 +14,7 @@ from primal_attention.bench.model import SPECS, Spec
 
 ROW = {
     "name", "mode", "dtype", "kind", "wall_ms", "busy_ms", "first_s", "peak_mib", "ratio", "peak_ratio", "error",
+    "prepare_s",
 }  # fmt: skip
 CPU = torch.device("cpu")
 
@@ -54,10 +55,13 @@ def test_eager_rows_have_times_and_ratios(read, capsys):
     assert "padded-eager-autocast" in format_report(report)
 
 
-def test_compiled_rows(read):
-    report = model.run(read("--rows 512x1024-compile-bf16"))
-    assert [row["error"] for row in report["rows"]] == [None] * 2
+def test_compiled_rows_and_recompilations(read):
+    report = model.run(read("--rows 512x1024-compile-bf16 dynamic"))
+    assert [row["error"] for row in report["rows"]] == [None] * 3
     assert report["rows"][1]["ratio"] > 0
+    dynamic = report["rows"][2]
+    assert dynamic["graphs"] == 1 + dynamic["recompilations"]
+    assert "recompilations" in format_report(report)
 
 
 def test_packed_and_padded_rows_train_on_the_same_sequences():
@@ -77,6 +81,6 @@ def test_rank_96_models_have_one_primal_layer(read, monkeypatch):
 
 
 def test_prepare_compiles_in_another_process(read, capsys):
-    specs = [Spec("tiny", 16, 2, 8, "eager"), Spec("tiny", 16, 2, 8, tokens=16, layers=1)]
-    model.prepare(specs, read(""))
+    specs = [Spec("tiny", 16, 2, 8, "eager"), Spec("tiny", 16, 2, 8, tokens=16, layers=1, layout="dynamic")]
+    assert model.prepare(specs, read(""))["tiny-compile-autocast", "primal"] > 0
     assert "tiny-compile-autocast, primal: compiled" in capsys.readouterr().err

@@ -169,6 +169,7 @@ _NUMBERS = {
     "kept_bytes": ("saved MiB", 2**-20),
     "kept_ratio": ("÷ SDPA's", 1),
     "state_bytes": ("state kB", 1e-3),
+    "recompilations": ("recompilations", 1),
 }
 _SIZES = ("embed_dim", "num_heads", "batch", "length")
 _OPTIONAL = (Number(least=0), None)

@@ -33,7 +33,7 @@ from primal_attention.utils.progress import Progress
 
 ETA = 0.1
 WARMUP = 4  # steps after the first one
-KINDS = ("sdpa", "primal")
+LENGTHS = (128, 197, 256, 333, 512, 640, 777, 1024, 1500, 2048)  # of the dynamic row
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,17 @@ class Spec:
     tokens: int = 32768  # per step
     layers: int = 12
     max_batch: int | None = None
-    layout: str = "dense"  # or "padded", "packed"
+    layout: str = "dense"  # or "padded", "packed", "dynamic" (several lengths)
     last_layer_only: bool = False  # the other layers of the Primal model are softmax attention
     primal: dict[str, Any] = field(default_factory=dict)  # keywords of PrimalAttention
 
     @property
     def name(self) -> str:
         return f"{self.model}-{self.mode}-{self.dtype}"
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return ("primal",) if self.layout == "dynamic" else ("sdpa", "primal")
 
 
 DEIT: dict[str, Any] = {"last_layer_only": True, "primal": {"rank": 96, "landmarks": 197}}
@@ -75,6 +79,7 @@ SPECS = (
     *(Spec("deit", 384, 6, 197, mode, **DEIT) for mode in ("compile", "eager")),
     *(Spec("decision", 256, 4, 60, mode, **DECISION) for mode in ("compile", "eager")),
     *(Spec(layout, 512, 8, 1024, "eager", layout=layout) for layout in ("padded", "packed")),
+    Spec("dynamic", 512, 8, LENGTHS[-1], layout="dynamic"),
 )
 
 
@@ -127,7 +132,7 @@ class Block(nn.Module):
 def make_input(spec: Spec, kind: str, device: torch.device, seed: int) -> tuple[Tensor, dict[str, Any], Tensor | None]:
     """Return x, the keywords of the attention layers, and the weight of each token in the loss (None: equal)."""
     n, width = spec.length, spec.embed_dim
-    if spec.layout == "dense":
+    if spec.layout in ("dense", "dynamic"):
         batch = min(max(1, spec.tokens // n), spec.max_batch or spec.tokens)
         return torch.randn(batch, n, width, device=device), {}, None
     # Lengths are uniform in [n/4, n] with the mean 5n/8, and the same for both kinds.
@@ -166,7 +171,8 @@ def make_step(spec: Spec, kind: str, args: Namespace) -> tuple[Callable[[Tensor]
 
     compiled = compute_loss
     if spec.mode != "eager":
-        compiled = torch.compile(compute_loss, mode=spec.mode.replace("compile", "default"), backend=args.compiler)
+        mode, dynamic = spec.mode.replace("compile", "default"), True if spec.layout == "dynamic" else None
+        compiled = torch.compile(compute_loss, mode=mode, dynamic=dynamic, backend=args.compiler)
 
     def step(x: Tensor) -> None:
         if spec.mode == "reduce-overhead":
@@ -206,17 +212,33 @@ def measure_steps(step: Callable[[Tensor], None], x: Tensor, args: Namespace) ->
     return row
 
 
+def count_graphs(step: Callable[[Tensor], None], x: Tensor) -> Row:
+    """Return the number of graphs that Dynamo compiles, and of those after the first step, over ten lengths."""
+    from torch._dynamo.utils import counters
+
+    first = counters["stats"]["unique_graphs"]
+    for n in LENGTHS[:-1]:
+        part = x[:, : max(2, n * x.shape[1] // LENGTHS[-1])]
+        step(part.clone(memory_format=torch.contiguous_format))
+    graphs = counters["stats"]["unique_graphs"]
+    return {"graphs": graphs, "recompilations": graphs - first}
+
+
 def measure(spec: Spec, kind: str, args: Namespace, first_only: bool = False) -> Row:
     """Return a row of the report; an error becomes a one-line text in it."""
     row: Row = {"name": spec.name, "mode": spec.mode, "dtype": spec.dtype, "kind": kind}
     row |= dict.fromkeys(("wall_ms", "busy_ms", "first_s", "peak_mib", "ratio", "peak_ratio", "error"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    measurement.free_memory(args.device)
     on_device = torch.cuda.device(args.device) if args.device.type == "cuda" else contextlib.nullcontext()
     try:
-        with on_device:
+        # At the default limit of recompilations Dynamo stops compiling and counting.
+        with on_device, torch._dynamo.config.patch(recompile_limit=64):
             step, x = make_step(spec, kind, args)
             row["first_s"] = time_steps(step, x)
             if not first_only:
-                row |= measure_steps(step, x, args)
+                row |= count_graphs(step, x) if spec.layout == "dynamic" else measure_steps(step, x, args)
     except Exception as error:  # the other rows still run
         row["error"] = ": ".join(measurement.failure(error))
     step = x = None  # type: ignore[assignment]
@@ -225,15 +247,20 @@ def measure(spec: Spec, kind: str, args: Namespace, first_only: bool = False) ->
     return row
 
 
-def prepare(specs: Sequence[Spec], args: Namespace) -> None:
-    """Run the first step of all compiled rows in parallel processes, which fills the compiler's cache."""
-    jobs = [(spec, kind) for spec in specs if spec.mode != "eager" for kind in KINDS]
+def prepare(specs: Sequence[Spec], args: Namespace) -> dict[tuple[str, str], float | None]:
+    """Run the first step of all compiled rows in parallel processes; return its seconds by name and kind."""
+    jobs = [(spec, kind) for spec in specs if spec.mode != "eager" for kind in spec.kinds]
+    seconds: dict[tuple[str, str], float | None] = {}
     workers = max(1, min(len(jobs), (os.cpu_count() or 1) // 2))
     context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
     with ProcessPoolExecutor(workers, context) as pool, Progress(len(jobs), "compiling") as progress:
-        futures = {pool.submit(measure, spec, kind, args, True): f"{spec.name}, {kind}" for spec, kind in jobs}
-        for future in as_completed(futures):  # a row that fails here is compiled when it is timed
-            progress.advance(f"{futures[future]}: {future.exception() or future.result()['error'] or 'compiled'}")
+        futures = {pool.submit(measure, spec, kind, args, True): (spec.name, kind) for spec, kind in jobs}
+        for future in as_completed(futures):
+            error = future.exception()  # of the process; the row is then compiled when it is timed
+            row: Row = {"first_s": None, "error": str(error)} if error else future.result()
+            seconds[futures[future]] = row["first_s"]
+            progress.advance(f"{', '.join(futures[future])}: {row['error'] or 'compiled'}")
+    return seconds
 
 
 def run(args: Namespace) -> dict[str, Any]:
@@ -245,18 +272,18 @@ def run(args: Namespace) -> dict[str, Any]:
     specs = choose_specs(args)
     report = measurement.start_report("model", args)
     report["settings"]["eta"] = ETA
-    if args.prepare:
-        prepare(specs, args)
-    with Progress(len(specs) * len(KINDS), "timing") as progress:
+    prepared = prepare(specs, args) if args.prepare else {}
+    with Progress(sum(len(spec.kinds) for spec in specs), "timing") as progress:
         for spec in specs:
-            for kind in KINDS:
-                row = measure(spec, kind, args)
-                if kind == "primal":
+            for kind in spec.kinds:
+                row = measure(spec, kind, args) | {"prepare_s": prepared.get((spec.name, kind))}
+                if kind == "primal" and "sdpa" in spec.kinds:
                     base = report["rows"][-1]
                     row["ratio"] = ratio(row["wall_ms"], base["wall_ms"])
                     row["peak_ratio"] = ratio(row["peak_mib"], base["peak_mib"])
                 report["rows"].append(row)
                 measurement.write_report(args.file, report)
-                result = row["error"] or f"{row['wall_ms']:.2f} ms"
+                result = row["error"] or f"{row.get('recompilations')} recompilations over {len(LENGTHS)} lengths"
+                result = result if row["wall_ms"] is None else f"{row['wall_ms']:.2f} ms"
                 progress.advance(f"{spec.name}, {kind}: {result}")
     return report
