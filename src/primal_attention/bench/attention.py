@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib
 import math
 import warnings
 from argparse import Namespace
@@ -23,11 +24,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from primal_attention.bench import measurement
 from primal_attention.bench.measurement import OK, OUT_OF_MEMORY, REFUSED, SKIPPED, Row, UnsupportedError
 from primal_attention.nn.baselines import attention_names, attention_traits, make_attention
+from primal_attention.nn.baselines.softmax import SoftmaxAttention
+from primal_attention.nn.padding import Tokens
 from primal_attention.nn.primal import PrimalAttention
 from primal_attention.ops.landmarks import landmark_indices
 from primal_attention.ops.primal import is_interpreting
 from primal_attention.utils.errors import RunError
 from primal_attention.utils.progress import Progress
+from primal_attention.utils.provenance import installed
 
 PRIMAL_BACKENDS = ("fused", "cpu", "compiled", "reference")
 CHECKED = ("primal", "published")  # kinds that must compute Primal-Attention
@@ -101,6 +105,8 @@ def list_implementations(baselines: bool = False, only: Sequence[str] = ()) -> l
     for backend in SDPA_BACKENDS:
         label = f"softmax (SDPA, {backend})"
         found.append(Implementation(f"sdpa-{backend}", label, "softmax", partial(build_sdpa, backend)))
+    if installed("flash-attn-4"):
+        found.append(Implementation("flash-attn-4", "softmax (flash-attn-4)", "softmax", build_flash_attention_4))
     for backend in PRIMAL_BACKENDS:
         found.append(
             Implementation(f"primal-{backend}", f"Primal ({backend})", "primal", partial(build_primal, backend))
@@ -153,6 +159,23 @@ def build_sdpa(backend: str, case: Case) -> nn.Module:
             return forward(x)  # type: ignore[no-any-return]
 
     layer.forward = forward_with_backend  # type: ignore[method-assign]
+    return layer
+
+
+class FlashAttention4(SoftmaxAttention):
+    """Softmax attention by the package flash-attn-4."""
+
+    def mix(self, x: Tensor, tokens: Tokens) -> Tensor:
+        function = importlib.import_module("flash_attn.cute").flash_attn_func
+        q, k, v = (t.transpose(1, 2) for t in self.project_in(x))  # (B, N, H, p)
+        y = function(q, k, v, causal=self.causal)
+        return (y[0] if isinstance(y, tuple) else y).transpose(1, 2)  # type: ignore[no-any-return]
+
+
+def build_flash_attention_4(case: Case) -> nn.Module:
+    keywords: dict[str, Any] = {"causal": case.causal, "device": case.device, "dtype": case.dtype}
+    layer = FlashAttention4(case.embed_dim, case.num_heads, **keywords)
+    layer.isolates_non_finite = False
     return layer
 
 
