@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from primal_attention.parallel import context_parallel
     from primal_attention.train.estimator import PrimalClassifier
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Loaded on first use: the command starts without torch, and some names need an extra.
 _LAZY = {
