@@ -41,7 +41,7 @@ def test_help_has_an_example(words: tuple[str, ...], primal) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("imdb",), "makes listops or pathfinder (got 'imdb')"),
+        (("imdb",), "invalid choice: 'imdb'"),
         (("listops", "--train", "0"), "at least one"),
         (("listops", "--seed", "-1"), "--seed must not be negative (got -1)"),
         (("listops", "--trian", "5"), "did you mean --train"),

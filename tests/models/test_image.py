@@ -9,7 +9,7 @@ import torch
 
 from closeness import assert_close
 from primal_attention import ksvd_loss
-from primal_attention.models.image import ImageClassifier, StochasticDepth, deit, primal_numbers, which
+from primal_attention.models.image import ImageClassifier, StochasticDepth, deit, which
 from primal_attention.nn.objective import primal_layers
 
 LIBRARIES = ["transformers", "timm"]
@@ -55,9 +55,10 @@ def test_the_papers_model_has_197_tokens_and_rank_96(library) -> None:
 
 
 def test_names_per_layer() -> None:
-    assert primal_numbers(["softmax", "primal", "primal"], 3) == [1, 2]
-    with pytest.raises(ValueError, match=r"attention must be softmax, primal, primal\+ or 3 names .*'linear'"):
-        primal_numbers("linear", 3)
+    pytest.importorskip("transformers")
+    assert len(primal_layers(make(attention=("softmax", "primal", "primal"), layers=3))) == 2
+    with pytest.raises(ValueError, match=r"attention must be softmax, primal or primal\+ .*'linear linear"):
+        deit(3, attention="linear")
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

@@ -23,7 +23,10 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         flag = re.match(r"unrecognized arguments: (--\S+)", message)
-        near = difflib.get_close_matches(flag[1], self._option_string_actions, n=1) if flag else []
+        groups = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
+        parsers = [self, *(parser for group in groups for parser in group.choices.values())]
+        flags = [name for parser in parsers for name in parser._option_string_actions]
+        near = difflib.get_close_matches(flag[1], flags, n=1) if flag else []
         hint = f"; did you mean {near[0]}?" if near else ""
         raise RunError(f"{message}{hint} (see {self.prog} --help)")
 

@@ -24,11 +24,10 @@ from primal_attention.utils.errors import DataError, Preempted, RunError, instal
 
 @dataclass(frozen=True)
 class Command:
-    """A command: its "module:function" in this package, imported on use, a summary, and the extras that it needs."""
+    """A command: its "module:function" in this package, which is imported on use, and a summary."""
 
     target: str
     about: str
-    extra: str = "train"
     after_interrupt: str = ""
 
     def run(self, args: Sequence[str]) -> int:
@@ -37,18 +36,18 @@ class Command:
 
 
 COMMANDS = {
-    "demo": Command("demo:main", "train on real data and compare with softmax, two minutes", "timeseries,report"),
+    "demo": Command("demo:main", "train on real data and compare with softmax, two minutes"),
     "train": Command("train:train", "train a recipe", after_interrupt="; continue with --resume"),
     "evaluate": Command("train:evaluate", "measure a finished run again"),
-    "generate": Command("generate:main", "generate text with a language model", "language"),
+    "generate": Command("generate:main", "generate text with a language model"),
     "recipes": Command("train:recipes", "list the recipes"),
-    "table": Command("table:main", "run a table of the paper beside its published numbers", "train,report"),
+    "table": Command("table:main", "run a table of the paper beside its published numbers"),
     "data": Command(
         "data:main", "make data sets of Long-Range Arena", after_interrupt="; the same command completes the set"
     ),
-    "bench": Command("bench:main", "time attention layers on this machine", "report"),
-    "spectrum": Command("spectrum:main", "singular values of a model's attention matrices", "train,report"),
-    "report": Command("report:main", "write an HTML page about runs", "train,report"),
+    "bench": Command("bench:main", "time attention layers on this machine"),
+    "spectrum": Command("spectrum:main", "singular values of a model's attention matrices"),
+    "report": Command("report:main", "write an HTML page about runs"),
     "info": Command("info:main", "versions, devices, the backend that runs here and why, extras"),
 }
 
@@ -90,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (RunError, DataError) as error:
         return fail(str(error))
     except ModuleNotFoundError as missing:
-        return fail(f"primal {name} needs {missing.name}: {install_hint(missing.name, command.extra)}")
+        return fail(f"primal {name} needs {missing.name}: {install_hint(missing.name)}")
     except Preempted as stop:
         print(f"primal: {stop}{command.after_interrupt}", file=sys.stderr, flush=True)
         sys.stdout.flush()

@@ -139,14 +139,12 @@ class KernelMap:
     """The matrix of one head on one sequence, without padding, and the share of each landmark in each output."""
 
     name: str
-    kind: str
-    head: int
     matrix: Tensor  # (N, N)
     share: Tensor | None  # (N, landmarks), rows sum to 1; None without landmarks
 
 
-def kernel_map(model: nn.Module, inputs: Any, layer: int = -1, head: int = 0, sample: int = 0) -> KernelMap:
-    """Return the map of a head in a layer (negative: from the end) on one sample of a batch."""
+def kernel_map(model: nn.Module, inputs: Any, layer: int = -1, head: int = 0) -> KernelMap:
+    """Return the map of a head in a layer (negative: from the end) on the first sample."""
     matrices: dict[str, tuple[nn.Module, Matrix]] = {}
     with record_matrices(model, lambda name, module, matrix: matrices.__setitem__(name, (module, matrix))) as names:
         run_model(model, next(iter(_batches(inputs))))
@@ -155,16 +153,15 @@ def kernel_map(model: nn.Module, inputs: Any, layer: int = -1, head: int = 0, sa
             raise ValueError(f"layer must be an index into the model's {len(names)} attentions (got {layer})")
         module, matrix = matrices[names[layer]]
         dense = matrix.dense()
-        for what, index, count in (("head", head, dense.shape[1]), ("sample", sample, dense.shape[0])):
-            if not 0 <= index < count:
-                raise ValueError(f"{what} must be in 0 … {count - 1} (got {index})")
-        shown = dense[sample, head]
+        if not 0 <= head < dense.shape[1]:
+            raise ValueError(f"head must be in 0 … {dense.shape[1] - 1} (got {head})")
+        shown = dense[0, head]
         valid = shown.ne(0).any(dim=0)  # columns of padding are zero
         share = None
         if isinstance(module, PrimalAttention) and module.data_dependent:
-            left, right = (factor[sample, head][valid] for factor in (matrix.left, matrix.right))
+            left, right = (factor[0, head][valid] for factor in (matrix.left, matrix.right))
             share = landmark_share(module, left, right, head).cpu()
-    return KernelMap(names[layer], matrix.kind, head, shown[valid][:, valid].cpu(), share)
+    return KernelMap(names[layer], shown[valid][:, valid].cpu(), share)
 
 
 def landmark_share(layer: PrimalAttention, phi_q: Tensor, phi_k: Tensor, head: int) -> Tensor:

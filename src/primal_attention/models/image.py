@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from primal_attention.convert.replace import primalize
+from primal_attention.nn.blocks import attention_names
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's pixels
 MULTIPLE = 10  # landmarks as a multiple of the rank, where there are as many tokens
@@ -111,7 +112,10 @@ def deit(
         raise ValueError(f"patch_size must divide image_size (patch_size={patch_size}, image_size={image_size})")
     if not 0 <= drop_path < 1:
         raise ValueError(f"drop_path must lie in [0, 1) (got {drop_path})")
-    chosen = primal_numbers(attention, layers)
+    names = attention_names(attention, layers)
+    if not set(names) <= {"softmax", "primal"}:
+        raise ValueError(f"attention must be softmax, primal or primal+ (got {' '.join(names)!r})")
+    chosen = [i for i, name in enumerate(names) if name == "primal"]
     make = {"timm": _timm, "transformers": _transformers}[which(library)]
     backbone = make(classes, image_size, patch_size, embed_dim, num_heads, layers, mlp_ratio)
     if chosen:
@@ -124,18 +128,6 @@ def deit(
     if drop_path:
         _add_stochastic_depth(model.blocks, drop_path)
     return model
-
-
-def primal_numbers(attention: str | Sequence[str], layers: int) -> list[int]:
-    """Indices of the Primal layers."""
-    names = (attention,) if isinstance(attention, str) else tuple(attention)
-    whole = {("softmax",): [], ("primal",): list(range(layers)), ("primal+",): [layers - 1]}
-    if names in whole:
-        return whole[names]
-    if len(names) == layers and set(names) <= {"softmax", "primal"}:
-        return [i for i, name in enumerate(names) if name == "primal"]
-    got = " ".join(names)
-    raise ValueError(f"attention must be softmax, primal, primal+ or {layers} names of the first two (got {got!r})")
 
 
 def which(library: Library) -> Literal["timm", "transformers"]:

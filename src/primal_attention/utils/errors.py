@@ -42,26 +42,17 @@ EXTRAS = {
     "report": "jinja2 matplotlib pandas plotly",
     "ray": "ray",
 }
-INCLUDED = {"timeseries": {"timeseries", "ksvd", "train"}, "language": {"language", "train"}}  # extras in extras
 INSTALLED_AS = {"PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml"}
 INSTALLED_AS |= dict.fromkeys(("gymnasium", "mujoco"), "gymnasium[mujoco]")
 # Imported name → the name to install, and its extra.
 PACKAGES = {name: (INSTALLED_AS.get(name, name), extra) for extra, all_ in EXTRAS.items() for name in all_.split()}
 
 
-def install_hint(module: str | None, extra: str = "") -> str:
-    """Return the command that installs a missing package.
-
-    Args:
-        module: The name whose import failed.
-        extra: The extras of the command that needs it, preferred where they include the package.
-    """
+def install_hint(module: str | None) -> str:
+    """Return the command that installs the package of a module whose import failed."""
     package = (module or "").partition(".")[0]
-    if package not in PACKAGES:
-        return f"pip install {package}"
-    smallest = PACKAGES[package][1]
-    installed = {name for part in extra.split(",") for name in INCLUDED.get(part, {part})}
-    return f"pip install 'primal-attention[{extra if smallest in installed else smallest}]'"
+    name, extra = PACKAGES.get(package, (package, None))
+    return f"pip install {name}" if extra is None else f"pip install 'primal-attention[{extra}]'"
 
 
 def import_package(module: str, purpose: str, otherwise: str = "") -> Any:

@@ -7,6 +7,7 @@ import hashlib
 import importlib.metadata
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
@@ -104,12 +105,10 @@ def device_name(hardware: dict[str, Any]) -> str:
 
 def cpu_name() -> str:
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
+        names = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     except OSError:
-        pass
-    return platform.processor() or platform.machine()
+        names = []
+    return names[0].strip() if names else platform.processor() or platform.machine()
 
 
 def load() -> float | None:
@@ -121,8 +120,8 @@ def hash_files(files: Iterable[Path]) -> str:
     """Return one SHA-256 of the names and contents of files, whatever their order and folder."""
     total = hashlib.sha256()
     for file in sorted(files, key=lambda file: file.name):
+        content = hashlib.sha256()
         with file.open("rb") as stream:
-            content = hashlib.sha256()
             while block := stream.read(2**20):
                 content.update(block)
         total.update(f"{file.name}\0{content.hexdigest()}\n".encode())
