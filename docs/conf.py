@@ -52,6 +52,8 @@ add_module_names = False
 html_theme = "pydata_sphinx_theme"
 html_title = f"primal-attention {release}"
 html_show_sourcelink = False
+html_favicon = "img/icon.svg"
+html_context = {"default_mode": "auto"}
 html_theme_options: dict[str, Any] = {
     "navigation_with_keys": False,
     "secondary_sidebar_items": ["page-toc"],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
+import re
 import warnings
 from pathlib import Path
 from types import ModuleType
@@ -97,6 +99,14 @@ def test_the_reference_has_every_public_name() -> None:
     pages = "\n".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "reference").glob("*.md"))
     for name in set(primal_attention.__all__) - {"__version__"}:
         assert f":: primal_attention.{name}\n" in pages, name
+
+
+def test_docstrings_of_public_names_list_every_argument() -> None:
+    for name in set(primal_attention.__all__) - {"__version__"}:
+        public = getattr(primal_attention, name)
+        arguments = set(inspect.signature(public).parameters)
+        missing = [a for a in arguments if not re.search(rf"\b{a}\b", inspect.getdoc(public) or "")]
+        assert not missing, f"{name}: {missing}"
 
 
 def test_the_readmes_numbers_are_those_of_the_stored_results(check: ModuleType) -> None:

@@ -49,8 +49,12 @@ class DecisionTransformer(nn.Module):
         state_dim: Width of a state.
         action_dim: Width of an action.
         attention: A name, a name with a plus (last layer only, softmax before it), or one name per layer.
+        embed_dim: Width of the tokens.
+        num_heads: Number of heads.
+        layers: Number of blocks.
         context: K, the steps of a window.
         max_episode: Time steps that have an embedding; later steps share the last one.
+        dropout: Dropout rate.
         return_scale: Divisor of returns.
         attention_kwargs: Keywords by attention name. The default of Primal layers is data_dependent=False.
 
@@ -127,7 +131,12 @@ class DecisionTransformer(nn.Module):
     ) -> Tensor:
         """The action of every step, (B, K, action_dim), in [−1, 1].
 
-        padding_mask: (B, K) bool, True at padding, which may be anywhere; predictions there are meaningless.
+        Args:
+            states: (B, K, state_dim), not normalised.
+            actions: (B, K, action_dim).
+            returns: (B, K), returns to go.
+            timesteps: (B, K), steps since the start of the episode.
+            padding_mask: (B, K) bool, True at padding, which may be anywhere; predictions there are meaningless.
         """
         if padding_mask is None:
             return self.predict(states, actions, returns, timesteps)

@@ -43,7 +43,12 @@ class StochasticDepth(nn.Module):
 
 
 class ImageClassifier(nn.Module):
-    """Images to logits (B, classes), with the crop and the normalisation that the network was trained with."""
+    """Images to logits (B, classes), with the crop and the normalisation that the network was trained with.
+
+    Args:
+        backbone: A network of timm or transformers.
+        image_size: Height and width of its input.
+    """
 
     mean: Tensor
     std: Tensor
@@ -103,9 +108,18 @@ def deit(
     """DeiT with one class token; the default sizes are those of DeiT-Small/16.
 
     Args:
+        classes: Number of classes.
         attention: "softmax", "primal" in all layers, "primal+" in the last layer, or one name per layer.
+        image_size: Height and width of the images.
+        patch_size: Height and width of a patch.
+        embed_dim: Width of the tokens.
+        num_heads: Number of heads.
+        layers: Number of blocks.
+        mlp_ratio: Width of the feed-forward layers over embed_dim.
         drop_path: Rate of stochastic depth in the last layer; it grows from zero along the layers.
+        rank: Directions s of Primal-Attention.
         landmarks: None is ten times the rank, at most the number of tokens, as in the paper.
+        data_dependent: Build the projection weights from landmarks.
         library: Source of the network; "auto" uses timm where it is installed.
     """
     if image_size % patch_size:

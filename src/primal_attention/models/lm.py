@@ -113,7 +113,11 @@ def causal_attention(name: str, config: LanguageConfig) -> nn.Module:
 
 
 class LanguageModel(nn.Module):
-    """Tokens (B, N) to the logits of the next token (B, N, vocabulary); the embeddings serve at both ends."""
+    """Tokens (B, N) to the logits of the next token (B, N, vocabulary). Input and output embeddings are shared.
+
+    Args:
+        config: Sizes, attention and mode.
+    """
 
     context: Context | None = None
     gradient_checkpointing = False
@@ -199,7 +203,10 @@ class LanguageModel(nn.Module):
     ) -> tuple[Tensor, LanguageState]:
         """One token of each sequence, (B,) → logits (B, vocabulary) and the state after it.
 
-        key_padding_mask: (B,) bool, True where a sequence has no token at this step; its state does not change.
+        Args:
+            tokens: (B,), one token of each sequence.
+            state: The state after the tokens before.
+            key_padding_mask: (B,) bool, True where a sequence has no token at this step; its state does not change.
         """
         if tokens.ndim != 1:
             raise ValueError(f"tokens must have shape (batch,), one for each sequence (got {tuple(tokens.shape)})")
@@ -394,7 +401,14 @@ def generate(
 ) -> Iterator[list[int]]:
     """Yield the next token of each prompt, up to `count` times; `STOPPED` for a sequence after its token `stop`.
 
-    The model must be in evaluation mode. Arguments are checked before the first token.
+    Arguments are checked before the first token.
+
+    Args:
+        model: The model, in evaluation mode.
+        prompts: Tokens of each prompt; lengths may differ.
+        count: The largest number of new tokens.
+        sampling: How a token is chosen.
+        stop: The token that ends a sequence.
     """
     if count < 1:
         raise ValueError(f"count must be at least 1 (got {count})")

@@ -102,6 +102,17 @@ class LRAClassifier(nn.Module):
     """Tokens (B, N) and their padding mask to logits (B, classes); two of each where `pairs` is on.
 
     Args:
+        vocabulary: Number of tokens.
+        classes: Number of classes.
+        max_length: The longest sequence.
+        attention: One name for all layers, a name with a plus for the last layer only, or one name per layer.
+        embed_dim: Width of the tokens.
+        num_heads: Number of heads.
+        layers: Number of blocks.
+        ffn_dim: Width of the feed-forward layers.
+        dropout: Dropout rate.
+        pairs: Classify pairs of sequences with one encoder.
+        attention_kwargs: Keywords by attention name.
         published_padding: Include padding in f(X), in the objective and in the mean, as the authors' implementation
             does; only to reproduce it. The attribute may be changed at any time.
         positions: Initial values of the learned positions: noise, or waves along the sequence ("line") or along the

@@ -159,7 +159,11 @@ class PoolingHead(nn.Module):
 class TimeSeriesClassifier(nn.Module):
     """Stem, encoder and head: series (B, N, channels) and a padding mask (B, N) to logits (B, classes).
 
-    attend_to_padding: Pass no mask to the attention, as the authors' implementation does; only to reproduce it.
+    Args:
+        stem: Maps (B, N, channels) to (B, N, embed_dim).
+        encoder: The attention blocks.
+        head: Maps (B, N, embed_dim) to logits.
+        attend_to_padding: Pass no mask to the attention, as the authors' implementation does; only to reproduce it.
     """
 
     def __init__(self, stem: nn.Module, encoder: Encoder, head: nn.Module, *, attend_to_padding: bool = False) -> None:
@@ -192,7 +196,21 @@ def paper_classifier(
     attention_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     attend_to_padding: bool = False,
 ) -> TimeSeriesClassifier:
-    """The network of the paper's UEA experiments. attention "primal" is its PrimalFormer, "primal+" its Primal.+."""
+    """Build the network of the paper's UEA experiments.
+
+    Args:
+        channels: Number of channels of a series.
+        classes: Number of classes.
+        max_length: The longest series.
+        attention: "primal" for the paper's PrimalFormer, "primal+" for its Primal.+, or one name per layer.
+        embed_dim: Width of the tokens.
+        num_heads: Number of heads.
+        layers: Number of blocks.
+        ffn_dim: Width of the feed-forward layers.
+        dropout: Dropout rate.
+        attention_kwargs: Keywords by attention name.
+        attend_to_padding: Pass no mask to the attention, as the authors' implementation does.
+    """
     encoder = Encoder(
         embed_dim,
         num_heads,
@@ -222,7 +240,22 @@ def modern_classifier(
     local_kernel: int | None = 7,
     attention_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> TimeSeriesClassifier:
-    """The same attention with a convolutional stem, local mixing and pooling; not from the paper."""
+    """Build a network with a convolutional stem, local mixing and pooling; not from the paper.
+
+    Args:
+        channels: Number of channels of a series.
+        classes: Number of classes.
+        attention: "primal" for the paper's PrimalFormer, "primal+" for its Primal.+, or one name per layer.
+        embed_dim: Width of the tokens.
+        num_heads: Number of heads.
+        layers: Number of blocks.
+        ffn_dim: Width of the feed-forward layers; None is that of `Encoder`.
+        dropout: Dropout rate.
+        stem_kernel: Width of the convolutions of the stem.
+        differences: Add the differences of consecutive values as channels.
+        local_kernel: Width of the depthwise convolution beside each attention; None leaves it out.
+        attention_kwargs: Keywords by attention name.
+    """
     encoder = Encoder(
         embed_dim,
         num_heads,

@@ -438,7 +438,12 @@ class PrimalAttention(nn.Module):
     # Kernel
 
     def kernel_factors(self, x: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return φ′_q, φ′_k, (B, H, N, n or p), with K = φ′_q φ′_kᵀ, without forming K."""
+        """Return φ′_q, φ′_k, (B, H, N, n or p), with K = φ′_q φ′_kᵀ, without forming K.
+
+        Args:
+            x: (B, N, embed_dim).
+            key_padding_mask: (B, N), True at padding.
+        """
         self._check_not_sharded("the kernel")
         mask = self._check_input(x, key_padding_mask)
         valid = None if mask is None else ~mask
@@ -447,7 +452,12 @@ class PrimalAttention(nn.Module):
         return reference.kernel_factors(x, self.qk_proj(x), self.mode, feature_map, valid=valid, decay=self.decay)
 
     def kernel_matrix(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Return K_ij = ⟨φ′_q(x_i), φ′_k(x_j)⟩ of Theorem 3.2, (B, H, N, N), for inspecting short sequences."""
+        """Return K_ij = ⟨φ′_q(x_i), φ′_k(x_j)⟩ of Theorem 3.2, (B, H, N, N), for inspecting short sequences.
+
+        Args:
+            x: (B, N, embed_dim).
+            key_padding_mask: (B, N), True at padding.
+        """
         phi_q, phi_k = self.kernel_factors(x, key_padding_mask)
         return phi_q @ phi_k.mT
 
@@ -460,7 +470,11 @@ class PrimalAttention(nn.Module):
         return f"{mode}, {sizes}, feature_map={self.feature_map}{length}"
 
     def initial_state(self, batch_size: int) -> State:
-        """Return the state before the first token (causal modes)."""
+        """Return the state before the first token (causal modes).
+
+        Args:
+            batch_size: number of sequences.
+        """
         if not self.causal:
             raise ValueError("initial_state needs a causal layer (causal=False): only the causal modes stream")
         heads, p, s = self.num_heads, self.head_dim, self.rank

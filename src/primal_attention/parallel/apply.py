@@ -79,6 +79,11 @@ def shard(x: Tensor, mesh: DeviceMesh, dim: int = 1) -> Tensor:
     """Return this rank's tokens of x: consecutive, in the order of the ranks, the first ranks with one more if needed.
 
     Any other split into consecutive shards works too.
+
+    Args:
+        x: the tensor, the same on all ranks.
+        mesh: the ranks of a sequence, one-dimensional.
+        dim: the dimension of the tokens.
     """
     ranks, length = mesh.size(), x.shape[dim]
     if length < ranks:
@@ -87,7 +92,13 @@ def shard(x: Tensor, mesh: DeviceMesh, dim: int = 1) -> Tensor:
 
 
 def unshard(x: Tensor, mesh: DeviceMesh, dim: int = 1) -> Tensor:
-    """Return the whole tensor that `shard` splits, on every rank; differentiable."""
+    """Return the complete tensor that `shard` splits, on every rank; differentiable.
+
+    Args:
+        x: the tokens of this rank.
+        mesh: the ranks of a sequence, one-dimensional.
+        dim: the dimension of the tokens.
+    """
     group = mesh.get_group()
     lengths = gather(torch.tensor([x.shape[dim]], device=x.device), group)[:, 0].tolist()
     rows = x.movedim(dim, 0)
@@ -98,7 +109,12 @@ def unshard(x: Tensor, mesh: DeviceMesh, dim: int = 1) -> Tensor:
 
 @torch.no_grad()
 def average_gradients(parameters: nn.Module | Iterable[Tensor], mesh: DeviceMesh) -> None:
-    """Average every parameter's gradient over the mesh in one reduction, for a model without DDP or FSDP."""
+    """Average every parameter's gradient over the mesh in one reduction, for a model without DDP or FSDP.
+
+    Args:
+        parameters: a model, or its parameters.
+        mesh: all ranks that share the model.
+    """
     tensors = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
     by_kind: dict[Any, list[Tensor]] = {}
     for p in tensors:
