@@ -39,7 +39,6 @@ ARTICLE = " = {0} {1} = \n\nThe cat {1} sat on the mat of {0}, and sat there for
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     home = tmp_path_factory.mktemp("wikipedia")
     for split, count in (("train", 12), ("valid", 3), ("test", 3)):
         (home / f"wiki.{split}.txt").write_text("".join(ARTICLE.format(split, i) for i in range(count)))

@@ -44,7 +44,6 @@ SMALL: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     home = tmp_path_factory.mktemp("wikipedia")
     for split, count in (("train", 12), ("valid", 3), ("test", 3)):
         articles = (f" = {split} {i} = \n\nThe cat {i} sat on the mat of {split}, and sat.\n" for i in range(count))
