@@ -93,19 +93,6 @@ def test_a_repeated_seed_counts_once(tmp_path: Path) -> None:
     assert group.score("last").std is None
 
 
-def test_broken_runs_are_refused_or_left_out(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (runs / "primal-seed1" / "metrics.csv").write_text("epoch,task_loss\n1,two\n")
-    out = tmp_path / "r.html"
-    code, _, err = report(capsys, runs, "-o", out)
-    assert (code, err.count("\n")) == (2, 1)
-    assert not out.exists()
-    code, text, err = report(capsys, runs, "-o", out, "--skip-broken")
-    assert code == 0
-    assert "3 runs, 1 left out" in text
-    assert str(runs / "primal-seed1") in err
-    assert "Left out" in out.read_text()
-
-
 @pytest.mark.parametrize("words", [(), ("--nonsense",), ("{runs}", "-o", "{runs}"), ("nowhere", "--skip-broken")])
 def test_bad_arguments_are_one_line(words: tuple[str, ...], runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = report(capsys, *(word.format(runs=runs) for word in words))

@@ -24,7 +24,6 @@ from primal_attention.train import checkpoint, loop
 from primal_attention.utils import files
 from primal_attention.utils.errors import RunError, WriteError
 
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 STEPS = 4  # of an epoch of the toy set
 SMALL = """
 --model.embed-dim 8 --model.num-heads 2 --model.layers 1 --model.ffn-dim 16 --model.rank 3 --model.landmarks 4
