@@ -234,3 +234,12 @@ def test_a_terminal_without_unicode_gets_question_marks() -> None:
     done = subprocess.run(words, env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert "usage: primal COMMAND ?" in done.stdout
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full stands for a full disk")
+def test_a_full_disk_under_standard_output_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        words = [sys.executable, "-m", "primal_attention", "recipes"]
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert "No space left on device" in done.stderr
