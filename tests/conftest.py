@@ -1,4 +1,4 @@
-"""Shared set-up: fixed seeds, few threads, and where the optional real data lies."""
+"""Shared set-up: fixed seeds, one thread, and small data."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import sys
 from pathlib import Path
 
 os.environ.setdefault("TRITON_INTERPRET", "1" if not os.path.exists("/dev/nvidiactl") else "0")
+# The tensors are tiny: threads would wait for each other. Processes that tests start inherit the limit.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
 
-# Workers that each take every core slow one another down many times over.
-torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
+torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
@@ -34,5 +35,4 @@ def toy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small generated archive of time series."""
     import toy
 
-    torch.set_num_threads(1)
     return toy.folder(tmp_path_factory.mktemp("uea"))

@@ -190,6 +190,10 @@ def transitions() -> dict[str, np.ndarray]:
 
 
 TRANSITION_DAMAGES: dict[str, Damage] = {
+    "without-rewards": _drop("rewards"),
+    "other-lengths": _apply("actions", lambda a: a[:-1]),
+    "not-finite": _apply("observations", lambda a: np.where(a > a.mean(), a, np.nan)),
+    "no-end": _apply("terminals", np.zeros_like),
     "string-terminals": _apply("terminals", lambda a: a.astype(str).astype(bytes)),
     "numbered-terminals": _apply("terminals", lambda a: np.arange(len(a))),
     "nan-terminals": _apply("terminals", lambda a: np.where(a, np.nan, 0.0)),
@@ -396,7 +400,15 @@ KINDS: dict[str, Kind] = {
         partial(write_lines, TS_FILES, TS),
         partial(uea.load, "Toy"),
         _train("uea/Toy"),
-        {"one-class": _line("@classLabel true a", 6), "no-data": _line("", 7), "bad-number": _line("1,x:2,3:a", 8)},
+        {
+            "one-class": _line("@classLabel true a", 6),
+            "no-data": _line("", 7),
+            "bad-number": _line("1,x:2,3:a", 8),
+            "ragged-channels": _line("1,2,3:4,5:a", 8),
+            "a-channel-more": _line("1,2:4,5:6,7:a", 8),
+            "no-label": _line("1,2,3:4,5,6", 8),
+            "nothing-but-gaps": lambda file: file.write_text("\n".join([*TS[:7], "?,?:?,?:a", "?,?:?,?:b", ""])),
+        },
         needs=("aeon",),
     ),
     "own-npz": Kind(
@@ -457,7 +469,13 @@ KINDS: dict[str, Kind] = {
         write_listops,
         listops.load,
         _train("lra/listops"),
-        {"deep-brackets": _line("[MAX " * 100_000 + "\t1"), "huge-label": _line("[MAX 1 2 ]\t" + "9" * 10_000)},
+        {
+            "not-closed": _line("[MAX 1 2\t2"),
+            "wrong-label": _line("[MAX 1 2 ]\t12"),
+            "unknown-operator": _line("[MAP 1 2 ]\t2"),
+            "deep-brackets": _line("[MAX " * 100_000 + "\t1"),
+            "huge-label": _line("[MAX 1 2 ]\t" + "9" * 10_000),
+        },
     ),
     "retrieval": Kind(
         partial(write_lines, retrieval.FILES, PAIRS),

@@ -6,7 +6,6 @@ asked to: what the script makes of its environment, and how it hands a signal on
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -44,15 +43,6 @@ def environment(**more: str) -> dict[str, str]:
 def test_shellcheck_has_nothing_to_say(script: str):
     done = subprocess.run([SHELLCHECK, str(EXAMPLES / script)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
-
-
-def test_torchrun_trains_with_split_sequences(work: Path):
-    command = [str(EXAMPLES / "torchrun.sh"), "uea/Toy", *FLAGS.split(), "--trainer.epochs", "2"]
-    given = environment(CONTEXT="2", OUT="run")
-    done = subprocess.run(command, cwd=work, env=given, capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stderr[-3000:]
-    config = json.loads((work / "run" / "summary.json").read_text())["config"]["trainer"]
-    assert (config["devices"], config["context"], config["strategy"]) == (2, 2, "ddp")
 
 
 def test_slurm_hands_the_signal_on_and_queues_the_job_again(work: Path):

@@ -78,9 +78,3 @@ def test_rank_96_models_have_one_primal_layer(read, monkeypatch):
     monkeypatch.setattr(model, "Block", lambda spec, kind: built.append(kind) or torch.nn.Linear(2, 2))
     model.make_step(next(spec for spec in SPECS if spec.model == "deit"), "primal", read(""))
     assert built == ["sdpa"] * 11 + ["primal"]
-
-
-def test_prepare_compiles_in_another_process(read, capsys):
-    specs = [Spec("tiny", 16, 2, 8, "eager"), Spec("tiny", 16, 2, 8, tokens=16, layers=1, layout="dynamic")]
-    assert model.prepare(specs, read(""))["tiny-compile-autocast", "primal"] > 0
-    assert "tiny-compile-autocast, primal: compiled" in capsys.readouterr().err

@@ -24,13 +24,6 @@ def test_a_set_is_made_where_the_recipe_reads_it(task: str, tmp_path: Path, prim
     assert "already holds a set" in err
 
 
-def test_the_seed_decides(tmp_path: Path, primal) -> None:
-    for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
-        assert primal("data", "listops", "--out", str(tmp_path / name), "--seed", seed, *SIZES)[0] == 0
-    texts = [(tmp_path / name / "basic_train.tsv").read_text() for name in "abc"]
-    assert texts[0] == texts[1] != texts[2]
-
-
 @pytest.mark.parametrize("words", [(), ("listops", "--help"), ("pathfinder", "--help")], ids=str)
 def test_help_has_an_example(words: tuple[str, ...], primal) -> None:
     code, out, _ = primal("data", *words)
@@ -55,15 +48,3 @@ def test_user_errors_are_one_line(words: tuple[str, ...], message: str, tmp_path
     assert code == 2
     assert message in err
     assert err.strip().count("\n") == 0
-
-
-def test_an_interrupted_set_is_completed_by_the_same_command(tmp_path: Path, primal, monkeypatch) -> None:
-    def interrupt(*args, **keywords):
-        raise KeyboardInterrupt
-
-    words = ("data", "listops", "--out", str(tmp_path / "set"), *SIZES)
-    with monkeypatch.context() as patch:
-        patch.setattr(listops, "generate", interrupt)
-        code, _, err = primal(*words)
-    assert (code, err) == (130, "interrupted; the same command completes the set\n")
-    assert primal(*words)[0] == 0

@@ -39,7 +39,6 @@ ARTICLE = " = {0} {1} = \n\nThe cat {1} sat on the mat of {0}, and sat there for
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     home = tmp_path_factory.mktemp("wikipedia")
     for split, count in (("train", 12), ("valid", 3), ("test", 3)):
         (home / f"wiki.{split}.txt").write_text("".join(ARTICLE.format(split, i) for i in range(count)))
@@ -97,17 +96,6 @@ def test_user_errors_are_one_line(words: list[str], message: str, run: Path, pri
     assert message in err
 
 
-def test_a_vocabulary_of_another_model_is_one_line(run: Path, primal, tmp_path: Path) -> None:
-    assert "is not a run folder: it has no config.yaml" in primal("generate", str(tmp_path), "--prompt", "a")[2]
-    for file in ("config.yaml", "summary.json", "model.safetensors"):
-        (tmp_path / file).write_bytes((run / file).read_bytes())
-    assert "vocabulary.json is missing" in primal("generate", str(tmp_path), "--prompt", "a")[2]
-    (tmp_path / "vocabulary.json").write_text(json.dumps({"words": ["<eos>", "a"]}))
-    code, _, err = primal("generate", str(tmp_path), "--prompt", "a")
-    assert code == 2
-    assert "vocabulary.json has 2 tokens and the checkpoint 280" in err
-
-
 def test_an_unknown_word_is_one_line(run: Path, primal, monkeypatch) -> None:
     model, _ = load_language(run)
     words = ["<eos>", "cat", "<unk>", *map(str, range(277))]  # as many as the model has tokens
@@ -131,11 +119,6 @@ def test_pieces_add_up_to_the_text(text: str) -> None:
     pieces = [stream.add(token) for token in tokens]
     assert "".join(pieces) + stream.rest() == text
     assert all("\ufffd" not in piece for piece in pieces)
-
-
-def test_words_come_with_their_spaces() -> None:
-    stream = TextStream(Vocabulary(json.dumps({"words": ["<eos>", "a", "b"]})), [1])
-    assert [stream.add(token) for token in (2, 0, 0, 1, 2)] == [" b", "\n", "\n", "a", " b"]
 
 
 def test_bytes_that_never_become_a_character_are_shown() -> None:

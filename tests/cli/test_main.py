@@ -33,7 +33,6 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     splits = [Split([rng.standard_normal((9, 2)) for _ in range(n)], np.arange(n, dtype=np.int64) % 2) for n in (16, 8)]
     uea.save_npz(SeriesData("Toy", *splits, ("a", "b")), tmp_path / "data" / "uea")
     monkeypatch.chdir(tmp_path)
-    torch.set_num_threads(1)
     return tmp_path
 
 
@@ -66,10 +65,9 @@ print(*{{name.partition(".")[0] for name in sys.modules}}, file=sys.stderr)
     return set(done.stderr.splitlines()[-1].split())
 
 
-@pytest.mark.parametrize("commands", [("--help", "recipes", "train --help"), ("table --help",)], ids=", ".join)
-def test_help_and_recipes_start_without_torch(commands: tuple[str, ...]) -> None:
+def test_help_and_recipes_start_without_torch() -> None:
     heavy = {"torch", "numpy", "lightning", "tyro", "rich", "aeon", "transformers", "yaml"}
-    assert not imported_modules(*commands) & heavy
+    assert not imported_modules("--help", "recipes", "train --help", "table --help") & heavy
 
 
 def test_flags_of_recipes_are_listed_without_the_training_libraries() -> None:
@@ -235,3 +233,12 @@ def test_a_terminal_without_unicode_gets_question_marks() -> None:
     done = subprocess.run(words, env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert "usage: primal COMMAND ?" in done.stdout
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full stands for a full disk")
+def test_a_full_disk_under_standard_output_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        words = [sys.executable, "-m", "primal_attention", "recipes"]
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert "No space left on device" in done.stderr

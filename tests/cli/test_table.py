@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
-import subprocess
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
-import torch
 import toy
 
 from primal_attention.cli import main as cli
@@ -43,7 +40,6 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launched:
     """An empty working directory with the toy set in its data folder."""
     toy.folder(tmp_path / "data" / "uea")
     monkeypatch.chdir(tmp_path)
-    torch.set_num_threads(1)
     started = Launched()
     monkeypatch.setitem(grid.LAUNCHERS, "local", started)
     return started
@@ -184,9 +180,3 @@ def test_bad_input_is_one_line_and_exit_code_2(words: list[str], message: str, l
     assert err.count("\n") == 1, err
     assert message in err
     assert not launched
-
-
-def test_help_imports_no_heavy_module() -> None:
-    code = """import sys; from primal_attention.cli import table; table.parser().format_help()
-assert not {"torch", "pandas", "lightning"} & set(sys.modules), "a heavy module is imported" """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

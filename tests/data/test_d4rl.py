@@ -125,50 +125,6 @@ def test_scores_are_normalised_by_the_reference_policies():
         d4rl.normalized_score("ant-medium", 1.0)
 
 
-def bad(change) -> dict[str, np.ndarray]:
-    content = columns()
-    change(content)
-    return content
-
-
-def ragged(content: dict[str, np.ndarray]) -> None:
-    h5py = pytest.importorskip("h5py")
-    rows = np.empty(3, object)
-    rows[:] = [np.zeros(2), np.zeros(3), np.zeros(1)]
-    content["observations"] = rows.astype(h5py.vlen_dtype(np.float64))
-
-
-def infinite(content: dict[str, np.ndarray]) -> None:
-    content["observations"][6, 1] = np.nan
-
-
-def endless(content: dict[str, np.ndarray]) -> None:
-    for key in ("terminals", "timeouts"):
-        content[key][:] = False
-
-
-MISTAKES = {
-    "missing key": (lambda c: c.pop("rewards"), "lacks 'rewards' \\(has observations, actions, term"),
-    "columns of two lengths": (lambda c: c.update(actions=c["actions"][:-1]), "actions has 9 rows where observations"),
-    "flags of another length": (lambda c: c.update(timeouts=c["timeouts"][:4]), "timeouts has 4 rows where"),
-    "rows of several widths": (ragged, "observations must be a table of numbers with rows of one width"),
-    "words": (lambda c: c.update(rewards=np.array([b"a"] * 10)), "rewards must be a table of numbers"),
-    "flat states": (lambda c: c.update(observations=c["rewards"]), "observations must have shape \\(rows, width\\)"),
-    "not finite": (infinite, "observations has a value that is not finite in row 6"),
-    "no end": (endless, "no episode ends in its 10 rows"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_bad_files_are_one_clear_line(tmp_path, mistake):
-    change, message = MISTAKES[mistake]
-    file = write(tmp_path / "bad.hdf5", bad(change))
-    with pytest.raises(DataError, match=message) as told:
-        d4rl.read_hdf5(file)
-    assert str(told.value).startswith(str(file))
-    assert "\n" not in str(told.value)
-
-
 def test_a_set_that_is_not_there_says_where_it_was_looked_for(tmp_path):
     with pytest.raises(DataError, match=r"hoper-medium\.hdf5 is not in .* \(did you mean hopper-medium\?\)"):
         d4rl.load("hoper-medium", tmp_path)

@@ -6,10 +6,8 @@ import copy
 import errno
 import multiprocessing
 import os
-import re
 import shutil
 import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,7 +21,7 @@ from primal_attention.data import image as images
 from primal_attention.data.lra import image as pixels
 from primal_attention.data.lra import listops, pathfinder, retrieval
 from primal_attention.data.lra import text as reviews
-from primal_attention.utils.errors import PACKAGES, DataError, WriteError, import_package
+from primal_attention.utils.errors import DataError, WriteError
 
 ROOT = Path(__file__).parents[2]
 
@@ -137,17 +135,6 @@ def test_a_folder_without_the_set_is_an_error_that_names_folder_and_layout(loade
             load(tmp_path / name)
         assert str(tmp_path / name) in str(caught.value)
         assert layout in str(caught.value)
-
-
-@pytest.mark.parametrize("module", PACKAGES)
-def test_a_missing_package_is_named_with_an_extra_that_has_it(module: str, monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(DataError) as caught:
-        import_package(module, "this")
-    package, extra = PACKAGES[module]
-    assert str(caught.value) == f"this needs {package}: pip install 'primal-attention[{extra}]'"
-    (requirements,) = re.findall(rf"^{extra} = (\[.*)", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert f'"{package}>=' in requirements
 
 
 # Interrupted and failed writing

@@ -87,22 +87,6 @@ def test_a_document_under_another_title_is_refused_and_bare_titles_are_not(tmp_p
         text.load(tmp_path, 300)
 
 
-def test_bad_files_are_told_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no train split; expected wiki.train.tokens, wiki.train.txt"):
-        text.load(tmp_path, 300)
-    write(tmp_path, test="\n \n")
-    with pytest.raises(DataError, match=r"wiki.test.txt has no text"):
-        text.load(tmp_path, 300)
-    write(tmp_path)
-    (tmp_path / "wiki.valid.txt").write_bytes(b"good \xff bad")
-    with pytest.raises(DataError, match=r"wiki.valid.txt is not UTF-8 text \(byte 5 is 0xff\)"):
-        text.load(tmp_path, 300)
-    (tmp_path / "wiki.valid.txt").unlink()
-    (tmp_path / "wiki.valid.txt.xz").write_bytes(b"not packed")
-    with pytest.raises(DataError, match=r"wiki.valid.txt.xz: not a text file packed by xz"):
-        text.load(tmp_path, 300)
-
-
 def test_vocabularies_are_saved_and_checked(tmp_path: Path) -> None:
     pairs = Vocabulary.train_byte_pairs([article("A", 20)], 300)
     words = Vocabulary.from_words("a b a\n")

@@ -129,30 +129,6 @@ def test_both_notations_are_the_same_expression():
     np.testing.assert_array_equal(listops.encode("( ( ( [MAX 2 ) 9 ) ] )"), listops.encode("[MAX 2 9 ]"))
 
 
-BAD = {
-    "not closed": ("[MAX 1 2\t2", "line 2: malformed expression, a bracket is not closed"),
-    "closed too early": ("[MAX 1 ] 2 ]\t2", "closed too early"),
-    "two expressions": ("1 2\t2", "malformed"),
-    "no arguments": ("[MAX ]\t2", "operator has no arguments"),
-    "an unknown word": ("[AVG 1 2 ]\t1", "'[AVG' is no digit, operator or bracket"),
-    "empty": ("\t1", "an empty expression"),
-    "no label": ("[MAX 1 2 ]", "an expression, a tab and a digit"),
-    "a label that is no digit": ("[MAX 1 2 ]\t12", "an expression, a tab and a digit"),
-    "another header": (None, "columns Source and Target"),
-    "too long": ("[MAX " + "1 " * 2000 + "]\t1", "2002 tokens where at most 2000 fit"),
-}
-
-
-@pytest.mark.parametrize(("line", "complaint"), BAD.values(), ids=[k.replace(" ", "-") for k in BAD])
-def test_a_malformed_line_is_one_clear_line(tmp_path: Path, line: str | None, complaint: str):
-    file = tmp_path / "basic_train.tsv"
-    file.write_text("a\tb\n" if line is None else f"Source\tTarget\n{line}\n")
-    with pytest.raises(DataError) as caught:
-        listops.read_tsv(file)
-    assert complaint in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
 def test_settings_that_cannot_work_write_nothing(tmp_path: Path):
     with pytest.raises(DataError, match="at least one sample"):
         listops.write(tmp_path / "set", train=0)

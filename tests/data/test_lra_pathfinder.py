@@ -75,11 +75,6 @@ def test_every_label_is_what_the_tracer_finds(sample):
     np.testing.assert_array_equal(traced, sample["labels"] == 1)
 
 
-def test_short_contours_keep_their_labels_too(small_batches: None):
-    sample = pathfinder.generate(100, seed=2, contour_length=9, distractors=8)
-    np.testing.assert_array_equal([connected(i) for i in sample["images"]], sample["labels"] == 1)
-
-
 def test_the_classes_are_balanced_in_every_pair(sample):
     assert (sample["labels"].reshape(-1, 2).sum(axis=1) == 1).all()
     assert 0.4 < sample["labels"][::2].mean() < 0.6
@@ -131,37 +126,6 @@ def test_a_released_folder_has_no_splits_file_and_is_split_by_a_fixed_draw(folde
     first, again = pathfinder.load(released), pathfinder.load(released)
     assert [len(s) for s in first.splits.values()] == [11, 1, 2]
     np.testing.assert_array_equal(first.test.tokens, again.test.tokens)
-
-
-PNG, METADATA = "imgs/0/sample_3.png", "metadata/0.npy"
-SPOILT = {
-    "size": (
-        PNG,
-        pathfinder.to_png(np.zeros((20, 30), dtype=np.uint8)),
-        r"png: 30×20 pixels where 32×32 are needed",
-    ),
-    "missing image": (PNG, None, r"sample_3\.png is missing, though 0\.npy, line 4, lists it"),
-    "no image": (PNG, b"text", r"sample_3\.png is no image"),
-    "bad line": (METADATA, b"imgs/0 sample_0.png\n", "line 1: expected folder, file, number and label"),
-    "bad label": (METADATA, b"imgs/0 sample_0.png 0 yes\n", "line 1: expected folder, file, number and label"),
-    "not text": (METADATA, b"\x93NUMPY\xff", "not UTF-8 text"),
-    "empty": (METADATA, b"", "lists no images"),
-    "no metadata": (METADATA, None, "'primal data pathfinder --out"),
-    "other splits": ("splits.json", b'{"train": 1, "valid": 1, "test": 1}', "train, valid and test, with the sum 14"),
-    "missing split": ("splits.json", b'{"train": 14}', "train, valid and test, with the sum 14"),
-}
-
-
-def test_a_damaged_folder_is_one_clear_line_though_it_was_read_before(folder: Path):
-    pathfinder.load(folder)
-    for name, content, message in SPOILT.values():
-        file = folder / name
-        before = file.read_bytes()
-        file.unlink() if content is None else file.write_bytes(content)
-        with pytest.raises(DataError, match=message) as caught:
-            pathfinder.load(folder)
-        assert "\n" not in str(caught.value)
-        file.write_bytes(before)
 
 
 def test_contours_that_cannot_fit_are_refused(tmp_path: Path):

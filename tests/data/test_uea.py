@@ -88,27 +88,6 @@ def test_a_missing_set_or_file_says_what_to_do(toy: Path):
         uea.load("Toy", toy)
 
 
-BAD_TS = {
-    "cut inside a channel": ([*SAMPLES, "1,2,3:4,"], "truncated or ragged"),
-    "cut before the label": ([*SAMPLES, "1,2,3:4,5,6"], "truncated or ragged"),
-    "cut before the first label": (["1,2,3:4,5,6"], "does not declare"),
-    "ragged channels": ([*SAMPLES, "1,2,3:4,5:a"], "truncated or ragged"),
-    "a channel too many": ([*SAMPLES, "1,2:4,5:6,7:a"], "truncated or ragged"),
-    "words for numbers": ([*SAMPLES, "1,two:4,5:a"], "truncated or ragged"),
-    "one class": (["1,2:3,4:a", "1,2:3,5:a"], "only one class"),
-    "no samples": ([], "no samples"),
-    "NaN everywhere": (["?,?:?,?:a", "NaN:NaN:b"], "every value is missing"),
-}
-
-
-@pytest.mark.parametrize(("lines", "complaint"), BAD_TS.values(), ids=[k.replace(" ", "-") for k in BAD_TS])
-def test_a_bad_ts_file_is_one_clear_line(toy: Path, lines: list[str], complaint: str):
-    write_ts(toy / "Toy" / "Toy_TRAIN.ts", lines)
-    with pytest.raises(DataError, match=rf"Toy_TRAIN\.ts.*{complaint}") as caught:
-        uea.load("Toy", toy)
-    assert "\n" not in str(caught.value)
-
-
 def test_the_test_file_must_match_the_training_file(toy: Path):
     test = write_ts(toy / "Toy" / "Toy_TEST.ts", ["1,2:3,4:c"], classes="a b c")
     with pytest.raises(DataError, match=r"label 'c' does not occur in Toy_TRAIN\.ts"):

@@ -10,7 +10,6 @@ from sklearn.metrics.pairwise import cosine_similarity, rbf_kernel
 
 from primal_attention.ksvd import KernelSVD
 from primal_attention.ksvd import blocks as blocks_module
-from primal_attention.ksvd.blocks import row_blocks
 from primal_attention.ksvd.kernels import SNEKernel
 
 
@@ -117,9 +116,3 @@ def test_scores_do_not_depend_on_the_block_size(points, kernel, monkeypatch) -> 
     for model in (ksvd, refit):
         np.testing.assert_allclose(model.transform(X), expected[0], atol=1e-9)
         np.testing.assert_allclose(model.transform_keys(Z), expected[1], atol=1e-9)
-
-
-def test_row_blocks_cover_every_row_once() -> None:
-    rows = [row for block in row_blocks(10, 3, entries=7) for row in range(block.start, block.stop)]
-    assert rows == list(range(10))
-    assert list(row_blocks(3, 100, entries=7)) == [slice(0, 1), slice(1, 2), slice(2, 3)]

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from primal_attention.ksvd import KernelSVD, shifted_eigenvalue_residual
-from primal_attention.ksvd.primal import QR_BLOCK_ENTRIES
 from primal_attention.ksvd.solvers import choose_solver
 
 # The promise of the exact solvers, relative to the largest singular value.
@@ -166,25 +165,6 @@ def test_nystrom_scores_of_precomputed_rows_use_the_sample_alone() -> None:
 # The primal solver at size
 
 
-def test_primal_never_forms_the_kernel() -> None:
-    """100,000 rows: K would take 80 GB; the working memory is a few times the data."""
-    rows, width, n_components = 100_000, 16, 4
-    X, Z = two_sources(rows, rows, width)
-    assert rows * width > QR_BLOCK_ENTRIES, "the data must span several blocks"
-    tracemalloc.start()
-    ksvd = KernelSVD(n_components).fit(X, Z=Z)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert ksvd.solver_ == "primal"
-    assert peak < 5 * X.nbytes  # about twice the expected peak; K is 6,250 times X
-    # The equations of Theorem 3.2, with K applied through its features.
-    unit = [A / np.linalg.norm(A, axis=1, keepdims=True) for A in (X, Z)]
-    sigma = ksvd.singular_values_
-    np.testing.assert_allclose(unit[0] @ (unit[1].T @ ksvd.right_vectors_), ksvd.left_vectors_ * sigma, atol=1e-8)
-    np.testing.assert_allclose(unit[1] @ (unit[0].T @ ksvd.left_vectors_), ksvd.right_vectors_ * sigma, atol=1e-8)
-    np.testing.assert_allclose(ksvd.left_vectors_.T @ ksvd.left_vectors_, np.eye(n_components), atol=1e-10)
-
-
 @pytest.mark.parametrize(
     ("rows", "columns", "settings"),
     [
@@ -223,9 +203,3 @@ def test_no_solver_forms_a_kernel_with_features(rows, columns, settings) -> None
 )
 def test_auto_follows_the_documented_rule(shape, n_components, explicit, precomputed, expected) -> None:
     assert choose_solver(shape, n_components, explicit=explicit, precomputed=precomputed) == expected
-
-
-def test_the_choice_of_auto_is_stored() -> None:
-    X, _ = two_sources(30, 1, 3)
-    assert KernelSVD(2).fit(X).solver_ == "primal"
-    assert KernelSVD(2, kernel="rbf").fit(X).solver_ == "dense"

@@ -29,11 +29,6 @@ def test_explained_variance_is_sorted_cumulative_and_ends_in_one(as_type) -> Non
     np.testing.assert_allclose(np.asarray(share), [[4 / 6, 5 / 6, 1], [1, 1, 1]])
 
 
-def test_plain_lists_are_accepted() -> None:
-    assert effective_rank([1, 1]) == pytest.approx(2)
-    np.testing.assert_allclose(cumulative_explained_variance([1, 1]), [0.5, 1])
-
-
 @AS
 @settings(max_examples=40, deadline=None)
 @given(n=st.integers(1, 20), m=st.integers(1, 20), p=st.integers(1, 12), batch=st.sampled_from([(), (3,), (2, 3)]))

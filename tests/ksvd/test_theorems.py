@@ -203,7 +203,3 @@ def test_objective_of_an_unfinished_solution_is_its_residual(data) -> None:
         objectives.append(ksvd.objective_)
     assert objectives == sorted(objectives, reverse=True)
     assert objectives[-1] > 0
-
-
-def test_zero_kernel_has_no_residual() -> None:
-    assert shifted_eigenvalue_residual(np.zeros((3, 2)), np.eye(3)[:, :1], np.zeros(1), np.eye(2)[:, :1]) == 0

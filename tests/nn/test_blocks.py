@@ -78,13 +78,6 @@ def test_pooling_ignores_padding_and_an_empty_row_gives_zero():
     assert masked_max(x, mask).tolist() == [[1.0], [0.0]]
 
 
-def test_dropout_acts_in_training_only():
-    block, x = EncoderBlock(16, 2, "softmax", dropout=0.5), torch.randn(2, 7, 16)
-    assert not torch.equal(block(x), block(x))
-    block.eval()
-    assert torch.equal(block(x), block(x))
-
-
 def test_the_causal_convolution_and_its_state():
     conv, x = CausalConv(3, 4).double(), torch.randn(2, 8, 3, dtype=torch.float64)
     padded = torch.cat([torch.zeros(2, 3, 3), x], dim=1)

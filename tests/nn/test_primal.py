@@ -146,15 +146,6 @@ def test_parameters_have_the_documented_names_and_shapes() -> None:
     assert "landmarks" not in repr(make("plain"))
 
 
-def test_dropout_acts_in_training_only_and_not_on_the_objective() -> None:
-    layer, x = make("data_dependent", dropout=0.5), inputs(2, 7)
-    first, j = layer(x), layer.objective
-    assert not torch.equal(layer(x), first)
-    assert torch.equal(layer.objective, j)
-    layer.eval()
-    assert torch.equal(layer(x), layer(x))
-
-
 @pytest.mark.parametrize("decay", [0.9, [0.5, 0.9, 1.0]])
 @pytest.mark.parametrize("mode", CAUSAL)
 def test_decay_may_be_fixed_for_all_heads_or_for_each(mode: str, decay: Any) -> None:

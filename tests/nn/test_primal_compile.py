@@ -68,11 +68,11 @@ class TestCompile:
     def _fresh_compiler(self) -> None:
         torch.compiler.reset()
 
-    @every_decay
-    def test_one_graph_trains_at_all_lengths(self, mode: str, decay: Any) -> None:
-        block, counter = Block(make(mode, decay)), CompileCounter()
+    @every_mode
+    def test_one_graph_trains_at_all_lengths(self, mode: str) -> None:
+        block, counter = Block(make(mode)), CompileCounter()
         compiled = torch.compile(block, fullgraph=True, dynamic=True, backend=counter)
-        for b, n in ((2, 9), (3, 17), (5, 24), (2, 2)):
+        for b, n in ((2, 9), (5, 24), (2, 2)):
             assert_same_step(block, compiled, b, n)
         assert counter.graphs == 1
 
@@ -119,7 +119,7 @@ class TestCompile:
         assert counter.graphs <= 3  # the first position and the general one, not one per token
 
 
-@every_mode
+@pytest.mark.parametrize("mode", ["data_dependent", "two_sided", "causal_data_dependent"])
 def test_an_exported_program_survives_saving_and_serves_other_shapes(mode: str, tmp_path: Path) -> None:
     layer = make(mode).eval()
     shape = {0: torch.export.Dim("batch", min=1), 1: torch.export.Dim("tokens", min=2, max=MAX_LENGTH)}

@@ -21,8 +21,6 @@ MAPS = ("qk_proj", "score_proj", "out_proj")
 SAME = {torch.float64: 1e-12, torch.float32: 1e-5}  # the same sums in another order
 GRADIENT = {torch.float64: 1e-11, torch.float32: 1e-5}
 
-every_mode = pytest.mark.parametrize("mode", MODES)
-
 
 class ScaledLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:

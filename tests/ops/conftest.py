@@ -1,4 +1,4 @@
-"""Fixtures of the kernel tests: the device, one thread, and NaN in unwritten memory."""
+"""Fixtures of the kernel tests: the device, NaN in unwritten memory, and rounding to bfloat16."""
 
 from __future__ import annotations
 
@@ -9,15 +9,6 @@ import pytest
 import torch
 
 from primal_attention.ops import primal
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Threads cost more than they gain on tensors of this size."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

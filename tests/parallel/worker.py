@@ -1,15 +1,19 @@
 """Compare context parallelism with a single process on up to four ranks; rank 0 writes the differences as JSON.
 
-torchrun --standalone --nproc-per-node 4 tests/parallel/worker.py differences.json
+python tests/parallel/worker.py differences.json
+
+The ranks are forked, so that the imports are paid once.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import multiprocessing
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +37,7 @@ from primal_attention.parallel import Context, average_gradients, context_parall
 from primal_attention.parallel.collectives import Traffic
 from primal_cases import EMBED, MODES_AND_DECAYS, inputs, make
 
+RANKS = 4
 LENGTH = 14  # divides by 2, not by 3
 Differences = dict[str, float]  # by quantity, relative to a single process
 Comparison = tuple[str, str, Callable[[], Differences]]  # group, name, function
@@ -108,12 +113,12 @@ def compare_model(mesh: DeviceMesh, model: nn.Module, loss_of: Callable[..., Ten
     return differences | gradient_differences(model, single)
 
 
-def class_loss(x: Tensor, mask: Tensor | None) -> Callable[..., Tensor]:
+def class_loss(x: Tensor, mask: Tensor) -> Callable[..., Tensor]:
     def loss(model: nn.Module, mesh: DeviceMesh | None) -> Tensor:
         y = torch.tensor([0, 2, 1])
         if mesh is None:
             return F.cross_entropy(model(x, mask), y)
-        return F.cross_entropy(model(shard(x, mesh), None if mask is None else shard(mask, mesh)), y)
+        return F.cross_entropy(model(shard(x, mesh), shard(mask, mesh)), y)
 
     return loss
 
@@ -146,22 +151,20 @@ def make_model(name: str) -> nn.Module:
 
 
 def shard_comparisons(mesh: DeviceMesh) -> Iterator[Comparison]:
-    size, masks = mesh.size(), {"": None, ", padded": mask_of(3, LENGTH)}
-    for label, mask in masks.items():
-        for mode, decay in MODES_AND_DECAYS:
-            for feature_map in ("cosine", "softmax"):
-                name = f"{size} ranks: {mode}, decay={decay}, {feature_map}{label}"
-                layer = {"mode": mode, "decay": decay, "feature_map": feature_map}
-                yield "shards", name, lambda layer=layer, mask=mask: compare_layer(mesh, make(**layer), mask)
-        for options in ({"sampling": "random"}, {"objective_form": "sum", "objective_trace": "projections"}):
-            name = f"{size} ranks: {options}{label}"
-            layer = {"mode": "data_dependent", **options}
-            yield "shards", name, lambda layer=layer, mask=mask: compare_layer(mesh, make(**layer), mask)
-        x, ids = torch.randn(3, LENGTH, 2, dtype=torch.float64), torch.randint(1, 11, (3, LENGTH))
-        for kind, data in (("modern", x), ("paper", x), ("lra", ids)):
-            loss = class_loss(data, mask)
-            name = f"{size} ranks: {kind} classifier{label}"
-            yield "shards", name, lambda kind=kind, loss=loss: compare_model(mesh, make_model(kind), loss)
+    size, mask = mesh.size(), mask_of(3, LENGTH)
+    for mode, decay in MODES_AND_DECAYS:
+        for feature_map, padding in (("softmax", None), ("cosine", mask)):
+            name = f"{size} ranks: {mode}, decay={decay}, {feature_map}"
+            layer = {"mode": mode, "decay": decay, "feature_map": feature_map}
+            yield "shards", name, lambda layer=layer, padding=padding: compare_layer(mesh, make(**layer), padding)
+    for options in ({"sampling": "random"}, {"objective_form": "sum", "objective_trace": "projections"}):
+        layer = {"mode": "data_dependent", **options}
+        yield "shards", f"{size} ranks: {options}", lambda layer=layer: compare_layer(mesh, make(**layer), mask)
+    x, ids = torch.randn(3, LENGTH, 2, dtype=torch.float64), torch.randint(1, 11, (3, LENGTH))
+    for kind, data in (("modern", x), ("paper", x), ("lra", ids)):
+        loss = class_loss(data, mask)
+        name = f"{size} ranks: {kind} classifier"
+        yield "shards", name, lambda kind=kind, loss=loss: compare_model(mesh, make_model(kind), loss)
     for mode in ("mean", "decay", "landmarks"):
         loss = language_loss(torch.randint(0, 9, (2, LENGTH + 1)))
         name = f"{size} ranks: language model, {mode}"
@@ -273,9 +276,10 @@ def run(comparisons: Iterator[Comparison], results: dict[str, dict[str, Differen
         results.setdefault(group, {})[name] = differences
 
 
-def main(out: Path) -> None:
+def main(out: Path, rank: int) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    store = f"file://{out.with_suffix('.store')}"
+    dist.init_process_group("gloo", store, timedelta(seconds=120), world_size=RANKS, rank=rank)
     results: dict[str, dict[str, Differences]] = {}
     for size in (2, 3):
         mesh = DeviceMesh("cpu", list(range(size)))
@@ -299,4 +303,10 @@ def main(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=main, args=(Path(sys.argv[1]), rank)) for rank in range(RANKS)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    sys.exit(any(process.exitcode for process in ranks))

@@ -49,9 +49,9 @@ def browser() -> Iterator[Any]:
         chromium.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def page(browser: Any, file: Path) -> Iterator[Any]:
-    """The page at a desktop's width. Errors, dialogs and requests other than for plotly's script fail the test."""
+    """The page at a desktop's width. Errors, dialogs and requests other than for plotly's script fail the last test."""
     complaints: list[str] = []
     context = browser.new_context(viewport={"width": 1280, "height": 900})
     tab = context.new_page()
@@ -109,14 +109,6 @@ def test_tables_sort_by_numbers_and_names(page: Any) -> None:
     assert page.locator("#results th[aria-sort]").count() == 1
 
 
-def test_the_page_fits_a_phone(page: Any) -> None:
-    page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
-    for width in (768, 320):
-        page.set_viewport_size({"width": width, "height": 844})
-        page.wait_for_function("() => document.documentElement.scrollWidth <= innerWidth")
-    assert page.locator("#results .scroll").evaluate("e => e.scrollWidth > e.clientWidth")
-
-
 def test_a_link_opens_the_run(page: Any) -> None:
     page.locator("#runs tbody a").first.click()
     opened = page.locator("details[open]")
@@ -132,3 +124,11 @@ def test_the_theme_follows_the_system_in_page_and_charts(page: Any) -> None:
     page.emulate_media(color_scheme="dark")
     page.wait_for_function(f"light => {{ const now = ({colours})().split(' rgb'); "
                            "return now.every((colour, i) => colour !== light[i]); }", arg=light)  # fmt: skip
+
+
+def test_the_page_fits_a_phone(page: Any) -> None:
+    page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+    for width in (768, 320):
+        page.set_viewport_size({"width": width, "height": 844})
+        page.wait_for_function("document.documentElement.scrollWidth <= innerWidth")
+    assert page.locator("#results .scroll").evaluate("e => e.scrollWidth > e.clientWidth")

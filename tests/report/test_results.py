@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -63,30 +62,6 @@ def test_statistics_over_seeds() -> None:
     assert Stat.over([None]) is None
     assert Stat.over([1.0, None, 3.0]) == Stat(2.0, pytest.approx(2**0.5), 2)
     assert Stat(1234.5, 1.5, 2).show(0) == "1,234 ± 2"
-
-
-BROKEN: dict[str, Callable[[Path], object]] = {
-    "no config.yaml": lambda run: (run / "config.yaml").unlink(),
-    "a config of something else": lambda run: (run / "config.yaml").write_text("services: {}"),
-    "another version's config": lambda run: (run / "config.yaml").write_text("{format: 99, config: {}}"),
-    "a truncated summary": lambda run: (run / "summary.json").write_text('{"format": 1, "sco'),
-    "a summary without scores": lambda run: (run / "summary.json").write_text('{"format": 1}'),
-    "a truncated table": lambda run: (run / "metrics.csv").write_text("epoch,task_loss\n1,2.0\n2"),
-    "a negative singular value": lambda run: (run / "spectrum.csv").write_text("index,value\n1,1.0\n2,-0.5\n"),
-}
-
-
-@pytest.mark.parametrize("damage", BROKEN.values(), ids=[name.replace(" ", "-") for name in BROKEN])
-def test_a_broken_run_is_one_line_that_names_it(damage: Callable[[Path], object], tmp_path: Path) -> None:
-    put_run(tmp_path / "good", "primal", 0, 0.9)
-    damage(put_run(tmp_path / "bad", "primal", 1, 0.9))
-    with pytest.raises(RunError) as error:
-        collect([tmp_path])
-    assert str(tmp_path / "bad") in str(error.value)
-    assert "\n" not in str(error.value)
-    found = collect([tmp_path], skip_broken=True)
-    assert [run.seed for run in found.runs] == [0]
-    assert found.broken == [str(error.value)]
 
 
 FOREIGN = {

@@ -34,9 +34,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _train_all(root: Path) -> None:
-    torch.set_num_threads(1)
-    toy.folder(root / "data")
-    many.write_text(root)
+    many.write_data(root)
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
     command = [sys.executable, *launch, str(Path(__file__).with_name("many.py")), str(root)]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=500)
@@ -61,8 +59,6 @@ def curves(place: Path) -> dict[str, list[float]]:
     [
         *((way, "one") for way in many.WAYS),
         ("ddp-batch", "one-batch"),
-        ("fsdp-batch", "one-batch"),
-        ("text-ddp", "text-one"),
         ("text-context", "text-one"),
     ],
 )
@@ -75,6 +71,10 @@ def test_two_ranks_train_as_one(runs: Path, shared: str, alone: str):
         torch.testing.assert_close(weight.double(), one[name].double(), rtol=1e-3, atol=1e-4)  # Adam divides by √v
     if "batch" in shared:
         assert curves(runs / "one")["ksvd_loss"][0] != pytest.approx(expected["ksvd_loss"][0], rel=1e-3)
+
+
+def test_landmarks_move_where_two_processes_share_each_sequence(runs: Path):
+    assert loop.read_summary(runs / "landmarks")["scores"]
 
 
 def test_a_run_stopped_by_a_signal_to_one_rank_resumes_to_the_same_weights(runs: Path):

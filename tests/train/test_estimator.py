@@ -22,7 +22,6 @@ SMALL = {**PrimalClassifier._get_test_params(), "embed_dim": 16, "epochs": 25, "
 
 @parametrize_with_checks([PrimalClassifier], use_first_parameter_set=True)
 def test_aeons_own_checks(check):
-    torch.set_num_threads(1)
     check()
 
 
@@ -41,7 +40,6 @@ def waves():
 
 @pytest.fixture(scope="module")
 def fitted(waves):
-    torch.set_num_threads(1)
     return PrimalClassifier(**SMALL).fit(*waves)
 
 

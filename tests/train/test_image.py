@@ -75,7 +75,6 @@ def crops(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     return write(tmp_path_factory.mktemp("images") / "set")
 
 
@@ -101,7 +100,7 @@ def test_the_papers_and_deits_settings() -> None:
 
 
 @pytest.mark.usefixtures("crops")
-@pytest.mark.parametrize(("cache", "augment"), [("device", "deit"), ("device", "light"), ("none", "none")])
+@pytest.mark.parametrize(("cache", "augment"), [("device", "deit"), ("none", "none")])
 def test_a_run_has_three_scores_and_repeats(folder: Path, tmp_path: Path, cache: str, augment: str) -> None:
     recipe = small(folder, data__cache=cache, augment=augment)
     one, two = (loop.train(recipe, tmp_path / name, name="image/imagenette") for name in ("one", "two"))
@@ -131,9 +130,8 @@ def test_it_learns_colours_and_has_a_spectrum(folder: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("crops")
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_run_cut_off_within_an_epoch_resumes_to_the_same_weights(folder: Path, tmp_path: Path, workers: int) -> None:
-    changes = {"data__workers": workers, "trainer__checkpoint_steps": 1, "data__cache": "none", "augment": "none"}
+def test_a_run_cut_off_within_an_epoch_resumes_to_the_same_weights(folder: Path, tmp_path: Path) -> None:
+    changes = {"data__workers": 2, "trainer__checkpoint_steps": 1, "data__cache": "none", "augment": "none"}
     assert_resumes_to_the_same(small(folder, **changes), tmp_path, step=5)
 
 

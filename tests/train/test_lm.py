@@ -14,7 +14,6 @@ import torch.nn.functional as F
 
 from primal_attention.cli import main as cli
 from primal_attention.data.lm import TextSplit, Vocabulary
-from primal_attention.report.tables import language_variants
 from primal_attention.train import lm as language
 from primal_attention.train import loop, registry
 from primal_attention.train.config import override
@@ -22,8 +21,6 @@ from primal_attention.train.lm import LanguageRecipe, MeasuredWindows, TrainingW
 from primal_attention.utils.errors import DataError, RunError
 
 pytest.importorskip("tokenizers")
-
-LINEUP = language_variants()
 
 SMALL: dict[str, Any] = {
     "data.vocabulary": 280,
@@ -44,7 +41,6 @@ SMALL: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     home = tmp_path_factory.mktemp("wikipedia")
     for split, count in (("train", 12), ("valid", 3), ("test", 3)):
         articles = (f" = {split} {i} = \n\nThe cat {i} sat on the mat of {split}, and sat.\n" for i in range(count))

@@ -84,7 +84,7 @@ def test_a_run_killed_or_stopped_at_any_moment_resumes_to_bit_identical_weights(
     done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.strip().splitlines()
-    assert len(lines) == 14
+    assert len(lines) == 9
     assert all(line.endswith(": same") for line in lines), done.stdout + done.stderr
 
 
@@ -106,7 +106,7 @@ def test_watching_test_changes_neither_the_training_nor_what_is_chosen(both, toy
 
 @pytest.mark.parametrize(
     ("attention", "checkpoint_steps", "graph"),
-    [("performer", 2, "on"), ("performer", 0, "off"), ("reformer", 2, "off")],
+    [("performer", 2, "on"), ("reformer", 0, "off")],
 )
 def test_random_features_and_hashes_of_a_resumed_run_are_those_of_an_uninterrupted_one(
     attention: str, checkpoint_steps: int, graph: str, toy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -253,7 +253,7 @@ def test_a_recipe_that_cannot_be_built_leaves_no_folder(toy_folder: Path, tmp_pa
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("attention", [("softmax",), ("primal+",), ("linear", "primal"), ("flow",)], ids="-".join)
+@pytest.mark.parametrize("attention", [("softmax",), ("linear", "primal")], ids="-".join)
 def test_any_attention_trains_and_j_is_kept_where_there_is_one(attention, toy_folder: Path, tmp_path: Path):
     summary = loop.train(toy.recipe(toy_folder, model__attention=attention, trainer__epochs=1), tmp_path / "run")
     assert (summary["objective"] is None) == (summary["primal_layers"] == 0)
@@ -271,8 +271,8 @@ def test_variants_train(changes, toy_folder: Path, tmp_path: Path):
 
 
 def test_a_model_learns_the_toy_set(toy_folder: Path, tmp_path: Path):
-    changes = {"model__dropout": 0.0, "optim__lr": 1e-2, "trainer__checkpoint_every": 80, "trainer__evaluate_every": 80}
-    easy = toy.recipe(toy_folder, trainer__epochs=80, **changes)
+    changes = {"model__dropout": 0.0, "optim__lr": 1e-2, "trainer__checkpoint_every": 40, "trainer__evaluate_every": 40}
+    easy = toy.recipe(toy_folder, trainer__epochs=40, **changes)
     summary = loop.train(easy, tmp_path / "run")
     assert summary["scores"]["last"]["accuracy"] > 0.6  # chance is a third
     assert summary["objective"]["last"] < summary["objective"]["first"]

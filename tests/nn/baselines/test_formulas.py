@@ -70,12 +70,6 @@ class TestSoft:
         weights = left @ torch.linalg.pinv(middle) @ left.mT
         assert_close(attn(x), through_weights(attn, x, weights), 1e-8)
 
-    def test_as_many_landmarks_as_tokens_is_the_kernel_itself(self) -> None:
-        attn = build("soft", landmarks=40)
-        x = tokens(2, 40)
-        q, _ = attn.project_in(x)
-        assert_close(attn(x), through_weights(attn, x, self.kernel(q, q)), EXACT)
-
     def test_newton_inverse_converges_to_the_pinv(self) -> None:
         points = torch.randn(3, 12, 4, dtype=torch.float64)
         kernel = gaussian_kernel(points, points)
@@ -152,14 +146,6 @@ class TestYoso:
         monkeypatch.setattr("primal_attention.nn.baselines.yoso.BLOCK", 7)
         assert_close(attn(x), one_block, EXACT)
 
-    def test_sampled_handles_padding(self) -> None:
-        attn = build("yoso", estimator="sampled", hashes=4, bits=3, seed=0)
-        x = tokens(2, 12)
-        mask = torch.zeros(2, 12, dtype=torch.bool)
-        mask[1, 7:] = True
-        x[mask] = torch.nan
-        assert_close(attn(x, mask)[1, :7], attn(x[1:, :7])[0], EXACT)
-
 
 class TestLandmarks:
     @pytest.mark.parametrize("length", [6, 7, 11, 12, 50])
@@ -185,8 +171,3 @@ class TestSoftmaxLimits:
         softmax, attn = build("softmax"), build(name, **settings)
         attn.load_state_dict(softmax.state_dict(), strict=False)
         return attn, softmax
-
-    def test_nystrom_with_a_landmark_per_token(self) -> None:
-        attn, softmax = self.same_weights("nystrom", landmarks=20, conv_kernel=None)
-        x = tokens(2, 20)
-        assert_close(attn(x), softmax(x), EXACT)

@@ -1,38 +1,15 @@
-"""Fixtures of the kernel tests: the device, NaNs in unwritten memory, short chunks, bfloat16 rounding."""
+"""Short chunks for the tests of the kernels; without Triton none of them is collected."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import Any
 
 import pytest
-import torch
-
-from primal_attention.ops.primal import is_interpreting
 
 if find_spec("triton") is None:
     collect_ignore_glob = ["test_*.py"]
-
-
-@pytest.fixture(scope="session")
-def device() -> torch.device:
-    """The GPU, or the CPU through Triton's interpreter."""
-    if torch.cuda.is_available():
-        return torch.device("cuda")
-    if not is_interpreting():
-        pytest.skip("no CUDA device, and TRITON_INTERPRET is not 1")
-    return torch.device("cpu")
-
-
-@pytest.fixture
-def unwritten_memory_is_nan() -> Iterator[None]:
-    """Fill new memory with NaN, so that elements that a kernel does not write show."""
-    torch.use_deterministic_algorithms(True, warn_only=True)  # a precondition of the fill
-    assert torch.empty(1).isnan()
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture
@@ -47,19 +24,3 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     common._cached_uniform_sequences.cache_clear()
     yield 64
     common._cached_uniform_sequences.cache_clear()
-
-
-@pytest.fixture
-def bfloat16_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Round float32 to bfloat16 as hardware does; Triton's interpreter truncates."""
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    cut = interpreter._convert_float
-
-    def convert(values: Any, source: Any, target: Any, rounding: Any) -> Any:
-        if source == tl.float32 and target == tl.bfloat16:
-            return torch.from_numpy(values.copy()).bfloat16().view(torch.uint16).numpy()
-        return cut(values, source, target, rounding)
-
-    monkeypatch.setattr(interpreter, "_convert_float", convert)
