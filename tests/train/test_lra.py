@@ -230,7 +230,7 @@ def test_every_bucket_holds_half_of_the_rest():
 def test_batches_of_a_bucket_have_one_width_and_lose_no_token():
     batches = bucketed(steps=25)  # a pass
     for epoch in range(2):
-        batches.set_epoch(epoch)
+        batches.epoch = epoch
         seen, shapes = [], set()
         for tokens, numbers in batches:
             shapes.add(tuple(tokens.shape))
@@ -247,10 +247,10 @@ def test_epochs_continue_and_groups_are_the_same_batches():
     grouped.group = 4
     parts = []
     for epoch in range(3):
-        short.set_epoch(epoch)
+        short.epoch = epoch
         parts += list(short)
     assert_same(parts, long)
-    assert_same(long, [batch for group in grouped for batch in group])
+    assert_same(long, grouped)
 
 
 def test_fewer_samples_than_a_batch_are_one_batch():
