@@ -77,7 +77,7 @@ def made_up(length: int = 12, *, pairs: bool = False) -> TokenData:
 
 def step(recipe: LRARecipe, data: TokenData) -> torch.Tensor:
     experiment = build_from(recipe.resolved(), data)
-    loss = experiment.module.training_step(next(iter(experiment.train)), 0)
+    loss = experiment.module.training_step(next(iter(experiment.train)))
     loss.backward()
     assert 0 <= experiment.module.evaluate(experiment.test)["accuracy"] <= 1
     return loss
@@ -175,7 +175,7 @@ def test_black_pixels_are_padding_only_on_request(tmp_path: Path):
         assert experiment.module.padded == zero_is_padding
         assert (experiment.module.model.room is not None) == zero_is_padding
         assert experiment.train.lengths is None
-        assert torch.isfinite(experiment.module.training_step(next(iter(experiment.train)), 0))
+        assert torch.isfinite(experiment.module.training_step(next(iter(experiment.train))))
 
 
 def test_bad_input_is_one_line(expressions: Path, tmp_path: Path):

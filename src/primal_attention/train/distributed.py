@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -232,21 +232,21 @@ def load_full(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 @contextlib.contextmanager
-def handle_sigterm(handler: Callable[[], object]) -> Iterator[None]:
-    """Call a function on SIGTERM. Only the main thread receives signals; in others nothing changes."""
+def handle_signal(number: signal.Signals, handler: Any) -> Iterator[None]:
+    """Handle a signal in this context. Only the main thread receives signals; in others nothing changes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, lambda *_: handler())
+    before = signal.signal(number, handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(number, before)
 
 
 def leave_at_once() -> AbstractContextManager[None]:
     """End the command with code 143 on SIGTERM outside of a training, where everything is saved."""
-    return handle_sigterm(lambda: sys.exit(EXIT_CODE))
+    return handle_signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_CODE))
 
 
 class StopRequest:
@@ -255,8 +255,9 @@ class StopRequest:
     def __init__(self) -> None:
         self.received = False
 
-    def receive(self) -> None:
-        self.received = True
+    def listen(self) -> AbstractContextManager[None]:
+        """Set the flag on SIGTERM, in this context."""
+        return handle_signal(signal.SIGTERM, lambda *_: setattr(self, "received", True))
 
     def anywhere(self, device: torch.device) -> bool:
         """Return True if any process received the signal; all of them must call this together."""

@@ -143,7 +143,7 @@ class Training:
             self.set_up()
             self.resume()
             self.start()
-            with nullcontext() if self.folder is None else distributed.handle_sigterm(self.stop.receive):
+            with nullcontext() if self.folder is None else self.stop.listen():
                 self.finish_epoch()  # of a run that was stopped during an evaluation
                 while not self.state.finished:
                     self.train_epoch()
@@ -258,7 +258,7 @@ class Training:
             module.batch_weight = self.batches.part(number)
         with self.wrapped.no_sync() if not updates and self.wrapped is not module else nullcontext():
             with fabric.autocast():
-                loss = self.wrapped(batch, number)
+                loss = self.wrapped(batch)
             fabric.backward(loss / accumulate)
         if updates:
             self.update_weights()

@@ -144,7 +144,7 @@ class TrainingModule(nn.Module):
     def _weighted(self, mean: Tensor) -> Tensor:
         return mean if self.batch_weight == 1.0 else self.batch_weight * mean
 
-    def training_step(self, batch: Batch, number: int = 0) -> Tensor:
+    def training_step(self, batch: Batch) -> Tensor:
         """Return the loss of a batch and add its parts to the epoch's sums."""
         if self.compiled:  # a compiled layer does not count its forward passes
             for layer in self.model.modules():
