@@ -89,7 +89,7 @@ def stop_at(owner: object, name: str, call: int) -> Callable[[], None]:
 # 30 samples in batches of 8 are 4 steps per epoch; protocol both is two trainings of 3 epochs.
 KILLS = {
     "in the middle of an epoch": kill_at(TrainingModule, "losses", 7),
-    "while a checkpoint is written": kill_at(files.os, "fsync", 6),  # lock, config, then (checkpoint, folder, metrics)
+    "while a checkpoint is written": kill_at(files.os, "fsync", 5),  # config, then (checkpoint, folder, metrics)
     "between checkpoint and metrics": kill_at(logs, "write_csv", 2),
     "after training, before the weights": kill_at(loop, "write_weights", 1),
     "in the training with validation samples": kill_at(TrainingModule, "losses", 16),

@@ -1,4 +1,4 @@
-"""Batches: an order that follows from seed and epoch, epochs of steps, shares of ranks, groups."""
+"""Batches: an order that follows from seed and epoch, epochs of steps, shares of ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from primal_attention.train.batches import Batches, derive_seed, set_seed
 def epochs(batches: Batches, count: int) -> list[list[int]]:
     found = []
     for epoch in range(count):
-        batches.set_epoch(epoch)
+        batches.epoch = epoch
         found += [rows.tolist() for (rows,) in batches]
     return found
 
@@ -19,9 +19,9 @@ def test_the_order_depends_on_seed_and_epoch_alone():
     batches = Batches([torch.arange(10)], 4, shuffle_seed=3)
     first = torch.cat([b[0] for b in batches])
     assert torch.equal(torch.cat([b[0] for b in batches]), first)
-    batches.set_epoch(1)
+    batches.epoch = 1
     assert not torch.equal(torch.cat([b[0] for b in batches]), first)
-    batches.set_epoch(0)
+    batches.epoch = 0
     assert torch.equal(torch.cat([b[0] for b in batches]), first)
     assert sorted(first.tolist()) == list(range(10))
     assert len(batches) == 3
@@ -31,7 +31,7 @@ def test_ranks_share_every_batch_between_them():
     shares = []
     for rank in range(2):
         batches = Batches([torch.arange(11)], 4, shuffle_seed=0)
-        batches.share(rank, 2)
+        batches.rank, batches.world = rank, 2
         shares.append([b[0].tolist() for b in batches])
     assert all(a for a in shares[0] + shares[1])
     assert sorted({x for share in shares for batch in share for x in batch}) == list(range(11))
@@ -62,14 +62,11 @@ def test_a_batch_larger_than_the_set_takes_the_set():
     assert [len(b) for b in epochs(Batches([torch.arange(5)], 8, shuffle_seed=0, steps=3), 1)] == [5, 5, 5]
 
 
-def test_batches_come_in_groups_of_the_same_batches():
+def test_batches_gathered_at_once_are_the_same():
     plain, grouped = (Batches([torch.arange(22), torch.arange(22) * 2], 4, shuffle_seed=1) for _ in range(2))
     grouped.group = 4
-    lists = list(grouped)
-    assert [len(batches) for batches in lists] == [4, 2]
-    assert len(grouped) == 2
-    assert grouped.batches_per_epoch == len(plain) == 6
-    for a, b in zip(plain, (batch for batches in lists for batch in batches), strict=True):
+    assert len(grouped) == len(plain) == 6
+    for a, b in zip(plain, grouped, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 
 from primal_attention.train import loop
 from primal_attention.train.config import override
-from primal_attention.train.cuda_graph import RecordedStep, records_steps
+from primal_attention.train.cuda_graph import RecordedStep, Recording, records_steps
+from primal_attention.train.optimizer import Number
 from primal_attention.train.task import TrainingModule
-from primal_attention.utils.cuda_graph import Number, Recorder, Recording
 from primal_attention.utils.errors import DivergedError, RunError
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -70,23 +70,29 @@ def test_a_number_on_the_device_is_written_where_it_changes():
         assert (number.tensor._version != before) == changes
 
 
-def test_steps_are_recorded_once_they_are_steady(monkeypatch: pytest.MonkeyPatch):
-    class Steps(Recorder):
-        done = 0
+def test_steps_are_recorded_once_they_are_steady(toy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    eager: list[int] = []
+    work = RecordedStep.work
 
-        def work(self, batch: Any) -> None:
-            self.done += 1
+    def count(self: RecordedStep, batch: Any) -> None:
+        eager.append(self.module.global_step)
+        work(self, batch)
 
-        def steady(self) -> bool:
-            return self.done >= 5
+    def replay_eagerly(self: Recording, batch: Any) -> None:
+        self.graph(batch)
 
-    steps = Steps(torch.device("cpu"))
-    steps.records = True
-    monkeypatch.setattr(Steps, "_record", lambda self, batch: Recording(torch.nn.Identity(), [torch.zeros(2)]))
-    monkeypatch.setattr(Recording, "replay", lambda self, batch: None)
-    for _ in range(9):
-        steps.step(torch.ones(2))
-    assert steps.done == 5
+    monkeypatch.setattr(RecordedStep, "work", count)
+    monkeypatch.setattr(RecordedStep, "_capture", lambda self, _: lambda batch: work(self, batch))
+    monkeypatch.setattr(Recording, "replay", replay_eagerly)
+    init = RecordedStep.__init__
+
+    def recorded_on_a_cpu(self: RecordedStep, *args: Any) -> None:
+        init(self, *args)
+        self.records = True
+
+    monkeypatch.setattr(RecordedStep, "__init__", recorded_on_a_cpu)
+    loop.train(toy.recipe(toy_folder, trainer__graph="on", trainer__steps_per_epoch=4), tmp_path)
+    assert eager == [0, 1, 2], "later steps of the shape are replayed"
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def test_a_window_holds_what_follows_its_row_in_its_episode(folder):
     batches = ContextBatches(found, K, 4)
     last = int(found.ends[0]) - 1
     rows = torch.tensor([0, last - 1, last, int(found.starts[1])])
-    states, actions, returns, stamps, padding = batches.windows(rows)
+    states, actions, returns, stamps, padding = batches.gather(rows)
     assert padding.tolist() == [[n >= kept for n in range(K)] for kept in (K, 2, 1, K)]
     for row, kept, *columns in zip(rows.tolist(), (K, 2, 1, K), states, actions, returns, stamps, strict=True):
         there = slice(row, row + kept)
@@ -88,7 +88,7 @@ def test_every_row_begins_a_window_once_per_pass_and_grouping_changes_nothing(fo
     grouped.group = 4
     assert torch.equal(torch.cat(list(alone.rows())).sort().values, torch.arange(len(found)))
     one_by_one = list(alone)
-    together = [batch for turn in grouped for batch in turn]
+    together = list(grouped)
     assert len(one_by_one) == len(together) == -(-len(found) // 8)
     for a, b in zip(one_by_one, together, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
@@ -99,7 +99,7 @@ def test_the_loss_is_that_of_the_valid_steps(folder, attention):
     experiment = recipe(folder, **{"model.attention": (attention,), "model.dropout": 0.0}).build()
     module, batches = experiment.module, experiment.train
     end = int(torch.from_numpy(data.load("hopper-medium", folder).ends)[0])
-    batch = batches.windows(torch.tensor([0, end - 2, end - 1]))
+    batch = batches.gather(torch.tensor([0, end - 2, end - 1]))
     loss = module.task_loss(batch)
     errors = []
     for row, kept in enumerate((K, 2, 1)):
@@ -180,7 +180,7 @@ def stream_through(reader, steps: int):
 @pytest.mark.parametrize(("kind", "starts"), [("rolling", [0] * 5 + [3] * 3 + [6] * 3 + [9] * 2), ("whole", [0] * 13)])
 def test_a_stream_is_the_window_from_its_start_on(folder, kind, starts):
     model = model_of(folder, "primal+")
-    columns = stream_through(make_reader(model, 3, kind), len(starts))
+    columns = stream_through(make_reader(model, kind), len(starts))
     for step, start in enumerate(starts):
         expected = model.predict(*(column[:, start : step + 1] for column in columns))[:, -1]
         assert_close(columns[1][:, step], expected, 1e-5, f"step {step}")

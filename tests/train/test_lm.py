@@ -74,7 +74,7 @@ def test_training_windows_are_cut_anew_and_repeat_by_seed() -> None:
 
     def starts(epoch: int, seed: int = 0) -> torch.Tensor:
         batches = TrainingWindows(stream, 100, 7, seed)
-        batches.set_epoch(epoch)
+        batches.epoch = epoch
         return torch.cat([batch[:, 0] for (batch,) in batches])
 
     first = starts(0)

@@ -114,7 +114,7 @@ def test_random_features_and_hashes_of_a_resumed_run_are_those_of_an_uninterrupt
     # Draws that matter within twelve steps, and on short series.
     monkeypatch.setitem(PerformerAttention.__init__.__kwdefaults__, "redraw_every", 3)
     monkeypatch.setitem(ReformerAttention.__init__.__kwdefaults__, "chunk", 3)
-    monkeypatch.setattr(loop, "GROUP", 1)
+    monkeypatch.setattr(loop, "GATHERED", 1)
     changes = {"model__attention": (attention,), "optim__name": "adamw", "trainer__graph": graph}
     recipe = toy.recipe(toy_folder, trainer__checkpoint_steps=checkpoint_steps, **changes)
     assert_resumes_to_the_same(recipe, tmp_path, step=7)
@@ -282,7 +282,7 @@ def test_a_loss_that_is_not_finite_names_step_layer_and_remedy(toy_folder: Path,
     experiment = loop.build(toy.recipe(toy_folder).resolved())
     module = experiment.module
     batch = next(iter(experiment.train))
-    assert "only the loss itself" in module.first_bad_layer(batch)
+    assert "the weights are finite" in module.first_bad_layer(batch)
     with torch.no_grad():
         module.model.encoder.blocks[1].feed_forward[0].weight.fill_(torch.nan)
     assert "'encoder.blocks.1.feed_forward.0.weight'" in module.first_bad_layer(batch)

@@ -73,7 +73,7 @@ def made_up(length: int = 12, *, pairs: bool = False) -> TokenData:
 
 def step(recipe: LRARecipe, data: TokenData) -> torch.Tensor:
     experiment = build_from(recipe.resolved(), data)
-    loss = experiment.module.training_step(next(iter(experiment.train)), 0)
+    loss = experiment.module.training_step(next(iter(experiment.train)))
     loss.backward()
     assert 0 <= experiment.module.evaluate(experiment.test)["accuracy"] <= 1
     return loss
@@ -171,7 +171,7 @@ def test_black_pixels_are_padding_only_on_request(tmp_path: Path):
         assert experiment.module.padded == zero_is_padding
         assert (experiment.module.model.room is not None) == zero_is_padding
         assert experiment.train.lengths is None
-        assert torch.isfinite(experiment.module.training_step(next(iter(experiment.train)), 0))
+        assert torch.isfinite(experiment.module.training_step(next(iter(experiment.train))))
 
 
 def test_bad_input_is_one_line(expressions: Path, tmp_path: Path):
@@ -226,7 +226,7 @@ def test_every_bucket_holds_half_of_the_rest():
 def test_batches_of_a_bucket_have_one_width_and_lose_no_token():
     batches = bucketed(steps=25)  # a pass
     for epoch in range(2):
-        batches.set_epoch(epoch)
+        batches.epoch = epoch
         seen, shapes = [], set()
         for tokens, numbers in batches:
             shapes.add(tuple(tokens.shape))
@@ -243,10 +243,10 @@ def test_epochs_continue_and_groups_are_the_same_batches():
     grouped.group = 4
     parts = []
     for epoch in range(3):
-        short.set_epoch(epoch)
+        short.epoch = epoch
         parts += list(short)
     assert_same(parts, long)
-    assert_same(long, [batch for group in grouped for batch in group])
+    assert_same(long, grouped)
 
 
 def test_fewer_samples_than_a_batch_are_one_batch():

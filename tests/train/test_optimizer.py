@@ -11,7 +11,7 @@ from torch import nn
 from closeness import assert_close
 from primal_attention.nn.baselines import make_attention
 from primal_attention.train.config import OptimConfig
-from primal_attention.train.optimizer import RecordableRAdam, learning_rate, linear, one_cycle, update_average
+from primal_attention.train.optimizer import RecordableRAdam, learning_rate, one_cycle, update_average
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
@@ -53,12 +53,12 @@ def test_straight_lines_are_torchs_linear_one_cycle():
     for step in range(100):
         # Theirs reaches the top one step earlier: the two differ by what a step changes.
         expected = theirs.get_last_lr()[0]
-        assert one_cycle(step, 20, 100, linear) == pytest.approx(expected, abs=0.06)
+        assert one_cycle(step, 20, 100, linear=True) == pytest.approx(expected, abs=0.06)
         optimizer.step()
         theirs.step()
-    assert one_cycle(20, 20, 100, linear) == 1.0
-    assert one_cycle(60, 20, 100, linear) == pytest.approx(0.5)
-    assert one_cycle(100, 20, 100, linear) == 0.0
+    assert one_cycle(20, 20, 100, linear=True) == 1.0
+    assert one_cycle(60, 20, 100, linear=True) == pytest.approx(0.5)
+    assert one_cycle(100, 20, 100, linear=True) == 0.0
 
 
 @pytest.mark.parametrize(

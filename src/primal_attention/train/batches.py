@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +38,8 @@ class Batches:
     """Rows of several tensors of equal length.
 
     In distributed training each rank takes its share of every batch, so that the union of the ranks' batches is the
-    batch of a single process. With `group` above 1 the iteration yields lists of that many batches, gathered at once.
+    batch of a single process. Subclasses override `order` and `rows` (which samples), `gather` and `finish` (their
+    tensors).
 
     Args:
         tensors: The first dimension counts the samples.
@@ -55,27 +55,28 @@ class Batches:
         self.steps = steps
         self.batch_size = batch_size
         self.shuffle_seed = shuffle_seed
-        self.epoch = 0
-        self.group = 1
         self.rank, self.world = 0, 1
-        self.skip = 0
+        self.epoch = 0
+        self.skip = 0  # batches to leave out at the start of the next iteration
+        self.group = 1  # batches that are gathered at once
 
     @property
-    def cases(self) -> int:
+    def samples(self) -> int:
         return len(self.tensors[0])
 
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
+    @property
+    def samples_per_epoch(self) -> int:
+        return self.steps * min(self.batch_size, self.samples) if self.steps else self.samples
 
-    def share(self, rank: int, world: int) -> None:
-        self.rank, self.world = rank, world
+    def __len__(self) -> int:
+        return self.steps or -(-self.samples // self.batch_size)
 
     def part(self, number: int) -> float:
         """Return this rank's samples in a batch over the ranks' mean: the weight of its mean.
 
         A rank that got a repeated sample because there were too few has weight 0.
         """
-        size = min(self.batch_size, self.cases if self.steps else self.cases - number * self.batch_size)
+        size = min(self.batch_size, self.samples if self.steps else self.samples - number * self.batch_size)
         return len(range(self.rank, size, self.world)) * self.world / size
 
     def to(self, device: torch.device) -> Batches:
@@ -83,23 +84,12 @@ class Batches:
         self.tensors = [t.to(device) for t in self.tensors]
         return self
 
-    @property
-    def batches_per_epoch(self) -> int:
-        return self.steps or -(-self.cases // self.batch_size)
-
-    @property
-    def samples_per_epoch(self) -> int:
-        return self.steps * min(self.batch_size, self.cases) if self.steps else self.cases
-
-    def __len__(self) -> int:
-        return -(-self.batches_per_epoch // self.group)
-
     def order(self, turn: int) -> Tensor:
         """Return the order of the samples in one pass over the data."""
         if self.shuffle_seed is None:
-            return torch.arange(self.cases)
+            return torch.arange(self.samples)
         generator = torch.Generator().manual_seed(derive_seed("order", self.shuffle_seed, turn))
-        return torch.randperm(self.cases, generator=generator)
+        return torch.randperm(self.samples, generator=generator)
 
     def rows(self) -> Iterator[Tensor]:
         """Yield the samples of each batch of the epoch."""
@@ -107,7 +97,7 @@ class Batches:
             yield from self.order(self.epoch).split(self.batch_size)
             return
         # Full batches only: steps of one shape are compiled and recorded once.
-        per_turn = max(1, self.cases // self.batch_size)
+        per_turn = max(1, self.samples // self.batch_size)
         turn, order = -1, torch.empty(0)
         for position in range(self.epoch * self.steps, (self.epoch + 1) * self.steps):
             if turn != position // per_turn:
@@ -116,23 +106,28 @@ class Batches:
             start = position % per_turn * self.batch_size
             yield order[start : start + self.batch_size]
 
-    def __iter__(self) -> Iterator[Any]:
-        """Yield batches as tuples of tensors, or lists of them if `group` is above 1."""
-        for sizes, rows in self.turns():
-            yield self.cut([t[rows] for t in self.tensors], sizes)
+    def remaining_rows(self) -> Iterator[Tensor]:
+        """Yield this rank's samples of each batch, once without the first `skip` batches."""
+        skip, self.skip = self.skip, 0
+        for rows in islice(self.rows(), skip, None):
+            # Every rank needs at least one sample to stay in step, so samples repeat if there are few.
+            own = torch.arange(self.rank, max(len(rows), self.world), self.world) % len(rows)
+            yield rows if self.world == 1 else rows[own]
 
-    def turns(self) -> Iterator[tuple[list[int], Tensor]]:
-        """Yield the sizes of a group's batches and all their rows. The first `skip` groups are left out once."""
-        rows, self.skip = islice(self.rows(), self.skip * self.group, None), 0
-        while together := [self._shared(r) for r in islice(rows, self.group)]:
-            yield [len(r) for r in together], send(torch.cat(together), self.tensors[0].device)
+    def gather(self, rows: Tensor) -> Sequence[Tensor]:
+        """Return the tensors of some samples, whose numbers are on the device."""
+        return [t[rows] for t in self.tensors]
 
-    def _shared(self, rows: Tensor) -> Tensor:
-        """Return this rank's rows. Every rank needs at least one to stay in step, so rows repeat if there are few."""
-        if self.world == 1:
-            return rows
-        return rows[torch.arange(self.rank, max(len(rows), self.world), self.world) % len(rows)]
+    def finish(self, batch: tuple[Tensor, ...], rows: Tensor) -> tuple[Tensor, ...]:
+        """Change a batch of the samples `rows` before it is used."""
+        return batch
 
-    def cut(self, tensors: Sequence[Tensor], sizes: list[int]) -> Any:
-        batches = list(zip(*(t.split(sizes) for t in tensors), strict=True))
-        return batches if self.group > 1 else batches[0]
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        """Yield batches as tuples of tensors."""
+        remaining = self.remaining_rows()
+        while group := list(islice(remaining, self.group)):
+            sizes = [len(rows) for rows in group]
+            tensors = self.gather(send(torch.cat(group), self.tensors[0].device))
+            batches = zip(*(t.split(sizes) for t in tensors), strict=True)
+            for rows, batch in zip(group, batches, strict=True):
+                yield self.finish(batch, rows)

@@ -1,6 +1,6 @@
 """The files of a run folder: name, lock, config.yaml, checkpoints, and a reader for each file.
 
-    config.yaml                   read_config       the resolved recipe, with the command and the versions
+    config.yaml                   read_run          the resolved recipe, with the command and the versions
     metrics.csv                   read_metrics      one row per epoch; nothing that a second run would not repeat
     model.safetensors             read_weights      the weights that the test score belongs to
     summary.json                  read_summary      the result; written last: its presence means the run has finished
@@ -21,7 +21,6 @@ import hashlib
 import io
 import os
 import shutil
-import socket
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -47,6 +46,7 @@ from primal_attention.utils.files import (
     read_yaml,
     sync_folder,
     write_atomically,
+    write_error,
     write_json,
     write_text,
     write_weights,
@@ -186,7 +186,7 @@ def write_config(
             "version": primal_attention.__version__,
             "benchmark": recipe.benchmark,
             "recipe": name,
-            **collect(command=command, commit=commit, data_files=recipe.data_files()),
+            **collect(command=command, commit=commit),
             "config": to_plain(recipe),
         }
     write_text(file, yaml.safe_dump(text, sort_keys=False, allow_unicode=True))
@@ -216,7 +216,13 @@ def read_run(folder: Path) -> tuple[dict[str, Any], Recipe]:
     from primal_attention.train.registry import recipe_type
 
     file = folder / "config.yaml"
-    text = read_config(file)
+    if not file.exists():
+        raise _not_a_run(folder)
+    if file.stat().st_size > MAX_CONFIG_BYTES:
+        raise RunError(f"{file} is not a run's configuration: it has more than {MAX_CONFIG_BYTES} bytes")
+    text = read_yaml(file, {"format": ...})
+    check_format(text, file)
+    check(text, {"config": dict, "schedule_epochs?": COUNT, "extended_by?": list}, file)
     kind = recipe_type(str(text.get("benchmark")))
     if kind is None:
         name, version = shorten(text.get("benchmark")), primal_attention.__version__
@@ -229,86 +235,52 @@ def read_run(folder: Path) -> tuple[dict[str, Any], Recipe]:
 
 
 @contextlib.contextmanager
-def lock_folder(folder: Path, *, restarted: bool = False) -> Iterator[None]:
-    """Hold the folder's lock file, so that no second process writes there.
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Lock the folder, so that no second process writes there. A folder that is empty at the end is removed.
 
-    A lock whose process has ended on this machine is taken over. A folder that is empty at the end is removed.
-
-    Args:
-        folder: The run folder; it is created if needed.
-        restarted: A launcher restarted this process, so the lock of another machine belongs to a dead process.
+    The operating system releases the lock of a process that ends. The lock file holds the process's number.
     """
     created = [place for place in (folder, *folder.parents) if not place.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    file, own = folder / LOCK, {"pid": os.getpid(), "host": socket.gethostname(), "start": _start_time(os.getpid())}
     try:
-        with _one_at_a_time(folder):
-            if file.exists():
-                _check_stale(file, folder, restarted)
-            write_json(file, own)
-            _remove_partial_files(folder)
-        try:
-            yield
-        finally:
-            file.unlink(missing_ok=True)
+        with _open_locked(folder / LOCK) as file:
+            try:
+                file.truncate(0)
+                file.write(str(os.getpid()).encode())
+                _remove_partial_files(folder)
+                yield
+            finally:
+                (folder / LOCK).unlink(missing_ok=True)
     finally:
         with contextlib.suppress(OSError):  # not empty
             for place in created:
                 place.rmdir()
 
 
-@contextlib.contextmanager
-def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Keep two processes from taking over the same lock; the kernel releases this one when a process ends."""
+def _open_locked(path: Path) -> IO[bytes]:
+    """Open a lock file and lock it; raise if another process holds the lock."""
     try:
         import fcntl
     except ImportError:  # Windows
-        yield
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # file systems without flock
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
-
-
-def _check_stale(file: Path, folder: Path, restarted: bool) -> None:
-    """Raise unless the process of a lock has ended."""
-    owner = read_json(file)
-    pid, host = (owner.get("pid"), owner.get("host")) if isinstance(owner, dict) else (None, None)
-    if not isinstance(pid, int) or not isinstance(host, str):
-        raise RunError(f"{file} is not a lock of this library: delete it if no process uses {folder}")
-    if host != socket.gethostname():
-        if restarted:
-            return
-        raise RunError(f"{folder} is in use by process {pid} on {host}: if it has ended, delete {file}")
-    start = _start_time(pid)
-    if start is not None and (owner.get("start") in (None, start)):
-        raise RunError(f"{folder} is in use by process {pid}: wait until it ends, or choose another folder")
-
-
-def _start_time(pid: int) -> int | None:
-    """Return the start of a local process in kernel ticks (0 if unknown); None if it has ended."""
-    if pid <= 0:
-        return None
-    try:
-        # After the command's name in parentheses: the state, 18 more fields, the start.
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-        return None if fields[0] in "ZX" else int(fields[19])
-    except (OSError, IndexError, ValueError):
-        if Path("/proc/self/stat").exists():
-            return None
-    if os.name != "posix":  # os.kill would end the process
-        return 0
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return None
-    except OSError:  # a process of another user
-        return 0
-    return 0
+        return path.open("ab+", buffering=0)
+    while True:
+        try:
+            file = path.open("ab+", buffering=0)
+        except OSError as error:
+            raise write_error(path, error) from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            owner = file.read(20).decode(errors="replace")
+            file.close()
+            reason = f"is in use by process {owner}: wait until it ends, or choose another folder"
+            raise RunError(f"{path.parent} {reason}") from None
+        except OSError:  # a file system without locks
+            return file
+        if path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno())):
+            return file
+        file.close()  # the holder before has removed this file
 
 
 def _remove_partial_files(folder: Path) -> None:
@@ -344,8 +316,7 @@ def save_checkpoint(path: Path, content: Mapping[str, Any], *, keep: Path | None
     buffer = io.BytesIO()  # a file that runs Python code would turn Ctrl-C into an error of torch.save
     torch.save(content, buffer)
     data = buffer.getbuffer()
-    trailer = TRAILER + hashlib.sha256(data).hexdigest().encode() + b"\n"
-    write_atomically(path, lambda file: file.write(data) + file.write(trailer), keep=keep)
+    write_atomically(path, lambda file: file.write(data) + file.write(_trailer(data)), keep=keep)
     sync_folder(path.parent)
 
 
@@ -405,21 +376,14 @@ def load_newest(folder: Path, module: torch.nn.Module, *, main: bool = True) -> 
             continue
         for bad, reason in damaged if main else ():
             if bad.exists():
-                bad.replace(_unused_name(bad.with_name(bad.name + DAMAGED)))
+                shutil.rmtree(bad.with_name(bad.name + DAMAGED), ignore_errors=True)  # a folder cannot be replaced
+                bad.replace(bad.with_name(bad.name + DAMAGED))
             warnings.warn(f"{reason}: continuing from {place.name}", stacklevel=2)
         return place, content
     if damaged:
         reasons = "; ".join(str(reason) for _, reason in damaged)
         raise RunError(f"no intact checkpoint to continue from: {reasons}; train again in another folder")
     return None
-
-
-def _unused_name(path: Path) -> Path:
-    number, place = 1, path
-    while place.exists():
-        number += 1
-        place = path.with_name(f"{path.name}{number}")
-    return place
 
 
 def check_fits(state: Mapping[str, Any], module: torch.nn.Module, path: Path) -> None:
@@ -435,8 +399,13 @@ def check_fits(state: Mapping[str, Any], module: torch.nn.Module, path: Path) ->
 def read_checkpoint(path: Path, schema: Any = CHECKPOINT) -> dict[str, Any]:
     """Return the content of a checkpoint: tensors on the CPU and plain values, never pickled code."""
     try:
-        _check_trailer(path)
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        stored = path.read_bytes()
+        data, trailer = stored[:-TRAILER_BYTES], stored[-TRAILER_BYTES:]
+        if not trailer.startswith(TRAILER):
+            raise ValueError("it does not end in its checksum")
+        if trailer != _trailer(data):
+            raise ValueError("its checksum does not match")
+        content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise RunError(f"{path} is missing") from None
     except Exception as error:  # torch raises a dozen types for a damaged file, some without a message
@@ -447,25 +416,8 @@ def read_checkpoint(path: Path, schema: Any = CHECKPOINT) -> dict[str, Any]:
     return content
 
 
-def _check_trailer(path: Path) -> None:
-    """Raise if a file does not end in the checksum of its content."""
-    with path.open("rb") as file:
-        size = file.seek(0, io.SEEK_END) - TRAILER_BYTES
-        file.seek(max(0, size))
-        if size <= 0 or not (trailer := file.read()).startswith(TRAILER):
-            raise ValueError("it does not end in its checksum")
-        file.seek(0)
-        if _digest(file, size).encode() != trailer[len(TRAILER) : -1]:
-            raise ValueError("its checksum does not match")
-
-
-def _digest(file: IO[bytes], size: int) -> str:
-    """Return the sha256 of the next `size` bytes."""
-    found = hashlib.sha256()
-    while size > 0 and (block := file.read(min(size, 2**20))):
-        found.update(block)
-        size -= len(block)
-    return found.hexdigest()
+def _trailer(data: bytes | memoryview) -> bytes:
+    return TRAILER + hashlib.sha256(data).hexdigest().encode() + b"\n"
 
 
 # Sharded checkpoints: a process writes its rows of the tensors that FSDP splits; the main process writes the others.
@@ -535,8 +487,7 @@ def _together(work: Callable[[], None]) -> None:
 
 
 def _file_digest(file: Path) -> str:
-    with file.open("rb") as content:
-        return _digest(content, file.stat().st_size)
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def read_sharded(place: Path) -> dict[str, Any]:
@@ -592,18 +543,6 @@ def export(place: Path, file: Path) -> None:
 # Readers of the other files
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """Return the content of config.yaml, with the recipe as a plain table under "config"."""
-    if not path.exists():
-        raise _not_a_run(path.parent)
-    if path.stat().st_size > MAX_CONFIG_BYTES:
-        raise RunError(f"{path} is not a run's configuration: it has more than {MAX_CONFIG_BYTES} bytes")
-    content = read_yaml(path, {"format": ...})
-    check_format(content, path)
-    check(content, {"config": dict, "schedule_epochs?": COUNT, "extended_by?": list}, path)
-    return content
-
-
 def _not_a_run(folder: Path) -> RunError:
     if folder.is_file():
         return RunError(f"{folder} is a file where a folder is needed")
@@ -626,11 +565,12 @@ def read_metrics(path: Path) -> Table:
     return table
 
 
-def read_summary(path: Path) -> dict[str, Any]:
-    """Return the content of summary.json."""
+def read_summary(folder: Path) -> dict[str, Any]:
+    """Return the content of summary.json, which a finished run has."""
+    path = folder / "summary.json"
     if not path.exists():
-        if not (path.parent / "config.yaml").exists():
-            raise _not_a_run(path.parent)
+        if not (folder / "config.yaml").exists():
+            raise _not_a_run(folder)
         raise RunError(f"{path} is missing: the run has not finished; 'primal train RECIPE … --resume' continues it")
     content = read_json(path, {"format": ...})
     check_format(content, path)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
@@ -152,10 +152,6 @@ class Recipe:
     def label(self) -> str:
         """Return the short name of the variant, for the default run folder."""
         return "-".join(self.model.attention) if hasattr(self, "model") else "run"
-
-    def data_files(self) -> Sequence[Path]:
-        """Files that the run reads. Their hash is stored with its results."""
-        return ()
 
     def build(self) -> Experiment:
         """Read the data and make the model, ready to train."""

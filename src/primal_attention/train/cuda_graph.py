@@ -1,25 +1,31 @@
 """A training step as one CUDA graph: forward, losses, backward, clipping, optimizer, averaged weights, sums.
 
 The models here are small, and launched kernel by kernel their steps wait for the host. The first steps of each batch
-shape run eagerly, then one is captured (`utils.cuda_graph`). From there on a step fills its inputs and the few numbers
-that change (learning rate, the average's share) and replays.
+shape run eagerly and count as steps of the training. Then one step is captured. From there on a step fills the graph's
+inputs and the few numbers that change (learning rate, the average's share) and replays. Random numbers are drawn anew
+in each replay. If a step cannot be captured, or on a CPU, the same work runs eagerly.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
+import warnings
 from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from primal_attention.nn.baselines.random_buffers import RandomBuffers
 from primal_attention.nn.objective import primal_layers
 from primal_attention.train.config import Recipe, require
-from primal_attention.train.optimizer import average_share, set_learning_rate, update_average
+from primal_attention.train.optimizer import Number, average_share, set_learning_rate, update_average
 from primal_attention.train.task import Batch, TrainingModule, precision_context
-from primal_attention.utils.cuda_graph import Number, Recorder, rates_on_device
 
-GROUP = 32  # batches that are gathered at once: for small models a gather costs as much as a step
+WARMUP = 3  # eager steps per shape: whatever is set up on first use must exist before the capture
+GATHERED = 32  # batches that are gathered at once: for small models a gather costs as much as a step
+SHAPES = 4  # graphs per training; each one holds the memory of a step, and further shapes run eagerly
 
 
 def records_steps(recipe: Recipe, module: TrainingModule) -> bool:
@@ -41,45 +47,72 @@ def records_steps(recipe: Recipe, module: TrainingModule) -> bool:
     return wants_gpu and not config.deterministic and all(needs.values())
 
 
-class RecordedStep(Recorder):
-    """The steps of one training.
+class Recording(NamedTuple):
+    """A captured graph and its input tensors."""
+
+    graph: Any
+    inputs: list[Tensor]
+
+    def replay(self, batch: Batch) -> None:
+        for target, source in zip(self.inputs, batch, strict=True):
+            target.copy_(source, non_blocking=True)
+        self.graph.replay()
+
+
+class RecordedStep:
+    """The steps of one training, recorded by batch shape.
 
     Args:
         module: The model in training.
         optimizer: Made with `recordable` on a GPU.
-        rate: Learning rate by step; None leaves it as it is.
+        rate: Learning rate by step.
     """
 
-    def __init__(
-        self,
-        module: TrainingModule,
-        optimizer: torch.optim.Optimizer,
-        rate: Callable[[int], float] | None = None,
-    ) -> None:
-        super().__init__(module.device)
+    def __init__(self, module: TrainingModule, optimizer: torch.optim.Optimizer, rate: Callable[[int], float]) -> None:
         self.module, self.optimizer, self.rate = module, optimizer, rate
+        self.device = module.device
+        self.on_gpu = self.records = self.device.type == "cuda"
+        self.recordings: dict[Any, Recording] = {}
+        self.seen: dict[Any, int] = {}
         self.random = [m for m in module.model.modules() if isinstance(m, RandomBuffers) and m.redraw_every]
         self.rates: list[Number] = []
         self.share: Number | float = 0.0
         if self.on_gpu:
+            self.stream = torch.cuda.Stream(self.device)
+            self.pool = torch.cuda.graph_pool_handle()
+            self.share = Number(self.device)
             if not hasattr(optimizer, "prepare"):
                 self.rates = [Number(self.device) for _ in optimizer.param_groups]
-            self.share = Number(self.device)
 
-    def run(self, batches: list[Batch]) -> None:
-        """Run one step for each batch."""
-        with self.own_stream():
-            for batch in batches:
-                self._prepare()
-                self.step(batch)
-                self.module.global_step += 1
-                self.module.count_step(batch)
+    @contextlib.contextmanager
+    def own_stream(self) -> Iterator[None]:
+        """Run all steps on one stream of their own, because a capture must not depend on work of another stream."""
+        if not self.on_gpu:
+            yield
+            return
+        outer = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(outer)
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        finally:
+            outer.wait_stream(self.stream)
+
+    def run(self, batch: Batch) -> None:
+        """Run one step, replayed or eager, inside `own_stream`."""
+        self._prepare()
+        recording = self._recording(batch) if self.records else None
+        if recording is None:
+            self.work(batch)
+        else:
+            recording.replay(batch)
+        self.module.global_step += 1
+        self.module.count_step(batch)
 
     def _prepare(self) -> None:
         """Write the numbers of the next step to the device."""
         module = self.module
-        if self.rate is not None:
-            set_learning_rate(self.optimizer, self.rate(module.global_step))
+        set_learning_rate(self.optimizer, self.rate(module.global_step))
         if hasattr(self.optimizer, "prepare"):
             self.optimizer.prepare()
         for number, group in zip(self.rates, self.optimizer.param_groups, strict=False):
@@ -94,6 +127,7 @@ class RecordedStep(Recorder):
             redraw_in_place(layer)
 
     def work(self, batch: Batch) -> None:
+        """Run one step eagerly: everything that a replay repeats."""
         module, config = self.module, self.module.recipe
         self.optimizer.zero_grad(set_to_none=True)
         with frozen_draws(self.random):
@@ -114,13 +148,60 @@ class RecordedStep(Recorder):
             # The objective's graph would pin the stream that it was made on.
             layer._objective = None if layer.objective is None else layer.objective.detach()
 
-    def steady(self) -> bool:
-        return getattr(self.optimizer, "steady", True)
+    def _recording(self, batch: Batch) -> Recording | None:
+        """Return the recording of the batch's shape, captured now if it is due; None for an eager step."""
+        shape = tuple((tuple(t.shape), t.dtype) for t in batch)
+        if shape not in self.recordings:
+            self.seen[shape] = self.seen.get(shape, 0) + 1
+            is_steady = getattr(self.optimizer, "steady", True)  # all later steps launch the kernels of this one
+            if self.seen[shape] <= WARMUP or len(self.recordings) >= SHAPES or not is_steady:
+                return None
+            try:
+                inputs = [t.to(self.device, copy=True) for t in batch]
+                self.recordings[shape] = Recording(self._capture(lambda: self.work(tuple(inputs))), inputs)
+            except Exception as error:  # for example a model that reads a value from the device
+                self._give_up(error)
+                return None
+        return self.recordings[shape]
 
-    def clear(self) -> None:
+    def _capture(self, work: Callable[[], Any]) -> Any:
+        """Capture a function as a CUDA graph. Nothing has run yet when this returns."""
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: another thread may pin the next batches, and the backward pass has threads of its own.
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+            work()
+        return graph
+
+    def _give_up(self, error: Exception) -> None:
+        """Continue with eager steps. Nothing of a failed capture has run; clear what it left on the host."""
+        first = error.__context__ or error  # the cause, not the error about the broken capture
+        reason = (str(first).strip().splitlines() or [type(first).__name__])[0]
+        warnings.warn(f"steps run without a CUDA graph: {reason}", stacklevel=2)
+        del first
+        self.recordings.clear()
+        self.records = False
         self.optimizer.zero_grad(set_to_none=True)
         for layer in primal_layers(self.module.model).values():
             layer._objective = None
+        gc.collect()
+        torch.cuda.synchronize(self.device)
+        # A broken capture leaves the random generator in capture mode; a complete one resets it.
+        self.pool = torch.cuda.graph_pool_handle()
+        self._capture(lambda: torch.zeros((), device=self.device).add_(1))
+
+
+@contextlib.contextmanager
+def rates_on_device(optimizer: torch.optim.Optimizer, rates: list[Tensor]) -> Iterator[None]:
+    """Give the optimizer its learning rates as tensors. Outside the context they are floats."""
+    groups = optimizer.param_groups
+    floats = [group["lr"] for group in groups]
+    for group, rate in zip(groups, rates, strict=False):
+        group["lr"] = rate
+    try:
+        yield
+    finally:
+        for group, rate in zip(groups, floats, strict=True):
+            group["lr"] = rate
 
 
 def redraw_in_place(layer: RandomBuffers) -> None:

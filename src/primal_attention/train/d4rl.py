@@ -18,7 +18,7 @@ import contextlib
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -205,7 +205,7 @@ class ContextBatches(Batches):
         last = torch.from_numpy(data.ends - 1).repeat_interleave(torch.from_numpy(data.lengths))  # row of its episode
         super().__init__([*columns, last], batch_size, shuffle_seed, steps)
 
-    def windows(self, rows: Tensor) -> tuple[Tensor, ...]:
+    def gather(self, rows: Tensor) -> tuple[Tensor, ...]:
         """The windows that begin at these rows, (B,) → (B, K, …)."""
         *columns, last = self.tensors
         index = rows.unsqueeze(-1) + torch.arange(self.context, device=rows.device)
@@ -213,10 +213,6 @@ class ContextBatches(Batches):
         index = index.masked_fill(padding, 0)
         windows = (column[index] for column in columns)
         return (*(w.masked_fill(padding.reshape(*padding.shape, *[1] * (w.ndim - 2)), 0) for w in windows), padding)
-
-    def __iter__(self) -> Iterator[Any]:
-        for sizes, rows in self.turns():
-            yield self.cut(self.windows(rows), sizes)
 
 
 class Episodes(Batches):
@@ -293,53 +289,39 @@ class Window:
         self.past = [column[rows] for column in self.past]
 
 
-@dataclass
 class Stream:
-    """Reads each token once, from the step `start` on; the layers' state holds what came before."""
+    """Reads each step once: the layers' state holds the steps before.
 
-    model: DecisionTransformer
-    start: int
-    memory: Memory
-    previous: Tensor | None = None
+    States overlap: a new one starts every context/2 steps, and the oldest acts until it has read `context` steps. So
+    the context has between context/2 and context steps, as the training windows have, and no step is read again.
+    """
+
+    def __init__(self, model: DecisionTransformer, context: int) -> None:
+        self.model, self.context = model, context
+        self.states: list[tuple[int, Memory]] = []  # first step, and the layers' state
+        self.previous: Tensor | None = None  # the last action
 
     def act(self, states: Tensor, togo: Tensor, step: int) -> Tensor:
+        if self.states and step - self.states[0][0] == self.context:
+            del self.states[0]
+        if not self.states or [step - start for start, _ in self.states] == [(self.context + 1) // 2]:
+            self.states.append((step, self.model.initial_state(len(states))))
         stamps = torch.full((len(states),), step, device=states.device)
-        action, self.memory = self.model.act(states, togo, stamps, self.previous, self.memory)
-        self.previous = action.float()
-        return self.previous
+        actions = []
+        for i, (start, memory) in enumerate(self.states):
+            previous = self.previous if start < step else None
+            action, memory = self.model.act(states, togo, stamps, previous, memory)
+            self.states[i] = (start, memory)
+            actions.append(action.float())
+        self.previous = actions[0]
+        return actions[0]
 
     def keep(self, rows: Tensor) -> None:
-        self.memory = select(self.memory, rows)
+        self.states = [(start, select(memory, rows)) for start, memory in self.states]
         self.previous = None if self.previous is None else self.previous[rows]
 
 
-class Rolling:
-    """Overlapping streams, one started every K/2 steps: the oldest one acts until it has read K steps.
-
-    So the context has between K/2 and K steps, as the training windows have, and no step is read again.
-    """
-
-    def __init__(self, model: DecisionTransformer) -> None:
-        self.model = model
-        self.streams: list[Stream] = []
-
-    def act(self, states: Tensor, togo: Tensor, step: int) -> Tensor:
-        context = self.model.context
-        if self.streams and step - self.streams[0].start == context:
-            del self.streams[0]
-        if not self.streams or (len(self.streams) == 1 and step - self.streams[0].start == (context + 1) // 2):
-            self.streams.append(Stream(self.model, step, self.model.initial_state(len(states))))
-        action, *_ = [stream.act(states, togo, step) for stream in self.streams]
-        for stream in self.streams:
-            stream.previous = action  # the action taken, not the one that the younger stream predicts
-        return action
-
-    def keep(self, rows: Tensor) -> None:
-        for stream in self.streams:
-            stream.keep(rows)
-
-
-def make_reader(model: DecisionTransformer, episodes: int, streaming: Streaming) -> Window | Stream | Rolling:
+def make_reader(model: DecisionTransformer, streaming: Streaming) -> Window | Stream:
     """The reader for a streaming mode, if every layer supports it."""
     if streaming == "off":
         return Window(model)
@@ -353,7 +335,7 @@ def make_reader(model: DecisionTransformer, episodes: int, streaming: Streaming)
         else:
             continue
         raise RunError(f"layer {i + 1}'s attention {name!r} {reason}")
-    return Rolling(model) if streaming == "rolling" else Stream(model, 0, model.initial_state(episodes))
+    return Stream(model, model.context if streaming == "rolling" else 2 * HORIZON)
 
 
 @dataclass
@@ -390,7 +372,7 @@ def play(
         ]
         check_fit(model, envs[0], environment)
         bar = stack.enter_context(tqdm(desc=title, total=HORIZON, leave=False, disable=None if title else True))
-        reader = make_reader(model, count, streaming)
+        reader = make_reader(model, streaming)
         states = np.stack([env.reset(seed=seed)[0] for env, seed in zip(envs, seeds, strict=True)])
         returns, lengths, running = np.zeros(count), np.zeros(count, int), np.arange(count)
         taken: list[np.ndarray] = []

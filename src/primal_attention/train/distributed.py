@@ -14,12 +14,13 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -230,25 +231,33 @@ def load_full(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     model.load_state_dict({name: split_like(own[name], tensor) for name, tensor in state.items()})
 
 
+@contextlib.contextmanager
+def handle_signal(number: signal.Signals, handler: Any) -> Iterator[None]:
+    """Handle a signal in this context. Only the main thread receives signals; in others nothing changes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+def leave_at_once() -> AbstractContextManager[None]:
+    """End the command with code 143 on SIGTERM outside of a training, where everything is saved."""
+    return handle_signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_CODE))
+
+
 class StopRequest:
     """A flag that SIGTERM sets while a training runs."""
 
     def __init__(self) -> None:
         self.received = False
-        self._previous: Any = None
 
-    def install(self) -> None:
-        """Handle SIGTERM by the flag. Only the main thread receives signals; in others nothing changes."""
-        if threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGTERM, self._receive)
-
-    def remove(self) -> None:
-        if self._previous is not None and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._previous)
-            self._previous = None
-
-    def _receive(self, signum: int, frame: FrameType | None) -> None:
-        self.received = True
+    def listen(self) -> AbstractContextManager[None]:
+        """Set the flag on SIGTERM, in this context."""
+        return handle_signal(signal.SIGTERM, lambda *_: setattr(self, "received", True))
 
     def anywhere(self, device: torch.device) -> bool:
         """Return True if any process received the signal; all of them must call this together."""
@@ -257,20 +266,3 @@ class StopRequest:
         flag = torch.tensor([float(self.received)], device=device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return bool(flag.item())
-
-
-@contextlib.contextmanager
-def leave_at_once() -> Iterator[None]:
-    """End the command with code 143 on SIGTERM outside of a training, where everything is saved."""
-
-    def leave(signum: int, frame: FrameType | None) -> None:
-        raise SystemExit(EXIT_CODE)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -6,14 +6,12 @@ run leaves its summary as one JSON file in the results folder.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import shlex
 import signal
-import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -161,6 +159,8 @@ def run(
 
 
 def _run_locally(jobs: Sequence[Job], workers: int) -> Iterable[Outcome]:
+    from primal_attention.train.distributed import handle_signal
+
     # Fresh processes: CUDA and OpenMP do not survive a fork.
     context, others = get_context("spawn"), set(active_children())
     numbers = context.Queue()
@@ -168,7 +168,7 @@ def _run_locally(jobs: Sequence[Job], workers: int) -> Iterable[Outcome]:
         numbers.put(i)
     setup: dict[str, Any] = {"initializer": _init_worker, "initargs": (numbers, workers)}
     with ProcessPoolExecutor(workers, mp_context=context, **setup) as pool:
-        with _interrupts_ignored():  # inherited by the workers: Ctrl-C during their imports prints no tracebacks
+        with handle_signal(signal.SIGINT, signal.SIG_IGN):  # inherited: Ctrl-C during imports prints no tracebacks
             running = {pool.submit(run_job, job): job for job in jobs}
         try:
             for done in as_completed(running):
@@ -183,18 +183,6 @@ def _run_locally(jobs: Sequence[Job], workers: int) -> Iterable[Outcome]:
             raise
         finally:
             pool.shutdown(cancel_futures=True)
-
-
-@contextlib.contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _init_worker(numbers: Any, workers: int) -> None:

@@ -26,7 +26,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -185,10 +184,10 @@ def build_from(recipe: ImageRecipe, data: ImageData) -> Experiment:
         select=("val", "accuracy"),
         facts={
             "set": data.folder.name,
-            "train_cases": train.cases,
-            "validation_cases": val.cases,
-            "test_cases": test.cases,
-            "images_per_epoch": train.steps * min(train.batch_size, train.cases),
+            "train_cases": train.samples,
+            "validation_cases": val.samples,
+            "test_cases": test.samples,
+            "images_per_epoch": train.steps * min(train.batch_size, train.samples),
             "classes": len(data.classes),
             "max_length": (recipe.data.size // recipe.model.patch_size) ** 2 + 1,
         },
@@ -244,13 +243,10 @@ class PixelBatches(Batches):
         self.repeats, self.fill = repeats, fill
 
     def order(self, turn: int) -> Tensor:
-        return super().order(turn).repeat_interleave(self.repeats)[: self.cases]
+        return super().order(turn).repeat_interleave(self.repeats)[: self.samples]
 
-    def __iter__(self) -> Iterator[Any]:
-        for turn in super().__iter__():
-            yield [self.filled(*batch) for batch in turn] if isinstance(turn, list) else self.filled(*turn)
-
-    def filled(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def finish(self, batch: Batch, rows: Tensor) -> Batch:
+        images, labels = batch
         missing = self.batch_size - len(labels)
         if not self.fill or missing <= 0:
             return images, labels
@@ -298,17 +294,10 @@ class FileBatches(PixelBatches):
         self.device = torch.device(device)
         return self
 
-    def __iter__(self) -> Iterator[Any]:
-        first = self.skip * self.group
-        images = self._read([part.tolist() for sizes, rows in self.turns() for part in rows.split(sizes)], first)
-        if self.group == 1:
-            yield from images
-        while together := list(islice(images, self.group)):
-            yield together
-
-    def _read(self, batches: list[list[int]], first: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Read batches of files; `first` is the number of the first one in its epoch."""
-        keys = ([((b, i), index) for i, index in enumerate(batch)] for b, batch in enumerate(batches, first))
+    def __iter__(self) -> Iterator[Batch]:
+        first = self.skip
+        batches = list(self.remaining_rows())
+        keys = ([((b, i), index) for i, index in enumerate(rows.tolist())] for b, rows in enumerate(batches, first))
         loader: Any = torch.utils.data.DataLoader(
             SeededFiles(self.files, "image", self.shuffle_seed, self.epoch, self.rank),  # type: ignore[arg-type]
             batch_sampler=keys,
@@ -319,12 +308,13 @@ class FileBatches(PixelBatches):
             generator=torch.Generator(),  # else the loader draws from the training's generator
         )
         known, files = len(self.broken), self.files.split.files
-        for images, labels, broken in loader:
+        for rows, (images, labels, broken) in zip(batches, loader, strict=True):
             self.broken.update(broken)
             if broken and self.strict:
                 complain([files[broken[0]]], len(files), strict=True)
             if images is not None:
-                yield self.filled(*(t.to(self.device, non_blocking=True) for t in (images, labels)))
+                batch = tuple(t.to(self.device, non_blocking=True) for t in (images, labels))
+                yield self.finish(batch, rows)
         if len(self.broken) > known:
             complain([files[i] for i in sorted(self.broken)], len(files), strict=False)
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -199,7 +199,7 @@ def build_from(recipe: LanguageRecipe, data: TextData) -> Experiment:
     context, batch, steps = recipe.data.context, recipe.trainer.batch_size, recipe.trainer.steps_per_epoch
     config = network(recipe, len(data.vocabulary))
     train = TrainingWindows(data.train, context, batch, recipe.seed, steps)
-    tokens_per_epoch = context * (batch * steps if steps else train.cases)
+    tokens_per_epoch = context * (batch * steps if steps else train.samples)
     bytes_per_token = data.train.bytes / (len(data.train.tokens) - 1)
     return Experiment(
         module=LanguageModule(LanguageModel(config), recipe, data.vocabulary),
@@ -231,14 +231,13 @@ class Windows(Batches):
         self.context, self.count = context, count
 
     @property
-    def cases(self) -> int:
+    def samples(self) -> int:
         return self.count
 
-    def __iter__(self) -> Any:
+    def gather(self, rows: Tensor) -> Sequence[Tensor]:
         (stream,) = self.tensors
-        for sizes, starts in self.turns():
-            windows = stream[starts[:, None] + torch.arange(self.context + 1, device=stream.device)].long()
-            yield self.cut([windows & 0xFFFF if stream.dtype == torch.int16 else windows], sizes)
+        windows = stream[rows[:, None] + torch.arange(self.context + 1, device=stream.device)].long()
+        return [windows & 0xFFFF if stream.dtype == torch.int16 else windows]
 
 
 class TrainingWindows(Windows):
@@ -303,7 +302,7 @@ class LanguageModule(TrainingModule):
         count = (windows[:, 1:] != NO_TOKEN).sum()
         # The positions behind the text are read as token 0, which no earlier position sees.
         seen, targets = self.tokens(windows[:, :-1].clamp(min=0), windows[:, 1:])
-        return {"loss": model(seen, targets=targets).double() * count, "cases": count.double()}
+        return {"loss": model(seen, targets=targets).double() * count, "samples": count.double()}
 
     def evaluate(self, batches: Batches) -> dict[str, float]:
         means = super().evaluate(batches)

@@ -91,33 +91,22 @@ class RunLog:
         self.is_started = True
         if self.folder is not None:
             self.loggers = make_loggers(self.config.logger, self.folder, self.title, state.logger_ids, step)
-        try:
-            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-        except ImportError:
-            return
-        if not self.config.progress:
-            return
-        self.batches = max(1, batches)
-        self.bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=16),
-            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
-            TimeRemainingColumn(elapsed_when_finished=True),
-            TextColumn("{task.fields[numbers]}"),
-        )
-        self.task = self.bar.add_task(self.title, total=self.config.epochs, completed=len(state.rows), numbers="")
-        self.bar.start()
+        if self.config.progress:
+            from tqdm import tqdm
+
+            total, done = self.config.epochs * batches, len(state.rows) * batches
+            self.bar = tqdm(desc=self.title, total=total, initial=done, unit="batch", disable=None)
 
     def advance(self) -> None:
         """Move the bar by one batch."""
         if self.bar is not None:
-            self.bar.update(self.task, advance=1 / self.batches)
+            self.bar.update()
 
     def write(self, rows: Sequence[Row], samples_per_second: float, *, at_once: bool) -> None:
         """Log the last row. metrics.csv is written at once, or once per second: epochs may be shorter than a write."""
         row = rows[-1]
         if self.bar is not None:
-            self.bar.update(self.task, completed=row["epoch"], numbers=describe(row))
+            self.bar.set_postfix_str(describe(row), refresh=False)
         if self.folder is None or not self.is_started:
             return
         if at_once or time.monotonic() - self.written > 1:
@@ -131,7 +120,7 @@ class RunLog:
 
     def close(self, *, finished: bool) -> None:
         if self.bar is not None:
-            self.bar.stop()
+            self.bar.close()
         for logger in self.loggers.values():
             with contextlib.suppress(Exception):  # a full disk or a lost server: metrics.csv has the same numbers
                 logger.finalize("success" if finished else "failed")

@@ -17,9 +17,9 @@ import torch
 from primal_attention.nn.baselines.random_buffers import draw_counts, restore_draw_counts
 from primal_attention.train import checkpoint, distributed
 from primal_attention.train.batches import derive_seed
-from primal_attention.train.checkpoint import State
+from primal_attention.train.checkpoint import State, read_summary
 from primal_attention.train.config import Recipe, require
-from primal_attention.train.cuda_graph import GROUP, RecordedStep, records_steps
+from primal_attention.train.cuda_graph import GATHERED, RecordedStep, records_steps
 from primal_attention.train.logs import Row, RunLog, Summary, merge, summarize
 from primal_attention.train.optimizer import (
     average_share,
@@ -61,7 +61,7 @@ def train(
 
     main = distributed.is_main()
     about = {"name": name, "command": command, "commit": commit}
-    with checkpoint.lock_folder(folder, restarted=distributed.restarted()) if main else nullcontext():
+    with checkpoint.lock_folder(folder) if main else nullcontext():
         return _train_in(folder, recipe, resume, new_schedule, about)
 
 
@@ -143,10 +143,11 @@ class Training:
             self.set_up()
             self.resume()
             self.start()
-            self.finish_epoch()  # of a run that was stopped during an evaluation
-            while not self.state.finished:
-                self.train_epoch()
-                self.finish_epoch()
+            with nullcontext() if self.folder is None else self.stop.listen():
+                self.finish_epoch()  # of a run that was stopped during an evaluation
+                while not self.state.finished:
+                    self.train_epoch()
+                    self.finish_epoch()
         except BaseException as error:
             if not isinstance(error, Preempted):  # the other ranks would wait for this one
                 distributed.kill_children(self.fabric)
@@ -155,7 +156,6 @@ class Training:
                 raise RunError(message) from error
             raise
         finally:
-            self.stop.remove()
             self.module.poll = None
             self.recorded = None  # the recordings hold the memory of a step
             self.log.close(finished=self.state.finished)
@@ -179,11 +179,11 @@ class Training:
         is_recorded = records_steps(self.recipe, module)
         on_gpu = self.device.type == "cuda"
         self.optimizer = make_optimizer(module.model, self.recipe.optim, recordable=is_recorded and on_gpu)
-        steps = -(-self.batches.batches_per_epoch // config.accumulate)
+        steps = -(-len(self.batches) // config.accumulate)
         self.rate = learning_rate(self.recipe.optim, steps * config.epochs, steps * self.schedule_epochs)
         self.recorded = RecordedStep(module, self.optimizer, self.rate) if is_recorded else None
-        self.batches.group = GROUP if is_recorded else 1
-        self.batches.share(*module.share)
+        self.batches.group = GATHERED if is_recorded else 1
+        self.batches.rank, self.batches.world = module.share
         for batches in (self.batches, *self.experiment.watched.values()):
             batches.to(self.device)
 
@@ -206,11 +206,10 @@ class Training:
         self.state.finished = self.is_finished()
 
     def start(self) -> None:
-        """Wrap the model for DDP, open the loggers, and handle SIGTERM from here on."""
+        """Wrap the model for DDP and open the loggers."""
         is_ddp = self.config.strategy == "ddp"
         self.wrapped: Any = self.fabric.strategy.setup_module(self.module) if is_ddp else self.module
         if self.folder is not None:
-            self.stop.install()
             self.module.poll = self.stop_evaluation
             if self.is_main:
                 self.module.write_files(self.folder)
@@ -222,24 +221,25 @@ class Training:
     def train_epoch(self) -> None:
         """Train one epoch, or the rest of an interrupted one; its row waits in `state.unmeasured`."""
         state, module, batches = self.state, self.module, self.batches
-        batches.set_epoch(len(state.rows))
+        batches.epoch = len(state.rows)
         module.start_epoch(len(state.rows))
         done, started = 0, time.perf_counter()
         if state.middle is not None:
             middle, state.middle = state.middle, None
             module.restore_epoch_state(middle["processes"], middle["steps"], self.fabric.world_size)
-            batches.skip = done = middle["batches"]
+            batches.skip = done = middle["steps"]
             started -= middle["seconds"]
         if self.device.type == "cuda":  # the peak is that of training, without evaluations
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-        for batch in batches:  # a list of batches if steps are recorded
-            is_last = done + 1 == len(batches)
-            updated = self.train_step(batch, done, is_last)
-            done += 1
-            self.log.advance()
-            if updated and not is_last:
-                self.save_within_epoch(done, time.perf_counter() - started)
+        with nullcontext() if self.recorded is None else self.recorded.own_stream():
+            for batch in batches:
+                is_last = done + 1 == len(batches)
+                updated = self.train_step(batch, done, is_last)
+                done += 1
+                self.log.advance()
+                if updated and not is_last:
+                    self.save_within_epoch(done, time.perf_counter() - started)
         if self.device.type == "cuda":
             torch.cuda.synchronize()
             state.peak_bytes = max(state.peak_bytes or 0, torch.cuda.max_memory_allocated())
@@ -250,7 +250,7 @@ class Training:
     def train_step(self, batch: Any, number: int, is_last: bool) -> bool:
         """Run a batch and, if it completes an accumulation, update the weights; return True for an update."""
         if self.recorded is not None:
-            self.recorded.run(batch if isinstance(batch, list) else [batch])
+            self.recorded.run(batch)
             return True
         module, fabric, accumulate = self.module, self.fabric, self.config.accumulate
         updates = is_last or (number + 1) % accumulate == 0
@@ -258,7 +258,7 @@ class Training:
             module.batch_weight = self.batches.part(number)
         with self.wrapped.no_sync() if not updates and self.wrapped is not module else nullcontext():
             with fabric.autocast():
-                loss = self.wrapped(batch, number)
+                loss = self.wrapped(batch)
             fabric.backward(loss / accumulate)
         if updates:
             self.update_weights()
@@ -334,16 +334,14 @@ class Training:
         """Save between two batches of an epoch if a checkpoint is due or SIGTERM came."""
         if self.folder is None:
             return
-        every, group = self.config.checkpoint_steps, self.batches.group
-        stops = self.stop.anywhere(self.device)
-        if not stops and not (every and done * group // every > (done - 1) * group // every):
+        every, stops = self.config.checkpoint_steps, self.stop.anywhere(self.device)
+        if not stops and not (every and done % every == 0):
             return
         states: list[Any] = [self.module.epoch_state()]
         if self.fabric.world_size > 1:
             own, states = states[0], [None] * self.fabric.world_size
             torch.distributed.all_gather_object(states, own)
-        steps = states[0]["steps"]
-        self.state.middle = {"batches": done, "steps": steps, "seconds": seconds, "processes": states}
+        self.state.middle = {"steps": done, "seconds": seconds, "processes": states}
         self.save()
         self.state.middle = None
         if stops:
@@ -369,11 +367,6 @@ class Training:
         if self.is_main:
             write_weights(self.folder / "model.safetensors", weights)
         return summarize(self.recipe, self.experiment, self.state, test, self.device)
-
-
-def read_summary(folder: Path) -> Summary:
-    """Return the summary of a finished run."""
-    return checkpoint.read_summary(folder / "summary.json")
 
 
 def evaluate(folder: Path) -> dict[str, dict[str, float]]:

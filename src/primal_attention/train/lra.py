@@ -30,7 +30,7 @@ from primal_attention.data.lra import image, listops, pathfinder, retrieval, tex
 from primal_attention.data.lra.tokens import TokenData, TokenSplit
 from primal_attention.models.lra import LRAClassifier
 from primal_attention.models.uea import without_r_scores
-from primal_attention.train.batches import Batches, derive_seed, send
+from primal_attention.train.batches import Batches, derive_seed
 from primal_attention.train.config import NetworkConfig, OptimConfig, Recipe, TrainerConfig, require
 from primal_attention.train.task import Batch, Experiment, TrainingModule
 from primal_attention.train.uea import classification_scores
@@ -339,7 +339,6 @@ def _round_width(length: int, full: int) -> int:
 class TokenBatches(Batches):
     """As `Batches`, where the first tensors are (samples, length) tokens and the last one the labels.
 
-    The indices are drawn on the CPU; `to` copies the data to the device.
     lengths: of the samples; None cuts no batch. widths: of the length buckets of training batches.
     """
 
@@ -356,11 +355,6 @@ class TokenBatches(Batches):
         super().__init__(tensors, batch_size, shuffle_seed, steps)
         self.full = tensors[0].shape[1]
         self.lengths, self.widths = lengths, list(widths)
-        self.resident = self.tensors
-
-    def to(self, device: torch.device) -> TokenBatches:
-        self.resident = [t.to(device) for t in self.tensors]
-        return self
 
     def order(self, turn: int) -> Tensor:
         """With buckets: batches of one bucket each, in random order. What does not fill one joins the next bucket."""
@@ -396,16 +390,7 @@ class TokenBatches(Batches):
         longest = int(self.lengths[rows].max())
         return next((width for width in self.widths if width >= longest), _round_width(longest, self.full))
 
-    def __iter__(self) -> Iterator[Any]:
-        for sizes, rows in self.turns():
-            index = send(rows, self.resident[0].device)
-            batches = self.cut([t[index] for t in self.resident], sizes)
-            widths = [self.width(part) for part in rows.split(sizes)]
-            if self.group == 1:
-                yield self._trim(batches, widths[0])
-            else:
-                yield [self._trim(batch, width) for batch, width in zip(batches, widths, strict=True)]
-
-    def _trim(self, batch: Batch, width: int) -> Batch:
+    def finish(self, batch: Batch, rows: Tensor) -> Batch:
         *tokens, labels = batch
+        width = self.width(rows)
         return (*(t if width == self.full else t[:, :width] for t in tokens), labels)

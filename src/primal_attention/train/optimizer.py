@@ -11,9 +11,20 @@ from torch import Tensor, nn
 
 from primal_attention.nn.baselines.random_buffers import drawn_buffers
 from primal_attention.train.config import OptimConfig
-from primal_attention.utils.cuda_graph import Number
 
 LATE_STEP = 1e9  # a step number at which βᵗ is 0
+
+
+class Number:
+    """A scalar on the device that a captured step reads. It is written only when its value changes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.tensor, self.value = torch.zeros((), device=device), 0.0
+
+    def put(self, value: float) -> None:
+        if value != self.value:
+            self.tensor.fill_(value)
+            self.value = value
 
 
 class RecordableRAdam(torch.optim.Optimizer):
@@ -140,7 +151,7 @@ def learning_rate(config: OptimConfig, total: int, warmup_total: int = 0) -> Cal
         if config.schedule in ("warmup", "inverse-sqrt"):
             late = 1.0 if config.schedule == "warmup" else math.sqrt(warmup / max(step + 1, warmup))
             return min((step + 1) / warmup, late)
-        return one_cycle(step, warmup, total, linear if config.schedule == "onecycle-linear" else cosine)
+        return one_cycle(step, warmup, total, linear=config.schedule == "onecycle-linear")
 
     return lambda step: config.lr * factor(step)
 
@@ -150,17 +161,12 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate
 
 
-def cosine(part: float) -> float:
-    """Rise from 0 to 1, slow at both ends."""
-    return (1 - math.cos(math.pi * part)) / 2
+def one_cycle(step: int, warmup: int, total: int, *, linear: bool = False) -> float:
+    """Return the factor on the peak learning rate: from 1/25 up to 1, then down to 0, as a cosine or linear."""
 
+    def shape(part: float) -> float:
+        return part if linear else (1 - math.cos(math.pi * part)) / 2
 
-def linear(part: float) -> float:
-    return part
-
-
-def one_cycle(step: int, warmup: int, total: int, shape: Callable[[float], float] = cosine) -> float:
-    """Return the factor on the peak learning rate: from 1/25 up to 1, then down to 0."""
     if step < warmup:
         return 1 / 25 + (1 - 1 / 25) * shape(step / warmup)
     return 1 - shape(min(1.0, (step - warmup) / max(1, total - warmup)))
@@ -182,11 +188,11 @@ def update_average(averaged: nn.Module, model: nn.Module, share: float | Tensor)
     for (name, mean), new in zip(averaged.state_dict().items(), model.state_dict().values(), strict=True):
         if name in copied or not mean.is_floating_point():
             mean.copy_(new)
-        elif isinstance(share, Tensor):
+        elif not isinstance(share, Tensor):
+            mean.lerp_(new, share)
+        else:
             means.append(mean)
             news.append(new)
-        else:
-            mean.lerp_(new, share)
     if isinstance(share, Tensor):
         steps = torch._foreach_sub(news, means)
         torch._foreach_mul_(steps, share)

@@ -71,7 +71,7 @@ class TrainingModule(nn.Module):
         raise NotImplementedError
 
     def scores(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Return sums over the samples of a batch; the key "cases" counts the samples."""
+        """Return sums over the samples of a batch; the key "samples" counts the samples."""
         raise NotImplementedError
 
     def inputs(self, batch: Batch) -> tuple[Any, ...]:
@@ -144,7 +144,7 @@ class TrainingModule(nn.Module):
     def _weighted(self, mean: Tensor) -> Tensor:
         return mean if self.batch_weight == 1.0 else self.batch_weight * mean
 
-    def training_step(self, batch: Batch, number: int = 0) -> Tensor:
+    def training_step(self, batch: Batch) -> Tensor:
         """Return the loss of a batch and add its parts to the epoch's sums."""
         if self.compiled:  # a compiled layer does not count its forward passes
             for layer in self.model.modules():
@@ -241,7 +241,7 @@ class TrainingModule(nn.Module):
         model.train(was_training)
         # Read at the end: the loop above does not wait for the device.
         totals = {key: sum(torch.stack(values).tolist()) for key, values in sums.items()}
-        samples = totals.pop("cases")
+        samples = totals.pop("samples")
         return {key: total / samples for key, total in totals.items()}
 
     # Divergence
@@ -261,7 +261,7 @@ class TrainingModule(nn.Module):
         return f"the loss is not finite at {when} (epoch {self.current_epoch + 1}): {where}; try {', '.join(tries)}"
 
     def first_bad_layer(self, batch: Batch | None) -> str:
-        """Name the first value that is not finite: an input, a weight, a layer's J or a layer's output."""
+        """Name the first value that is not finite: an input, a weight or a layer's J."""
         if batch is not None and not all(torch.isfinite(t).all() for t in batch if t.is_floating_point()):
             return "the batch itself has values that are not finite"
         for name, weight in self.model.named_parameters():
@@ -270,25 +270,7 @@ class TrainingModule(nn.Module):
         for name, layer in primal_layers(self.model).items():
             if layer.objective is not None and not torch.isfinite(layer.objective).all():
                 return f"the KSVD objective of layer {name!r} is not finite"
-        if batch is None:
-            return "the weights are finite"
-        bad: list[str] = []
-
-        def hook_for(name: str) -> Any:
-            def hook(_: nn.Module, __: Any, output: Any) -> None:
-                if isinstance(output, Tensor) and not torch.isfinite(output).all():
-                    bad.append(name)
-
-            return hook
-
-        hooks = [m.register_forward_hook(hook_for(name)) for name, m in self.model.named_modules() if name]
-        try:
-            with torch.no_grad(), run_eagerly(self.compiled):
-                self.task_loss(batch)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return f"layer {bad[0]!r} gives values that are not finite" if bad else "only the loss itself is not finite"
+        return "the weights are finite"
 
 
 @dataclass
@@ -318,11 +300,6 @@ def layer_objectives(model: nn.Module) -> Tensor:
     """Return the mean J of each Primal layer over the last batch in training mode, detached, (layers,)."""
     objectives = (layer.objective for layer in primal_layers(model).values())
     return torch.stack([j.detach().float().mean() for j in objectives if j is not None])
-
-
-def objective(model: nn.Module) -> Tensor:
-    """Return the mean J over the Primal layers and the last batch in training mode, detached."""
-    return layer_objectives(model).mean()
 
 
 def precision_context(precision: str, device: torch.device, *, cache: bool = True) -> AbstractContextManager[Any]:

@@ -303,7 +303,7 @@ def classification_scores(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
     return {
         "accuracy": (logits.argmax(dim=-1) == labels).sum(),
         "loss": F.cross_entropy(logits, labels, ignore_index=-1, reduction="sum"),
-        "cases": (labels >= 0).sum(),
+        "samples": (labels >= 0).sum(),
     }
 
 
