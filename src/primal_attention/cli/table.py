@@ -79,7 +79,7 @@ def main(args: Sequence[str]) -> int:
         raise RunError(f"{options.results} has {absent}: run '{command}' first, or name another folder with --results")
     title = kind.title if options.name == "lra-efficiency" else table_title(kind, plan)
     table = tables.make_table(kind, title, cells, command)
-    print(tables.to_markdown(table, aligned=True))
+    tables.to_terminal(table)
     if options.markdown:
         write_text(options.markdown, tables.to_markdown(table))
     if options.csv:

@@ -1,4 +1,4 @@
-"""The tables of `primal table`: their grids, our numbers beside the published ones, and writers.
+"""The tables of `primal table`: their grids, our numbers beside the published ones, and three ways to write them.
 
 A table has cells (a variant on a set, with its runs) and columns (what is computed from a cell and how it is shown).
 LAST, BEST-ON-TEST and VALIDATION-CHOSEN are always separate columns.
@@ -211,21 +211,43 @@ class Table:
     command: str = ""
 
 
-def to_markdown(table: Table, *, aligned: bool = False) -> str:
-    """GitHub's tables under their titles, the notes as a list below. `aligned` pads the cells, for a terminal."""
+def to_markdown(table: Table) -> str:
+    """GitHub's tables under their titles, the notes as a list below."""
     lines = [f"**{table.title}**", ""]
     for section in table.sections:
         lines += [f"*{section.title}*", ""] if section.title else []
         rule = ["---" if column.digits is None else "--:" for column in section.columns]
         rows = [[c.heading for c in section.columns], *section.frame().to_numpy().tolist()]
-        rows = [[cell.replace("|", "\\|") for cell in row] for row in rows]
-        if aligned:
-            widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-            pads = [f"{'<' if mark == '---' else '>'}{width}" for mark, width in zip(rule, widths, strict=True)]
-            rows = [[format(cell, pad) for cell, pad in zip(row, pads, strict=True)] for row in rows]
-        text = [f"| {' | '.join(row)} |" for row in rows]
+        text = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
         lines += [text[0], "|" + "|".join(rule) + "|", *text[1:], ""]
     return "\n".join([*lines, *(f"- {note}" for note in table.notes), ""])
+
+
+def to_terminal(table: Table) -> None:
+    """Print a table with rich."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    console = Console()
+    if not console.is_terminal:  # files and pipes get the full width: no number is cut
+        console = Console(width=200)
+    console.print(Text(table.title, style="bold"))
+    for section in table.sections:
+        title = Text(section.title) if section.title else None
+        grid, rows = RichTable(title=title, box=box.SIMPLE_HEAD, title_justify="left"), section.frame().to_numpy()
+        for i, column in enumerate(section.columns):
+            is_text = column.digits is None
+            width = None if is_text else max(map(len, rows[:, i]), default=1)
+            grid.add_column(column.heading, justify="left" if is_text else "right", overflow="fold", min_width=width)
+        for i, row in enumerate(rows.tolist()):
+            if i and row[0]:
+                grid.add_section()
+            grid.add_row(*map(Text, row))
+        console.print(grid)
+    for note in table.notes:
+        console.print(Text(f"· {note}"), soft_wrap=True)
 
 
 def to_csv(table: Table, file: Path) -> None:
