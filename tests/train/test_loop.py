@@ -271,8 +271,8 @@ def test_variants_train(changes, toy_folder: Path, tmp_path: Path):
 
 
 def test_a_model_learns_the_toy_set(toy_folder: Path, tmp_path: Path):
-    changes = {"model__dropout": 0.0, "optim__lr": 1e-2, "trainer__checkpoint_every": 40, "trainer__evaluate_every": 40}
-    easy = toy.recipe(toy_folder, trainer__epochs=40, **changes)
+    changes = {"model__dropout": 0.0, "optim__lr": 1e-2, "trainer__checkpoint_every": 80, "trainer__evaluate_every": 80}
+    easy = toy.recipe(toy_folder, trainer__epochs=80, **changes)
     summary = loop.train(easy, tmp_path / "run")
     assert summary["scores"]["last"]["accuracy"] > 0.6  # chance is a third
     assert summary["objective"]["last"] < summary["objective"]["first"]

@@ -13,7 +13,8 @@ pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan", "short_chunks")
 
 PLACES = [(mode, "hole") for mode in MODES]
 SIDES = ("data_dependent", "learned_decay", "causal_landmarks")
-PLACES += [(mode, where) for mode in SIDES for where in ("right", "left")]
+if torch.cuda.is_available():  # the interpreter is slow, and holes include both sides
+    PLACES += [(mode, where) for mode in SIDES for where in ("right", "left")]
 
 
 def padding(lengths: list[int], width: int, where: str) -> Tensor:
