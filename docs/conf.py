@@ -43,7 +43,8 @@ myst_heading_anchors = 4
 suppress_warnings = ["myst.strikethrough"]
 
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"  # the signature shows them
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
 autodoc_preserve_defaults = True
 autosummary_generate = False
 napoleon_use_rtype = False
