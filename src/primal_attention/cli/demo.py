@@ -38,6 +38,7 @@ STYLES = {
 }
 MAX_SECONDS = 2.0  # of a timed step; longer sequences are left out then
 SINGULAR_VALUES = 20
+MIN_CPU_SHARE = 0.8  # of the wall time, below which other programs disturb the timing
 SETTINGS: dict[str, Any] = {
     "data.principal": False,
     "model.embed_dim": 64,
@@ -81,16 +82,21 @@ def main(args: Sequence[str]) -> int:
     base = override(registry.get("uea-modern/JapaneseVowels"), {**SETTINGS, "seed": options.seed})
     epochs = {"trainer.epochs": options.epochs, "trainer.evaluate_every": options.epochs}
     results = [run(override(base, {**epochs, "model.attention": (name,)}), options.out) for name in STYLES]
+    wall, cpu = time.perf_counter(), time.process_time()
     seconds = time_lengths([n for n in LENGTHS if n <= options.max_length])
+    cpu_share = (time.process_time() - cpu) / (time.perf_counter() - wall)
     numbers: dict[str, Any] = {
         "results": [{key: value for key, value in result.items() if key != "sigma"} for result in results],
         "seconds": {name: {str(n): s for n, s in points.items()} for name, points in seconds.items()},
         "singular_values": {result["attention"]: result["sigma"] for result in results},
+        "cpu_share": cpu_share,
     }
     origin = collect(command=shlex.join(["primal", "demo", *args]), device=torch.device("cpu"))
     write_json(options.out / "demo.json", {**numbers, **origin})
     figure = draw_figure(options.out / "demo.png", seconds, numbers["singular_values"])
     show(console, results, seconds)
+    if cpu_share < MIN_CPU_SHARE:
+        console.print(f"[bold]Other programs disturbed the timing[/]: it got {cpu_share:.0%} of a core. Run it again.")
     console.print(f"figure: {figure}", soft_wrap=True)
     return 0
 
