@@ -1,6 +1,6 @@
 """The launch scripts: read by shellcheck, and run as far as one machine allows.
 
-torchrun's is really run. SLURM's runs with stand-ins for `srun` and `scontrol` that do on one machine what they are
+SLURM's runs with stand-ins for `srun` and `scontrol` that do on one machine what they are
 asked to: what the script makes of its environment, and how it hands a signal on, is real.
 """
 
@@ -63,6 +63,7 @@ def test_slurm_hands_the_signal_on_and_queues_the_job_again(work: Path):
         process = subprocess.Popen(command, cwd=work, env=given, stdout=log, stderr=subprocess.STDOUT)
         deadline = time.monotonic() + 120
         while not (work / "run" / "checkpoints" / "last.ckpt").exists() and time.monotonic() < deadline:
+            assert process.poll() is None, (work / "log").read_text()[-3000:]
             time.sleep(0.1)
         process.send_signal(signal.SIGTERM)
         process.wait(timeout=60)

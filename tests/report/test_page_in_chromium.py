@@ -130,5 +130,5 @@ def test_the_page_fits_a_phone(page: Any) -> None:
     page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
     for width in (768, 320):
         page.set_viewport_size({"width": width, "height": 844})
-        page.wait_for_function("document.documentElement.scrollWidth <= innerWidth")
+        page.wait_for_function("() => document.documentElement.scrollWidth <= innerWidth")
     assert page.locator("#results .scroll").evaluate("e => e.scrollWidth > e.clientWidth")
