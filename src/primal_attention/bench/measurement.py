@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from primal_attention.utils.cuda_graph import capture
 from primal_attention.utils.files import COUNT, Number, check, read_json, write_atomically, write_json
 from primal_attention.utils.provenance import collect, device_name, load
 
@@ -61,6 +60,14 @@ def time_step(
     return {"seconds": result.median, "iqr": result.iqr, "runs": runs, "method": HOST, "note": ""}
 
 
+def capture(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """Capture a function as a CUDA graph. Nothing has run yet when this returns."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # the backward pass has threads of its own
+        work()
+    return graph
+
+
 def _time_on_gpu(step: Callable[[], object], eager: bool, repeats: int) -> Row:
     # Whatever is set up on first use must exist before the capture, which needs a side stream.
     stream = torch.cuda.Stream()
@@ -74,7 +81,7 @@ def _time_on_gpu(step: Callable[[], object], eager: bool, repeats: int) -> Row:
     work, method, note = step, EVENTS, ""
     if not eager:
         try:
-            work, method = capture(step, None).replay, GRAPH
+            work, method = capture(step).replay, GRAPH
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # for example a step that synchronises with the host
@@ -82,7 +89,7 @@ def _time_on_gpu(step: Callable[[], object], eager: bool, repeats: int) -> Row:
         if note:
             free_memory(torch.device("cuda"))
             # A failed capture leaves the random generator in capture mode; a successful one resets it.
-            capture(lambda: torch.zeros(1, device="cuda").add_(1), None)
+            capture(lambda: torch.zeros(1, device="cuda").add_(1))
     work()
     # Runs are back to back without synchronisation, so that a slow host shows.
     events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
