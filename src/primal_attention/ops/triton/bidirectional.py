@@ -31,6 +31,7 @@ from .common import (
     dot,
     forbid_double_backward,
     inverse_norms,
+    jit_kernel,
     matmul_to,
     multiprocessors,
     power_of_two,
@@ -41,7 +42,7 @@ from .common import (
 )
 
 
-@triton.jit
+@jit_kernel
 def _landmark_weights_kernel(
     x, rows, w_e, w_r, wx, trace, n,
     HEADS: tl.constexpr, P: tl.constexpr, RANK: tl.constexpr, S: tl.constexpr,
@@ -87,7 +88,7 @@ def load_weights(w, block, like, P: tl.constexpr, COLUMNS: tl.constexpr, BP: tl.
     return tl.load(w + p[:, None] * COLUMNS + s[None], mask=inside, other=0.0).to(like.dtype.element_ty)
 
 
-@triton.jit
+@jit_kernel
 def _scores_kernel(
     qk, wx_e, wx_r, scores, energy, chunk_sequence, chunk_start, chunk_end, wx_stride,
     HEADS: tl.constexpr, P: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr,
@@ -139,7 +140,7 @@ def load_score_gradient(
     return de + twice[None] * e
 
 
-@triton.jit
+@jit_kernel
 def _scores_backward_kernel(
     qk, wx_e, wx_r, grad_scores, grad_energy, grad_qk, grad_wx, grad_bias,
     chunk_sequence, chunk_start, chunk_end, wx_stride,
@@ -208,7 +209,7 @@ def _scores_backward_kernel(
         )  # fmt: skip
 
 
-@triton.jit
+@jit_kernel
 def _weights_backward_kernel(
     qk, wx_e, wx_r, grad_scores, grad_energy, grad_wx, chunk_sequence, chunk_start, chunk_end, wx_stride,
     HEADS: tl.constexpr, P: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr,
@@ -325,7 +326,7 @@ def _sum_weight_gradients(
     tl.store(target, total, mask=(mark < n)[:, None] & (s[None] < S))
 
 
-@triton.jit
+@jit_kernel
 def _landmarks_backward_kernel(
     x, rows, w_e, w_r, grad_wx, grad_x, grad_w, n, batch, per_program, per_split, min_length, row_programs,
     HEADS: tl.constexpr, P: tl.constexpr, RANK: tl.constexpr, S: tl.constexpr, BP: tl.constexpr,
@@ -360,7 +361,7 @@ def _landmarks_backward_kernel(
         )
 
 
-@triton.jit
+@jit_kernel
 def _finish_kernel(
     parts, w_e, w_r, grad_trace, grad_e, grad_r, bias_parts, grad_bias, rows, splits, chunks, columns,
     HEADS: tl.constexpr, RANK: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, BC: tl.constexpr,

@@ -38,6 +38,7 @@ from .common import (
     dot,
     forbid_double_backward,
     inverse_norms,
+    jit_kernel,
     power_of_two,
     precision,
     segment_sum,
@@ -88,7 +89,7 @@ def _store_state(states, own, state, P: tl.constexpr, S: tl.constexpr, BP: tl.co
     tl.store(states + own * (P * S) + p[:, None] * S + s[None], state, mask=(p[:, None] < P) & (s[None] < S))
 
 
-@triton.jit
+@jit_kernel
 def _chunk_weights_kernel(
     x, rows, grid, marks_before, w_e, w_r, sums, offsets, log_decay, starts, chunk_sequence, chunk_start, chunk_end,
     n, max_length,
@@ -115,7 +116,7 @@ def _chunk_weights_kernel(
     _store_state(sums, chunk.to(tl.int64) * (2 * HEADS) + lane, state, P, S, BP, BS)
 
 
-@triton.jit
+@jit_kernel
 def _scores_kernel(
     qk, x, rows, grid, marks_before, w_e, w_r, states, scores, energy, offsets, log_decay,
     starts, chunk_sequence, chunk_start, chunk_end, n, max_length,
@@ -162,7 +163,7 @@ def _scores_kernel(
     tl.store(energy + own * S + s, total, mask=s < S)
 
 
-@triton.jit
+@jit_kernel
 def _rows_backward_kernel(
     qk, x, rows, grid, marks_before, w_e, w_r, states, scores, grad_scores, grad_energy,
     grad_qk, grad_bias, grad_decay, grad_states, derivatives, offsets, log_decay,
@@ -246,7 +247,7 @@ def _rows_backward_kernel(
             _store_state(derivatives, own, derivative, P, S, BP, BS)
 
 
-@triton.jit
+@jit_kernel
 def _landmarks_backward_kernel(
     qk, x, rows, grid, marks_before, w_e, w_r, scores, grad_scores, grad_energy, carries, grad_initial,
     grad_rows, grad_w, offsets, log_decay, starts, first_chunk, chunk_sequence, chunk_start, chunk_end, n, max_length,
@@ -308,7 +309,7 @@ def _landmarks_backward_kernel(
             _store_state(grad_initial, sequence * (2 * HEADS) + lane, grad_state, P, S, BP, BS)
 
 
-@triton.jit
+@jit_kernel
 def _add_rows_kernel(
     grad_rows, rows, grad_x, n, HEADS: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr
 ):  # fmt: skip

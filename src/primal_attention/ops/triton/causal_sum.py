@@ -39,6 +39,7 @@ from .common import (
     float32_precision,
     forbid_double_backward,
     inverse_norms,
+    jit_kernel,
     power_of_two,
     precision,
     segment_sum,
@@ -67,7 +68,7 @@ def triangular_sums(z, triangle, DECAY: tl.constexpr, PRECISION: tl.constexpr, F
     return dot(triangle.to(z.dtype), z, PRECISION)
 
 
-@triton.jit
+@jit_kernel
 def _chunk_sums_kernel(
     z, sums, log_decay, chunk_start, chunk_end,
     HEADS: tl.constexpr, P: tl.constexpr, BT: tl.constexpr, BP: tl.constexpr,
@@ -90,7 +91,7 @@ def _chunk_sums_kernel(
     tl.store(sums + (chunk.to(tl.int64) * (2 * HEADS) + lane) * P + p, tl.sum(parts, 0), mask=p < P)
 
 
-@triton.jit
+@jit_kernel
 def _carries_kernel(
     sums, carries, initial, final, log_decay, first_chunk, lengths,
     HEADS: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, BC: tl.constexpr,
@@ -152,7 +153,7 @@ def last_row(sums, left, BT: tl.constexpr):
     return tl.sum(tl.where(tl.arange(0, BT)[:, None] == tl.minimum(left, BT) - 1, sums, 0.0), 0)
 
 
-@triton.jit
+@jit_kernel
 def _causal_scores_kernel(
     qk, w_e, w_r, carries, final, scores, energy, log_decay, chunk_start, chunk_end,
     HEADS: tl.constexpr, P: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr,
@@ -220,7 +221,7 @@ def _sums_gradient(
     return sums, phi, tl.where(live[:, None], grad, 0.0), de
 
 
-@triton.jit
+@jit_kernel
 def _causal_backward_sums_kernel(
     qk, w_e, w_r, carries, grad_scores, grad_energy, grad_sums, block_carries, sums, grad_wx,
     log_decay, chunk_sequence, chunk_start, chunk_end,
@@ -276,7 +277,7 @@ def _causal_backward_sums_kernel(
         tl.store(grad_wx + own * (P * S) + p[None] * S + s[:, None], sum_w, mask=fits)
 
 
-@triton.jit
+@jit_kernel
 def _causal_backward_rows_kernel(
     qk, w_e, w_r, block_carries, after, grad_scores, grad_energy, grad_qk, grad_bias, grad_decay,
     log_decay, chunk_sequence, chunk_start, chunk_end,
@@ -332,7 +333,7 @@ def _causal_backward_rows_kernel(
         tl.store(grad_decay + chunk.to(tl.int64) * (2 * HEADS) + lane, tl.sum(sum_decay, 0))
 
 
-@triton.jit
+@jit_kernel
 def _causal_backward_weights_kernel(
     qk, w_e, w_r, carries, grad_scores, grad_energy, grad_wx, log_decay, chunk_sequence, chunk_start, chunk_end,
     HEADS: tl.constexpr, P: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr,
@@ -538,7 +539,7 @@ def _constants(z: Tensor, w_e: Tensor, log_decay: Tensor | None, tiles: Tiles) -
 # Two-sided sums
 
 
-@triton.jit
+@jit_kernel
 def _two_sided_kernel(
     z, grad, out, partial, before, after, grad_before, grad_after, grad_decay, log_decay, chunk_start, chunk_end,
     HEADS: tl.constexpr, P: tl.constexpr, BT: tl.constexpr, BP: tl.constexpr,

@@ -21,6 +21,41 @@ from ..landmarks import ragged_landmark_indices
 CHUNK = 1024  # rows
 LANE = 8  # scores are stored in rows of a multiple of 8 numbers: whole 16-byte pieces in 16-bit types
 INTERPRETED = bool(triton.knobs.runtime.interpret)
+MAX_COMPILED = 4096  # launches that a kernel remembers, by their arguments
+
+
+class Kernel(triton.JITFunction):  # type: ignore[misc]
+    """A kernel whose repeated eager launches look up the compiled kernel themselves.
+
+    Triton binds and inspects every argument at each launch, which takes most of its host time. This lookup key has the
+    same effect: Triton specialises on constants, dtypes, integers and the alignment of pointers.
+    """
+
+    def __init__(self, function: Any) -> None:
+        super().__init__(function)
+        self.num_inputs = sum(not parameter.is_constexpr for parameter in self.params)
+        self.compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+
+    def run(self, *inputs: Any, grid: tuple[int, ...], warmup: bool, **constants: Any) -> Any:
+        if warmup or len(inputs) != self.num_inputs:
+            return super().run(*inputs, grid=grid, warmup=warmup, **constants)
+        kinds = [a if a.__class__ is int else (a.dtype, a.data_ptr() % 16) for a in inputs]
+        key = (torch.cuda.current_device(), *kinds, *constants.items())
+        if (known := self.compiled.get(key)) is None:
+            compiled = super().run(*inputs, grid=grid, warmup=False, **constants)
+            if len(self.compiled) >= MAX_COMPILED:
+                self.compiled.clear()
+            self.compiled[key] = compiled, tuple(constants[name] for name in self.arg_names[self.num_inputs :])
+            return compiled
+        compiled, values = known
+        compiled[(*grid, 1, 1)[:3]](*inputs, *values)
+        return compiled
+
+
+def jit_kernel(function: Any) -> Any:
+    """Decorate a kernel: `Kernel` with the Triton version whose launcher was tested, else `triton.jit`."""
+    is_tested = triton.__version__.startswith("3.6.") and not INTERPRETED
+    return Kernel(function) if is_tested else triton.jit(function)
 
 
 def forbid_double_backward() -> None:
@@ -209,7 +244,7 @@ def scale_weights(w):
 # Sums over chunks
 
 
-@triton.jit
+@jit_kernel
 def _segment_sum_kernel(parts, sums, first_chunk, width, BW: tl.constexpr):
     sequence = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BW + tl.arange(0, BW)
@@ -234,7 +269,7 @@ def segment_sum(
 # Padding: the valid tokens of each sequence move to the front of its rows, and back.
 
 
-@triton.jit
+@jit_kernel
 def _compact_kernel(
     valid, source, place, lengths, chunk_end, width, chunks, BT: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
@@ -278,7 +313,7 @@ def compact(valid: Tensor) -> tuple[Tensor, Tensor, Sequences]:
     return source, place, sequences
 
 
-@triton.jit
+@jit_kernel
 def _permute_rows_kernel(x, index, out, width, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
     sequence = tl.program_id(0).to(tl.int64)
     token, column = tl.program_id(1) * BT + tl.arange(0, BT), tl.program_id(2) * BD + tl.arange(0, BD)

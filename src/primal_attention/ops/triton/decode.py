@@ -8,14 +8,13 @@ One program per sequence, head and side. The cost does not depend on the number 
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import ceil_div, inverse_norms, power_of_two
+from .common import ceil_div, inverse_norms, jit_kernel, power_of_two
 
 
-@triton.jit
+@jit_kernel
 def _decode_kernel(
     qk, query_sum, key_sum, weight, w_e, w_r, log_decay, scores, new_query_sum, new_key_sum, new_weight,
     HEADS: tl.constexpr, P: tl.constexpr, RANK: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, NS: tl.constexpr,

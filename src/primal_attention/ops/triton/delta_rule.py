@@ -47,6 +47,7 @@ from .common import (
     float32_precision,
     forbid_double_backward,
     inverse_norms,
+    jit_kernel,
     power_of_two,
     precision,
 )
@@ -125,7 +126,7 @@ def unit_lower_inverse(a, SIZE: tl.constexpr, LEVELS: tl.constexpr, FINE: tl.con
     return inverse
 
 
-@triton.jit
+@jit_kernel
 def _triangular_inverse_kernel(
     phi, log_decay, beta, inverse, length, chunks,
     HEADS: tl.constexpr, P: tl.constexpr, BP: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
@@ -144,7 +145,7 @@ def _triangular_inverse_kernel(
     tl.store(place, solve.to(inverse.dtype.element_ty))
 
 
-@triton.jit
+@jit_kernel
 def _delta_scan_kernel(
     phi, h, log_decay, beta, inverse, initial, scores, final, states, updates, length, chunks,
     HEADS: tl.constexpr, P: tl.constexpr, S: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, C: tl.constexpr,
@@ -184,7 +185,7 @@ def _delta_scan_kernel(
 # The rule, backward
 
 
-@triton.jit
+@jit_kernel
 def _delta_backward_scan_kernel(
     phi, log_decay, beta, inverse, grad_scores, grad_final, grad_states, solved, grad_initial, length, chunks,
     HEADS: tl.constexpr, P: tl.constexpr, S: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, C: tl.constexpr,
@@ -231,7 +232,7 @@ def row_products(a, a_row, b_row, exists, HEADS: tl.constexpr, P: tl.constexpr, 
     return total
 
 
-@triton.jit
+@jit_kernel
 def _delta_gradients_kernel(
     phi, h, log_decay, beta, states, updates, grad_states, solved, grad_scores,
     grad_query, grad_key, grad_h, grad_decay, grad_beta, length, chunks,
@@ -418,7 +419,7 @@ def convolve(z, weight, bias, row, first, column, inside, COLUMNS: tl.constexpr,
     return total
 
 
-@triton.jit
+@jit_kernel
 def _delta_features_kernel(
     z, weight, bias, out, length,
     COLUMNS: tl.constexpr, FIRST: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr, BW: tl.constexpr,
@@ -440,7 +441,7 @@ def _delta_features_kernel(
     tl.store(place, a.to(out.dtype.element_ty), mask=(first + t < length)[:, None] & (w[None] < WIDTH))
 
 
-@triton.jit
+@jit_kernel
 def _delta_features_backward_kernel(
     z, weight, bias, grad_out, grad_z, parts, length,
     COLUMNS: tl.constexpr, FIRST: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr, BW: tl.constexpr,
@@ -561,7 +562,7 @@ def head_block(batch, first, length, HEADS: tl.constexpr, WIDTH: tl.constexpr, B
     return place, (first + t < length)[:, None] & (w[None] < WIDTH)
 
 
-@triton.jit
+@jit_kernel
 def _gated_scores_kernel(
     x, gate, weight, out, parts, length,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, BW: tl.constexpr, BT: tl.constexpr, RUN: tl.constexpr,
@@ -583,7 +584,7 @@ def _gated_scores_kernel(
     tl.store(parts + part + w, tl.sum(energy, 0), mask=w < WIDTH)
 
 
-@triton.jit
+@jit_kernel
 def _gated_scores_backward_kernel(
     x, gate, weight, grad_out, grad_energy, grad_x, grad_gate, parts, length,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, BW: tl.constexpr, BT: tl.constexpr, RUN: tl.constexpr,

@@ -12,17 +12,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import ceil_div, forbid_double_backward, power_of_two
+from .common import ceil_div, forbid_double_backward, jit_kernel, power_of_two
 
 SEQUENCES = 256  # of a block in the backward pass
 DIRECTIONS = 32  # of a program that computes the gradient of √Λ
 
 
-@triton.jit
+@jit_kernel
 def _objective_kernel(
     energy, sqrt_lambda, trace, tokens, j, length,
     HEADS: tl.constexpr, RANK: tl.constexpr, S: tl.constexpr, BS: tl.constexpr, BH: tl.constexpr,
@@ -42,7 +41,7 @@ def _objective_kernel(
     tl.store(j + sequence, tl.sum(total, 0) * scale - tl.sum(traces, 0) / HEADS)
 
 
-@triton.jit
+@jit_kernel
 def _objective_backward_kernel(
     grad, energy, sqrt_lambda, tokens, grad_energy, grad_lambda, grad_trace, length, batch,
     HEADS: tl.constexpr, RANK: tl.constexpr, S: tl.constexpr, BS: tl.constexpr, BB: tl.constexpr, BD: tl.constexpr,

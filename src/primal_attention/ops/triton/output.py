@@ -20,7 +20,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..types import Weights
-from .common import ceil_div, dot, float32_precision, forbid_double_backward, matmul_to, power_of_two, precision
+from .common import (
+    ceil_div,
+    dot,
+    float32_precision,
+    forbid_double_backward,
+    jit_kernel,
+    matmul_to,
+    power_of_two,
+    precision,
+)
 
 MAX_FOLDED_WIDTH = 128  # of the scores of a head, up to which both maps are folded
 ROWS = 64  # of W_out in a block
@@ -40,7 +49,7 @@ def _load_score_map(
     return w
 
 
-@triton.jit
+@jit_kernel
 def _fold_kernel(
     w_o, b_o, w_out, b_out, matrix, d,
     HEADS: tl.constexpr, P: tl.constexpr, RANK: tl.constexpr, S: tl.constexpr, HAS_B_O: tl.constexpr,
@@ -60,7 +69,7 @@ def _fold_kernel(
     tl.store(target, folded.to(kind), mask=(row < d)[:, None] & (s < S)[None])
 
 
-@triton.jit
+@jit_kernel
 def _fold_backward_kernel(
     grad_matrix, w_o, b_o, w_out, grad_w_o, grad_b_o, grad_w_out, grad_b_out, d,
     HEADS: tl.constexpr, P: tl.constexpr, RANK: tl.constexpr, S: tl.constexpr, HAS_B_O: tl.constexpr,
