@@ -306,7 +306,7 @@ def compact(valid: Tensor) -> tuple[Tensor, Tensor, Sequences]:
     lengths = torch.empty(batch, dtype=torch.int64, device=valid.device)
     chunk_end = torch.empty(batch * chunks, dtype=torch.int64, device=valid.device)
     _compact_kernel[(batch,)](
-        valid.contiguous().view(torch.uint8), source, place, lengths, chunk_end, width, chunks, BT=1024, ROWS=CHUNK
+        valid.to(torch.uint8).contiguous(), source, place, lengths, chunk_end, width, chunks, BT=1024, ROWS=CHUNK
     )
     starts, _, first_chunk, chunk_sequence, chunk_start, _, is_single = uniform_sequences(batch, width, valid.device)
     sequences = Sequences(starts, lengths, first_chunk, chunk_sequence, chunk_start, chunk_end, is_single)

@@ -27,11 +27,13 @@ from .common import (
     forbid_double_backward,
     jit_kernel,
     matmul_to,
+    multiprocessors,
     power_of_two,
     precision,
 )
 
 MAX_FOLDED_WIDTH = 128  # of the scores of a head, up to which both maps are folded
+MAX_FOLDED_HEAD_DIM = 128  # wider maps do not fit in shared memory
 ROWS = 64  # of W_out in a block
 
 
@@ -71,43 +73,55 @@ def _fold_kernel(
 
 @jit_kernel
 def _fold_backward_kernel(
-    grad_matrix, w_o, b_o, w_out, grad_w_o, grad_b_o, grad_w_out, grad_b_out, d,
+    grad_matrix, w_o, b_o, w_out, grad_w_out, grad_b_out, parts, d, heads_per_program,
     HEADS: tl.constexpr, P: tl.constexpr, RANK: tl.constexpr, S: tl.constexpr, HAS_B_O: tl.constexpr,
-    HAS_B_OUT: tl.constexpr, BD: tl.constexpr, BP: tl.constexpr, BL: tl.constexpr, BQ: tl.constexpr,
-    BS: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_B_OUT: tl.constexpr, BD: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The first programs write blocks of dW_out and db_out, the others blocks of dW_o and db_o."""
-    program, blocks = tl.program_id(0), tl.cdiv(d, BD)
-    s = tl.arange(0, BS)
-    if program < blocks * HEADS:
-        row, head, p = program // HEADS * BD + tl.arange(0, BD), program % HEADS, tl.arange(0, BP)
+    """dW_out and db_out for a block of rows and some heads, and partial sums (2, P, S) of d[W_o | b_o]."""
+    groups = tl.cdiv(HEADS, heads_per_program)
+    row, first = tl.program_id(0) // groups * BD + tl.arange(0, BD), tl.program_id(0) % groups * heads_per_program
+    p, s = tl.arange(0, BP), tl.arange(0, BS)
+    map_e = tl.trans(_load_score_map(w_o, b_o, 0, p, s, P, RANK, HAS_B_O).to(tl.float32))
+    map_r = tl.trans(_load_score_map(w_o, b_o, 1, p, s, P, RANK, HAS_B_O).to(tl.float32))
+    sum_e = tl.zeros((BP, BS), tl.float32)
+    sum_r = tl.zeros((BP, BS), tl.float32)
+    exists, inside = (row < d)[:, None] & (s < S)[None], (row < d)[:, None] & (p < P)[None]
+    for head in range(first, tl.minimum(first + heads_per_program, HEADS)):
         source = grad_matrix + row[:, None] * (HEADS * 2 * S) + head * 2 * S + s[None]
-        exists = (row < d)[:, None] & (s < S)[None]
         e = tl.load(source, mask=exists, other=0.0)
-        grad = dot(e, tl.trans(_load_score_map(w_o, b_o, 0, p, s, P, RANK, HAS_B_O).to(tl.float32)), PRECISION)
         r = tl.load(source + S, mask=exists, other=0.0)
-        grad += dot(r, tl.trans(_load_score_map(w_o, b_o, 1, p, s, P, RANK, HAS_B_O).to(tl.float32)), PRECISION)
-        target = grad_w_out + row[:, None] * (HEADS * P) + head * P + p[None]
-        tl.store(target, grad.to(grad_w_out.dtype.element_ty), mask=(row < d)[:, None] & (p < P)[None])
+        place = row[:, None] * (HEADS * P) + head * P + p[None]
+        w = tl.trans(tl.load(w_out + place, mask=inside, other=0.0).to(tl.float32))
+        sum_e += dot(w, e, PRECISION)
+        sum_r += dot(w, r, PRECISION)
+        grad = dot(e, map_e, PRECISION) + dot(r, map_r, PRECISION)
+        tl.store(grad_w_out + place, grad.to(grad_w_out.dtype.element_ty), mask=inside)
         if HAS_B_OUT:
             of_bias = tl.sum(tl.where((s == RANK)[None], e, 0.0), 1)
             tl.store(grad_b_out + row, of_bias.to(grad_b_out.dtype.element_ty), mask=(row < d) & (head == 0))
-    else:
-        program -= blocks * HEADS
-        side, q = program % 2, program // 2 * BQ + tl.arange(0, BQ)
-        total = tl.zeros((BQ, BS), tl.float32)
-        for step in range(tl.cdiv(d, BL) * HEADS):  # few long steps: the loop waits for memory
-            row, head = step // HEADS * BL + tl.arange(0, BL), step % HEADS
-            inside = (q < P)[:, None] & (row < d)[None]
-            w = tl.load(w_out + row[None] * (HEADS * P) + head * P + q[:, None], mask=inside, other=0.0)
-            source = grad_matrix + row[:, None] * (HEADS * 2 * S) + (head * 2 + side) * S + s[None]
-            g = tl.load(source, mask=(row < d)[:, None] & (s < S)[None], other=0.0)
-            total += dot(w.to(tl.float32), g, PRECISION)
-        place = q[:, None] * (2 * RANK) + side * RANK + s[None]
-        tl.store(grad_w_o + place, total.to(grad_w_o.dtype.element_ty), mask=(q < P)[:, None] & (s < RANK)[None])
-        if HAS_B_O:
-            of_score_bias = tl.sum(tl.where((s == RANK)[None], total, 0.0), 1)
-            tl.store(grad_b_o + q, of_score_bias.to(grad_b_o.dtype.element_ty), mask=(q < P) & (side == 0))
+    target = parts + tl.program_id(0) * (2 * P * S) + p[:, None] * S + s[None]
+    tl.store(target, sum_e, mask=(p < P)[:, None] & (s < S)[None])
+    tl.store(target + P * S, sum_r, mask=(p < P)[:, None] & (s < S)[None])
+
+
+@jit_kernel
+def _score_map_gradient_kernel(
+    parts, grad_w_o, grad_b_o, count,
+    P: tl.constexpr, RANK: tl.constexpr, S: tl.constexpr, HAS_B_O: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Add the `count` partial sums of d[W_o | b_o]."""
+    number = tl.program_id(0) * BN + tl.arange(0, BN)
+    total = tl.zeros((BC, BN), tl.float32)
+    for first in range(0, count, BC):
+        part = first + tl.arange(0, BC)
+        exists = (part < count)[:, None] & (number < 2 * P * S)[None]
+        total += tl.load(parts + part[:, None] * (2 * P * S) + number[None], mask=exists, other=0.0)
+    sums = tl.sum(total, 0)
+    side, p, s = number // (P * S), number // S % P, number % S
+    place = p * (2 * RANK) + side * RANK + s
+    tl.store(grad_w_o + place, sums.to(grad_w_o.dtype.element_ty), mask=(number < 2 * P * S) & (s < RANK))
+    if HAS_B_O:
+        tl.store(grad_b_o + p, sums.to(grad_b_o.dtype.element_ty), mask=(number < P * S) & (s == RANK))
 
 
 def _fold_constants(w_o: Tensor, b_o: Tensor | None, b_out: Tensor | None, heads: int, stored: int) -> dict[str, Any]:
@@ -144,11 +158,24 @@ class FoldedOutputProjection(torch.autograd.Function):
         grad_scores = (grad @ matrix).view_as(scores)
         grad_matrix = matmul_to(grad.mT, scores.view(rows, -1), torch.float32)
         grads = [None if t is None else torch.empty_like(t) for t in (w_o, b_o, w_out, b_out)]
-        programs = ceil_div(d, ROWS) * heads + 2 * ceil_div(p, 16)
+        # One program per block and head, or fewer than there are multiprocessors: their partial sums are added below.
+        block_rows = ROWS if p <= 64 else ROWS // 2  # operands stay in shared memory
+        blocks = ceil_div(d, block_rows)
+        groups = min(heads, max(1, multiprocessors(scores.device) // blocks))
+        heads_per_program = ceil_div(heads, groups)
+        programs = blocks * ceil_div(heads, heads_per_program)
+        parts = torch.empty((programs, 2, p, stored), dtype=torch.float32, device=scores.device)
+        constants = _fold_constants(w_o, b_o, b_out, heads, stored) | {"BD": block_rows}
+        grad_w_o, grad_b_o, grad_w_out, grad_b_out = grads
         _fold_backward_kernel[(programs,)](
-            grad_matrix, w_o, w_o if b_o is None else b_o, w_out, *(grad_matrix if g is None else g for g in grads), d,
-            BL=256 if stored <= 32 else 128, BQ=16, PRECISION=float32_precision(scores.dtype),
-            **_fold_constants(w_o, b_o, b_out, heads, stored),
+            grad_matrix, w_o, w_o if b_o is None else b_o, w_out, grad_w_out,
+            parts if grad_b_out is None else grad_b_out, parts, d, heads_per_program,
+            PRECISION=float32_precision(scores.dtype), num_warps=4 if p <= 64 else 8, num_stages=2 if p <= 64 else 1,
+            **constants,
+        )  # fmt: skip
+        _score_map_gradient_kernel[(ceil_div(2 * p * stored, 128),)](
+            parts, grad_w_o, parts if grad_b_o is None else grad_b_o, programs,
+            P=p, RANK=constants["RANK"], S=stored, HAS_B_O=b_o is not None, BC=32, BN=128,
         )  # fmt: skip
         return grad_scores, *grads
 
@@ -207,7 +234,8 @@ class OutputProjection(torch.autograd.Function):
 
 def is_folded(heads: int, head_dim: int, stored: int) -> bool:
     """Return True if one folded map is cheaper than two."""
-    return 2 * stored * heads <= head_dim * heads + 2 * stored and 2 * stored <= MAX_FOLDED_WIDTH
+    fits = 2 * stored <= MAX_FOLDED_WIDTH and head_dim <= MAX_FOLDED_HEAD_DIM
+    return fits and 2 * stored * heads <= head_dim * heads + 2 * stored
 
 
 def output_projection(scores: Tensor, weights: Weights, dropout: float) -> Tensor:
