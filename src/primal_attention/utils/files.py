@@ -1,7 +1,7 @@
 """Atomic writers, and guarded readers for the text, JSON, YAML and CSV files that a user passes in.
 
 A file is written under a temporary name in the same folder, flushed to disk, then renamed. A file that cannot be read
-is a `RunError`: one line with the path, the field where there is one, and what was expected. `check` compares plain
+is a `FileError`: one line with the path, the field where there is one, and what was expected. `check` compares plain
 content with a schema written in plain Python:
 
     str, bool, dict, list, None, Number()    a value of that type
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from primal_attention.utils.errors import RunError, WriteError
+from primal_attention.utils.errors import FileError, WriteError
 
 Schema = Any
 MAX_BYTES = 256 * 1024**2
@@ -141,18 +141,18 @@ def read_text(path: Path, *, pipes: bool = False) -> str:
     """Return the content of a UTF-8 file: a regular one, or also a pipe."""
     try:
         if path.is_dir():
-            raise RunError(f"{path} is a folder where a file is needed")
+            raise FileError(f"{path} is a folder where a file is needed")
         if path.exists() and not path.is_file() and not (pipes and path.is_fifo()):
-            raise RunError(f"{path} is not a regular file")
+            raise FileError(f"{path} is not a regular file")
         if path.stat().st_size > MAX_BYTES:
-            raise RunError(f"{path} is too large to be read ({path.stat().st_size:,} bytes, at most {MAX_BYTES:,})")
+            raise FileError(f"{path} is too large to be read ({path.stat().st_size:,} bytes, at most {MAX_BYTES:,})")
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise RunError(f"{path} is not UTF-8 text (byte {error.start})") from None
+        raise FileError(f"{path} is not UTF-8 text (byte {error.start})") from None
     except FileNotFoundError:
-        raise RunError(f"{path} does not exist") from None
+        raise FileError(f"{path} does not exist") from None
     except OSError as error:
-        raise RunError(f"{path} cannot be read ({error.strerror})") from None
+        raise FileError(f"{path} cannot be read ({error.strerror})") from None
 
 
 def read_json(path: Path, schema: Schema = ...) -> Any:
@@ -184,14 +184,14 @@ def read_csv(path: Path) -> tuple[list[str], list[list[str]]]:
         header = next(reader, [])
         for row in reader:
             if len(row) != len(header):
-                raise RunError(f"{path} line {reader.line_num} has {len(row)} cells, the header {len(header)}")
+                raise FileError(f"{path} line {reader.line_num} has {len(row)} cells, the header {len(header)}")
             rows.append(row)
     except csv.Error as error:
-        raise RunError(f"{path} line {reader.line_num} is not CSV ({error})") from None
+        raise FileError(f"{path} line {reader.line_num} is not CSV ({error})") from None
     if not any(header):
-        raise RunError(f"{path} is empty: it needs a header line")
+        raise FileError(f"{path} is empty: it needs a header line")
     if len(set(header)) < len(header):
-        raise RunError(f"{path}: two columns have the same name")
+        raise FileError(f"{path}: two columns have the same name")
     return header, rows
 
 
@@ -200,14 +200,14 @@ def read_cell(cell: str, where: str) -> float | None:
     try:
         value = float(cell) if cell else None
     except ValueError:
-        raise RunError(f"{where} must be a number (got {cell[:40]!a})") from None
+        raise FileError(f"{where} must be a number (got {cell[:40]!a})") from None
     if value is not None and math.isinf(value) and "inf" not in cell.lower():
-        raise RunError(f"{where} is too large ({cell[:12]}…)")
+        raise FileError(f"{where} is too large ({cell[:12]}…)")
     return value
 
 
 def check(content: Any, schema: Schema, path: Path, field: str = "") -> None:
-    """Raise a `RunError` that names the path and the field where the content does not match the schema."""
+    """Raise a `FileError` that names the path and the field where the content does not match the schema."""
     options = schema if isinstance(schema, tuple) else (schema,)
     if any(_matches(content, option) for option in options):
         return
@@ -224,7 +224,7 @@ def check(content: Any, schema: Schema, path: Path, field: str = "") -> None:
             if name in content:
                 check(content[name], inner, path, place)
             elif not key.endswith("?"):
-                raise RunError(f"{path}: {place} is missing")
+                raise FileError(f"{path}: {place} is missing")
 
 
 def _read_plain(path: Path, language: str, parse: Callable[[str], Any], schema: Schema) -> Any:
@@ -232,10 +232,10 @@ def _read_plain(path: Path, language: str, parse: Callable[[str], Any], schema: 
     try:
         content = parse(text)
     except RecursionError:
-        raise RunError(f"{path} is nested too deeply") from None
+        raise FileError(f"{path} is nested too deeply") from None
     except Exception as error:  # PyYAML has errors of its own, and dates that do not exist are ValueErrors
         reason = " ".join(str(error).split())
-        raise RunError(f"{path} is not {language} ({_shorten(reason, 200, quote=False)})") from None
+        raise FileError(f"{path} is not {language} ({_shorten(reason, 200, quote=False)})") from None
     _check_plain(content, path, "", 0)
     check(content, schema, path)
     return content
@@ -244,11 +244,11 @@ def _read_plain(path: Path, language: str, parse: Callable[[str], Any], schema: 
 def _check_plain(value: Any, path: Path, field: str, depth: int) -> None:
     """Refuse other types than those of JSON, huge integers, deep nesting and invalid characters."""
     if depth > MAX_DEPTH:
-        raise RunError(f"{path} is nested too deeply")
+        raise FileError(f"{path} is nested too deeply")
     if isinstance(value, dict):
         for key, inner in value.items():
             if not isinstance(key, str):
-                raise RunError(f"{path}: every key must be a text (got {_shorten(key)})")
+                raise FileError(f"{path}: every key must be a text (got {_shorten(key)})")
             _check_plain(key, path, "a key", depth)
             _check_plain(inner, path, f"{field}.{key}" if field else key, depth + 1)
     elif isinstance(value, list):
@@ -283,9 +283,9 @@ def _describe(schema: Schema) -> str:
     return str(schema) if isinstance(schema, Number) else NAMES[schema]
 
 
-def _mismatch(content: Any, expected: str, path: Path, field: str) -> RunError:
+def _mismatch(content: Any, expected: str, path: Path, field: str) -> FileError:
     name = _shorten(field, quote=False) or "the content"
-    return RunError(f"{path}: {name} must be {expected} (got {_shorten(content)})")
+    return FileError(f"{path}: {name} must be {expected} (got {_shorten(content)})")
 
 
 def _shorten(value: Any, limit: int = 60, quote: bool = True) -> str:
