@@ -428,9 +428,9 @@ DATA_KINDS = {
     "uea-ts": Kind(partial(make_uea, ".ts"), "Toy_TRAIN.ts", load_uea, TS, "Toy_TRAIN.ts", "uea/Toy"),
     "own-parquet": Kind(partial(make_uea, ".parquet"), "Toy_TRAIN.parquet", read_parquet_file, DATA),
     "d4rl-hdf5": Kind(
-        partial(make_d4rl, ".hdf5"), "*.hdf5", load_d4rl, HDF5, "hopper-medium.hdf5", "d4rl/hopper-medium"
+        partial(make_d4rl, ".hdf5"), "hopper-medium.hdf5", load_d4rl, HDF5, "hopper-medium.hdf5", "d4rl/hopper-medium"
     ),
-    "d4rl-npz": Kind(partial(make_d4rl, ".npz"), "*.npz", load_d4rl, D4RL_NPZ),
+    "d4rl-npz": Kind(partial(make_d4rl, ".npz"), "hopper-medium.npz", load_d4rl, D4RL_NPZ),
     "word-vocabulary": Kind(make_words, "vocabulary.json", read_vocabulary, WORDS),
     "pair-vocabulary": Kind(make_pairs, "vocabulary.json", read_vocabulary, BYTE_PAIRS),
     "listops": Kind(
