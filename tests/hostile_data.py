@@ -257,6 +257,10 @@ def make_vocabulary(make: Callable[[], lm.Vocabulary], folder: Path) -> None:
     make().save(folder / "vocabulary.json")
 
 
+def load_vocabulary(folder: Path) -> object:
+    return lm.load_vocabulary(folder / "vocabulary.json")
+
+
 def load_images(folder: Path) -> object:
     data = images.load(folder)
     return [images.decode_once(folder, "train", split, 16, strict=True) for split in (data.train, data.test)]
@@ -270,7 +274,6 @@ make_listops = partial(make_lines, listops.FILES, LISTOPS)
 make_pathfinder = partial(pathfinder.write, train=6, valid=3, test=3)
 load_uea, load_d4rl = partial(uea.load, "Toy"), partial(d4rl.load, "hopper-medium")
 UEA: Damages = {
-    **DATA,
     "without-values": columns(X=...),
     "without-labels": columns(y=...),
     "no-samples": columns(X=np.zeros((0, 2, 4)), y=np.zeros(0)),
@@ -287,7 +290,6 @@ UEA: Damages = {
     "pickled-labels": columns(y=PICKLED),
 }
 TS: Damages = {
-    **DATA,
     "one-class": line("@classLabel true a", 6),
     "no-data": line("", 7),
     "bad-number": line("1,x:2,3:a", 8),
@@ -297,7 +299,6 @@ TS: Damages = {
     "nothing-but-gaps": rows(lambda lines: [*lines[:7], "?,?:?,?:a", "?,?:?,?:b"]),
 }
 D4RL: Damages = {
-    **DATA,
     "without-rewards": columns(rewards=...),
     "other-lengths": columns(actions=lambda a: a[:-1]),
     "not-finite": columns(observations=lambda a: np.where(a > a.mean(), a, np.nan)),
@@ -335,7 +336,6 @@ HDF5: Damages = {
     ),
 }
 WORDS: Damages = {
-    **DATA,
     "list": content('["a", "b"]'),
     "numbers": put("words", [1, 2]),
     "no-list": put("words", "a b <eos>"),
@@ -344,7 +344,6 @@ WORDS: Damages = {
     "half-a-letter": put("words", ["<eos>", "\ud800"]),
 }
 BYTE_PAIRS: Damages = {
-    **DATA,
     "no-model": put("model", ...),
     "model-of-wrong-type": put("model", 3),
     "unknown-model": put("model.type", "Exec"),
@@ -354,7 +353,6 @@ BYTE_PAIRS: Damages = {
     "merge-of-unknown": put("model.merges", [["qq", "zz"]]),
 }
 LISTOPS_DAMAGES: Damages = {
-    **DATA,
     "not-closed": line("[MAX 1 2\t2"),
     "wrong-label": line("[MAX 1 2 ]\t12"),
     "unknown-operator": line("[MAP 1 2 ]\t2"),
@@ -362,7 +360,6 @@ LISTOPS_DAMAGES: Damages = {
     "huge-label": line("[MAX 1 2 ]\t" + "9" * 10_000),
 }
 REVIEWS: Damages = {
-    **DATA,
     "numbers-for-texts": columns(text=list(range(12))),
     "missing-texts": columns(text=[None] * 12),
     "lists-for-labels": columns(label=[[1]] * 12),
@@ -372,7 +369,6 @@ REVIEWS: Damages = {
     "no-rows": columns(text=[], label=[]),
 }
 IMAGES: Damages = {
-    **DATA,
     "other-dtype": columns(array=lambda a: a.astype(np.float32)),
     "other-size": columns(array=lambda a: a[:, :28, :28]),
     "colour": columns(array=lambda a: np.stack([a] * 3, axis=-1)),
@@ -382,7 +378,6 @@ IMAGES: Damages = {
     "huge-claim": content(b"\x93NUMPY\x01\x00" + len(NPY_HEADER).to_bytes(2, "little") + NPY_HEADER),
 }
 IMAGE_LABELS: Damages = {
-    **DATA,
     "fractions": columns(array=lambda a: a + 0.5),
     "nan": columns(array=lambda a: np.full(len(a), np.nan)),
     "words": columns(array=lambda a: a.astype(str)),
@@ -391,7 +386,6 @@ IMAGE_LABELS: Damages = {
     "pickled": columns(array=PICKLED),
 }
 SPLITS: Damages = {
-    **without(DATA, "missing"),
     "list": content("[6, 3, 3]"),
     "missing-split": put("valid", ...),
     "words": put("train", "6"),
@@ -402,56 +396,69 @@ SPLITS: Damages = {
     "huge": put("train", 10**400),
 }
 CIFAR: Damages = {
-    **DATA,
     "one-byte-more": lambda file: file.write_bytes(file.read_bytes() + b"\0"),
     "label-10": lambda file: file.write_bytes(b"\x0a" + file.read_bytes()[1:]),
 }
 METADATA: Damages = {
-    **DATA,
     "label-2": line("imgs/0 sample_1.png 1 2"),
     "missing-image": line("imgs/0 sample_99.png 1 1"),
 }
-PAIRS_DAMAGES: Damages = {  # a text may end anywhere
-    **without(DATA, "truncated"),
+PAIRS_DAMAGES: Damages = {
     "label-2": line("2\ta\tb\tc\td"),
     "open-quote": line('1\ta\tb\t"c\td'),
 }
 D4RL_NPZ: Damages = {**D4RL, "pickled-rewards": columns(rewards=PICKLED)}
-IMAGE_FILE = without(DATA, "missing", "foreign-image")
 make_words = partial(make_vocabulary, partial(lm.Vocabulary.from_words, "a b <unk>\n"))
 make_pairs = partial(make_vocabulary, partial(lm.Vocabulary.train_byte_pairs, ["some text to learn from"] * 3, 270))
-read_parquet_file = lambda folder: uea.load_file(folder / "Toy_TRAIN.parquet")  # noqa: E731
-read_vocabulary = lambda folder: lm.load_vocabulary(folder / "vocabulary.json")  # noqa: E731
 make_images = partial(image_files.write, train=2, val=1)
+make_retrieval = partial(make_lines, tokens.PAIRS, PAIRS)
+
+
+def data_kind(make: Any, file: str, read: Any, damages: Damages, harmless: str = "", **names: str) -> Kind:
+    """A kind of data file that also suffers all of `DATA` that is not harmless to it."""
+    return Kind(make, file, read, {**without(DATA, *harmless.split()), **damages}, **names)
+
+
 DATA_KINDS = {
-    "uea-npz": Kind(partial(make_uea, ".npz"), "Toy_TRAIN.npz", load_uea, UEA, "Toy_TRAIN.ts", "uea/Toy"),
-    "uea-ts": Kind(partial(make_uea, ".ts"), "Toy_TRAIN.ts", load_uea, TS, "Toy_TRAIN.ts", "uea/Toy"),
-    "own-parquet": Kind(partial(make_uea, ".parquet"), "Toy_TRAIN.parquet", read_parquet_file, DATA),
-    "d4rl-hdf5": Kind(
-        partial(make_d4rl, ".hdf5"), "hopper-medium.hdf5", load_d4rl, HDF5, "hopper-medium.hdf5", "d4rl/hopper-medium"
+    "uea-npz": data_kind(
+        partial(make_uea, ".npz"), "Toy_TRAIN.npz", load_uea, UEA, layout="Toy_TRAIN.ts", recipe="uea/Toy"
     ),
-    "d4rl-npz": Kind(partial(make_d4rl, ".npz"), "hopper-medium.npz", load_d4rl, D4RL_NPZ),
-    "word-vocabulary": Kind(make_words, "vocabulary.json", read_vocabulary, WORDS),
-    "pair-vocabulary": Kind(make_pairs, "vocabulary.json", read_vocabulary, BYTE_PAIRS),
-    "listops": Kind(
-        make_listops, "basic_train.tsv", listops.load, LISTOPS_DAMAGES, "basic_train.tsv", "lra/listops"
+    "uea-ts": data_kind(partial(make_uea, ".ts"), "Toy_TRAIN.ts", load_uea, TS, layout="_TRAIN.ts", recipe="uea/Toy"),
+    "own-parquet": data_kind(
+        partial(make_uea, ".parquet"), "Toy_TRAIN.parquet", lambda home: uea.load_file(home / "Toy_TRAIN.parquet"), {}
     ),
-    "retrieval": Kind(
-        partial(make_lines, tokens.PAIRS, PAIRS), tokens.PAIRS["train"], tokens.load_retrieval, PAIRS_DAMAGES,
-        tokens.PAIRS["train"], "lra/retrieval",
+    "d4rl-hdf5": data_kind(
+        partial(make_d4rl, ".hdf5"), "hopper-medium.hdf5", load_d4rl, HDF5, layout="hopper-medium.hdf5",
+        recipe="d4rl/hopper-medium",
     ),
-    "reviews": Kind(make_reviews, "train.parquet", tokens.load_text, REVIEWS, "train.parquet", "lra/text"),
-    "wiki-xz": Kind(make_wiki, "wiki.train.txt.xz", lm.load, DATA, "wiki.train.tokens", "lm/wikitext-103"),
-    "cifar-bin": Kind(make_cifar, "data_batch_3.bin", tokens.load_image, CIFAR, "train_images.npy", "lra/image"),
-    "gray-images": Kind(make_gray, "train_images.npy", tokens.load_image, IMAGES),
-    "gray-labels": Kind(make_gray, "train_labels.npy", tokens.load_image, IMAGE_LABELS),
-    "pathfinder-image": Kind(
-        make_pathfinder, "imgs/0/sample_3.png", pathfinder.load, DATA, "metadata/*.npy", "lra/pathfinder"
+    "d4rl-npz": data_kind(partial(make_d4rl, ".npz"), "hopper-medium.npz", load_d4rl, D4RL_NPZ),
+    "word-vocabulary": data_kind(make_words, "vocabulary.json", load_vocabulary, WORDS),
+    "pair-vocabulary": data_kind(make_pairs, "vocabulary.json", load_vocabulary, BYTE_PAIRS),
+    "listops": data_kind(
+        make_listops, "basic_train.tsv", listops.load, LISTOPS_DAMAGES, layout="basic_train.tsv", recipe="lra/listops"
     ),
-    "pathfinder-metadata": Kind(make_pathfinder, "metadata/0.npy", pathfinder.load, METADATA),
-    "pathfinder-splits": Kind(make_pathfinder, "splits.json", pathfinder.load, SPLITS),
-    "image-folder": Kind(
-        make_images, "train/n02/1.jpg", load_images, IMAGE_FILE, "train/CLASS/*.jpg",
-        "image/imagenette --data.strict",
+    "retrieval": data_kind(
+        make_retrieval, tokens.PAIRS["train"], tokens.load_retrieval, PAIRS_DAMAGES, harmless="truncated",
+        layout=tokens.PAIRS["train"], recipe="lra/retrieval",
+    ),
+    "reviews": data_kind(
+        make_reviews, "train.parquet", tokens.load_text, REVIEWS, layout="train.parquet", recipe="lra/text"
+    ),
+    "wiki-xz": data_kind(
+        make_wiki, "wiki.train.txt.xz", lm.load, {}, layout="wiki.train.tokens", recipe="lm/wikitext-103"
+    ),
+    "cifar-bin": data_kind(
+        make_cifar, "data_batch_3.bin", tokens.load_image, CIFAR, layout="train_images.npy", recipe="lra/image"
+    ),
+    "gray-images": data_kind(make_gray, "train_images.npy", tokens.load_image, IMAGES),
+    "gray-labels": data_kind(make_gray, "train_labels.npy", tokens.load_image, IMAGE_LABELS),
+    "pathfinder-image": data_kind(
+        make_pathfinder, "imgs/0/sample_3.png", pathfinder.load, {}, layout="metadata/*.npy", recipe="lra/pathfinder"
+    ),
+    "pathfinder-metadata": data_kind(make_pathfinder, "metadata/0.npy", pathfinder.load, METADATA),
+    "pathfinder-splits": data_kind(make_pathfinder, "splits.json", pathfinder.load, SPLITS, harmless="missing"),
+    "image-folder": data_kind(
+        make_images, "train/n02/1.jpg", load_images, {}, harmless="missing foreign-image",
+        layout="train/CLASS/*.jpg", recipe="image/imagenette --data.strict",
     ),
 }  # fmt: skip
