@@ -1,27 +1,21 @@
-"""Small valid data files of every kind that the package reads, and ways to damage them.
+"""Ways to damage a file, and small valid data files of every kind that the package reads.
 
-    for kind in KINDS.values():
-        file = kind.write(folder)                  # a valid set in an empty folder; `file` is the one to damage
-        kind.load(folder)                          # what reads it
-        damages(kind)["truncated"](file)           # after this, kind.load(folder) must be one DataError line
-        kind.command                               # the same through the command line, where there is one
+    kind = DATA_KINDS["listops"]
+    kind.make(folder)                       # a valid set in an empty folder
+    kind.damages["truncated"](file)         # `file` matches kind.file; reading the set must then be one DataError line
 
 `Payload` is an object whose unpickling creates a file, so that a test can prove that nothing was unpickled.
 """
 
 from __future__ import annotations
 
-import functools
+import copy
 import io
 import json
 import lzma
-import os
 import pickle
-import signal
-import sys
-import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,47 +25,39 @@ import numpy as np
 import image_files
 from primal_attention.data import d4rl, lm, uea
 from primal_attention.data import image as images
-from primal_attention.data.lra import image as pixels
-from primal_attention.data.lra import listops, pathfinder, retrieval
-from primal_attention.data.lra import text as reviews
+from primal_attention.data.lra import listops, pathfinder, tokens
 
 Damage = Callable[[Path], object]
+Damages = Mapping[str, Damage]
+MARK = "executed"
 
 
 class Payload:
-    """Creates the file `<folder>/executed` when it is unpickled."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    """Creates a file in the working directory when it is unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return open, (str(self.folder / "executed"), "w")
+        return open, (MARK, "w")
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of data file.
+    """A kind of file.
 
     Args:
-        write: Fill an empty folder with a valid set and return the file to damage.
-        load: Read the set of that folder.
-        command: Words of `primal` before the folder that read the same set; empty where there are none.
-        damages: Beside `GENERIC`, for this kind alone.
-        harmless: Names of `GENERIC` that leave a valid file of this kind.
-        needs: Packages without which the kind cannot be written or read.
+        make: Fill an empty folder with valid files.
+        file: Path of the files to damage there, a pattern.
+        read: The command that reads them, or a function of the folder.
+        damages: What makes them invalid.
+        layout: Of a data set: what the message about an empty folder names.
+        recipe: Of a data set: the words of `primal train` that read it.
     """
 
-    write: Callable[[Path], Path]
-    load: Callable[[Path], object]
-    command: tuple[str, ...] = ()
-    damages: Mapping[str, Damage] = field(default_factory=dict)
-    harmless: tuple[str, ...] = ()
-    needs: tuple[str, ...] = ()
-
-
-def damages(kind: Kind) -> dict[str, Damage]:
-    """Every way to damage a file of this kind."""
-    return {**{name: damage for name, damage in GENERIC.items() if name not in kind.harmless}, **kind.damages}
+    make: Callable[[Path], object]
+    file: str
+    read: str | Callable[[Path], object]
+    damages: Damages
+    layout: str = ""
+    recipe: str = ""
 
 
 # Damages that any file can suffer
@@ -82,259 +68,197 @@ def replace_by_folder(file: Path) -> None:
     file.mkdir()
 
 
+def content(data: bytes | str) -> Damage:
+    return lambda file: file.write_bytes(data if isinstance(data, bytes) else data.encode())
+
+
 def archive(**arrays: Any) -> bytes:
     out = io.BytesIO()
     np.savez(out, **arrays)
     return out.getvalue()
 
 
-GENERIC: dict[str, Damage] = {
+COMMON: Damages = {
     "truncated": lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2 - 3]),
-    "missing": lambda file: file.unlink(),
-    "empty": lambda file: file.write_bytes(b""),
-    "random-bytes": lambda file: file.write_bytes(np.random.default_rng(0).bytes(4096)),
-    "zero-bytes": lambda file: file.write_bytes(bytes(4096)),
-    "deep-nesting": lambda file: file.write_bytes(b"[" * 200_000),
-    "deep-objects": lambda file: file.write_bytes(b'{"words":' * 100_000),
-    "huge-number": lambda file: file.write_bytes(b"9" * 10_000),
-    "other-text": lambda file: file.write_text("@data\nit: was, a dark\tand stormy night\n\n"),
-    "foreign-image": lambda file: file.write_bytes(pathfinder.to_png(np.zeros((20, 30), dtype=np.uint8))),
-    "foreign-archive": lambda file: file.write_bytes(archive(other=np.zeros(3))),
-    "pickle": lambda file: file.write_bytes(pickle.dumps(Payload(file.parent))),
+    "empty": content(b""),
+    "random-bytes": content(np.random.default_rng(0).bytes(4096)),
+    "zero-bytes": content(bytes(4096)),
+    "deep-nesting": content(b"[" * 5_000),
+    "other-text": content("@data\nIt was: a dark,\tand stormy {night\n\n"),
+    "foreign-image": content(pathfinder.to_png(np.zeros((20, 30), dtype=np.uint8))),
+    "latin-1": content("Schrödinger, naïve\n".encode("latin-1") * 30),
+    "compressed": content(b"\x1f\x8b\x08" + bytes(40)),
+    "archive": content(archive(other=np.zeros(3))),
+    "pickle": content(pickle.dumps(Payload())),
     "folder": replace_by_folder,
 }
 
 
-# Arrays: saved series, one's own series, trajectories
+def without(damages: Damages, *names: str) -> Damages:
+    """All damages but those that leave a valid file."""
+    return {name: damage for name, damage in damages.items() if name not in names}
 
 
-def write_npz(make: Callable[[], Mapping[str, np.ndarray]], name: str, folder: Path) -> Path:
-    np.savez(folder / name, **make())
-    return folder / name
+def edit(change: Callable[[Any], Any], file: Path) -> None:
+    """Apply a change to the content of a JSON or YAML file; what it returns, if anything, takes the content's place."""
+    import yaml
+
+    is_yaml = file.suffix == ".yaml"
+    before = (yaml.safe_load if is_yaml else json.loads)(file.read_text())
+    after = change(before)
+    after = before if after is None else after
+    file.write_text(yaml.safe_dump(after, sort_keys=False) if is_yaml else json.dumps(after))
 
 
-def edit_npz(change: Callable[[dict[str, Any]], object], file: Path) -> None:
-    with np.load(file) as content:
-        arrays = dict(content)
-    change(arrays)
-    np.savez(file, **arrays)
+def put(path: str, value: Any) -> Damage:
+    """Set, or with `...` remove, the field of a dotted path; numbers are places in lists."""
+
+    def change(fields: Any) -> None:
+        *way, last = [int(key) if key.isdecimal() else key for key in path.split(".")]
+        for key in way:
+            fields = fields[key]
+        if value is ...:
+            del fields[last]
+        else:
+            fields[last] = copy.deepcopy(value)
+
+    return partial(edit, change)
 
 
-def object_array(file: Path) -> np.ndarray:
-    array = np.empty(1, dtype=object)
-    array[0] = Payload(file.parent)
-    return array
+def rows(change: Callable[[list[str]], list[str]]) -> Damage:
+    return lambda file: file.write_text("\n".join(change(file.read_text().splitlines())) + "\n")
 
 
-def pickled_array(key: str, file: Path) -> None:
-    edit_npz(lambda arrays: arrays.update({key: object_array(file)}), file)
+def line(text: str, number: int = 2) -> Damage:
+    return rows(lambda lines: [*lines[: number - 1], text, *lines[number:]])
 
 
-def _drop(key: str) -> Damage:
-    return partial(edit_npz, lambda arrays: arrays.pop(key))
+# Columns of numbers or text, in the formats that the package reads
 
 
-def _set(**values: Any) -> Damage:
-    return partial(edit_npz, lambda arrays: arrays.update({k: np.asarray(v) for k, v in values.items()}))
+def load_columns(file: Path) -> dict[str, Any]:
+    if file.suffix == ".npy":
+        return {"array": np.load(file)}
+    if file.suffix == ".npz":
+        with np.load(file) as arrays:
+            return dict(arrays)
+    if file.suffix == ".hdf5":
+        import h5py
+
+        with h5py.File(file) as arrays:
+            return {key: value[()] for key, value in arrays.items()}
+    import pyarrow.parquet
+
+    return pyarrow.parquet.read_table(file).to_pydict()
 
 
-def _apply(key: str, change: Callable[[np.ndarray], np.ndarray]) -> Damage:
-    return partial(edit_npz, lambda arrays: arrays.update({key: change(arrays[key])}))
+def save_columns(file: Path, columns: Mapping[str, Any]) -> None:
+    if file.suffix == ".npy":
+        np.save(file, columns["array"], allow_pickle=True)
+    elif file.suffix == ".npz":
+        np.savez(file, **columns)
+    elif file.suffix == ".hdf5":
+        import h5py
+
+        with h5py.File(file, "w") as out:
+            for key, value in columns.items():
+                out[key] = value
+    else:
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.table(columns), file)
 
 
-def series() -> dict[str, np.ndarray]:
-    draw = np.random.default_rng(0)
-    arrays: dict[str, np.ndarray] = {"classes": np.array(["a", "b"])}
-    for part in ("train", "test"):
-        lengths = np.array([4, 3, 5, 4, 3, 5])
-        arrays[f"{part}_lengths"] = lengths
-        arrays[f"{part}_values"] = draw.normal(size=(lengths.sum(), 2))
-        arrays[f"{part}_labels"] = np.array([0, 1, 0, 1, 0, 1])
-    return arrays
+def columns(**changes: Any) -> Damage:
+    """Set columns, apply functions to them, or with `...` remove them."""
+
+    def damage(file: Path) -> None:
+        table = load_columns(file)
+        for key, change in changes.items():
+            if change is ...:
+                del table[key]
+            else:
+                table[key] = change(table[key]) if callable(change) else change
+        save_columns(file, table)
+
+    return damage
 
 
-SERIES_DAMAGES: dict[str, Damage] = {
-    "without-values": _drop("test_values"),
-    "lengths-that-cancel": _set(train_lengths=[24, -2, 2, -2, 1, 1]),
-    "huge-lengths": _set(train_lengths=[2**62, 2**62, 2**62, 2**62, 12, 12]),
-    "float-lengths": _apply("train_lengths", lambda a: a.astype(float)),
-    "no-samples": _set(test_lengths=np.zeros(0, int), test_labels=np.zeros(0, int), test_values=np.zeros((0, 2))),
-    "infinity-only": _apply("test_values", lambda a: np.full_like(a, np.inf)),
-    "complex-values": _apply("train_values", lambda a: a.astype(complex)),
-    "flat-values": _apply("train_values", np.ravel),
-    "no-channels": _apply("train_values", lambda a: a[:, :0]),
-    "other-channels": _apply("test_values", lambda a: np.hstack([a, a])),
-    "one-class": _set(train_labels=[0] * 6),
-    "equal-class-names": _set(classes=["a", "a"]),
-    "scalar-classes": _set(classes="a"),
-    "negative-label": _set(test_labels=[0, 1, 0, 1, 0, -1]),
-    "string-labels": _set(train_labels=list("ababab")),
-    "too-few-labels": _set(train_labels=[0, 1]),
-    "pickled-classes": partial(pickled_array, "classes"),
+PICKLED = np.empty(1, dtype=object)
+PICKLED[0] = Payload()
+DATA: Damages = {
+    **COMMON,
+    "missing": lambda file: file.unlink(),
+    "deep-objects": content(b'{"words":' * 100_000),
+    "huge-number": content(b"9" * 10_000),
 }
 
 
-def own_series() -> dict[str, np.ndarray]:
-    return {"X": np.random.default_rng(0).normal(size=(8, 2, 5)), "y": np.arange(8) % 2}
+# Data sets of every kind
 
 
-def transitions() -> dict[str, np.ndarray]:
+def make_uea(ending: str, folder: Path) -> None:
+    for part in ("TRAIN", "TEST"):
+        file = folder / f"Toy_{part}{ending}"
+        if ending == ".ts":
+            samples = [f"{i},2,{i}:4,5,6:{'ab'[i % 2]}" for i in range(6)]
+            file.write_text("\n".join([*TS_HEADER, "@classLabel true a b", "@data", *samples]) + "\n")
+        elif ending == ".npz":
+            save_columns(file, {"X": np.random.default_rng(0).normal(size=(8, 2, 5)), "y": np.arange(8) % 2})
+        else:
+            sample, time = np.divmod(np.arange(24), 3)
+            names = np.array(["a", "b"])[sample % 2]
+            save_columns(file, {"sample": sample, "time": time, "x": time * 1.0, "label": names})
+
+
+def make_d4rl(ending: str, folder: Path) -> None:
     draw = np.random.default_rng(0)
-    return {
+    table = {
         "observations": draw.normal(size=(20, 11)),
         "actions": draw.uniform(-1, 1, (20, 3)),
         "rewards": draw.normal(size=20),
         "terminals": np.arange(20) % 5 == 4,
         "timeouts": np.zeros(20, bool),
     }
+    save_columns(folder / f"hopper-medium{ending}", table)
 
 
-TRANSITION_DAMAGES: dict[str, Damage] = {
-    "without-rewards": _drop("rewards"),
-    "other-lengths": _apply("actions", lambda a: a[:-1]),
-    "not-finite": _apply("observations", lambda a: np.where(a > a.mean(), a, np.nan)),
-    "no-end": _apply("terminals", np.zeros_like),
-    "string-terminals": _apply("terminals", lambda a: a.astype(str).astype(bytes)),
-    "numbered-terminals": _apply("terminals", lambda a: np.arange(len(a))),
-    "nan-terminals": _apply("terminals", lambda a: np.where(a, np.nan, 0.0)),
-    "wide-terminals": _apply("terminals", lambda a: np.stack([a, a], axis=1)),
-    "no-width": _apply("actions", lambda a: a[:, :0]),
-    "scalar-rewards": _apply("rewards", lambda a: np.float64(1.0)),
-    "beyond-float32": _apply("rewards", lambda a: a + 1e300),
-    "complex-actions": _apply("actions", lambda a: a.astype(complex)),
-    "boolean-observations": _apply("observations", lambda a: a > 0),
-    "no-rows": partial(edit_npz, lambda c: c.update({key: value[:0] for key, value in c.items()})),
-    "pickled-rewards": partial(pickled_array, "rewards"),
-}
-
-
-def write_hdf5(folder: Path) -> Path:
-    import h5py
-
-    with h5py.File(folder / "hopper-medium.hdf5", "w") as out:
-        for key, value in transitions().items():
-            out[key] = value
-    return folder / "hopper-medium.hdf5"
-
-
-def _hdf5(key: str, replace: Callable[[Any], object]) -> Damage:
-    def damage(file: Path) -> None:
-        import h5py
-
-        with h5py.File(file, "a") as out:
-            del out[key]
-            replace(out)
-
-    return damage
-
-
-# Text tables
-
-
-def write_lines(names: Mapping[str, str], lines: list[str], folder: Path) -> Path:
-    """The same lines in the file of every split; the training file is the one to damage."""
+def make_lines(names: Mapping[str, str], lines: list[str], folder: Path) -> None:
     for name in names.values():
         (folder / name).write_text("\n".join(lines) + "\n")
-    return folder / names["train"]
 
 
-def _line(text: str, number: int = 2) -> Damage:
-    def damage(file: Path) -> None:
-        lines = file.read_text().splitlines()
-        lines[number - 1] = text
-        file.write_text("\n".join(lines) + "\n")
-
-    return damage
+def make_reviews(folder: Path) -> None:
+    for part in ("train", "test"):
+        table = {"text": [f"review {i}" for i in range(12)], "label": ["neg", "pos"] * 6}
+        save_columns(folder / f"{part}.parquet", table)
 
 
-LISTOPS = ["Source\tTarget", *(f"[MAX {i} {i + 1} ]\t{i + 1}" for i in range(8))]
-write_listops = partial(write_lines, listops.FILES, LISTOPS)
-PAIRS = [f"{i % 2}\tP{i}\tQ{i}\tone text\tother text" for i in range(6)]
-TS_FILES = {"test": "Toy_TEST.ts", "train": "Toy_TRAIN.ts"}
-TS_HEADER = "@problemName Toy\n@timeStamps false\n@missing true\n@univariate false\n@equalLength false"
-TS = [*TS_HEADER.splitlines(), "@classLabel true a b", "@data", *(f"{i},2,{i}:4,5,6:{'ab'[i % 2]}" for i in range(6))]
+def make_wiki(folder: Path) -> None:
+    for split in lm.SPLITS:
+        text = f" = {split} = \n the <unk> words of {split} \n"
+        (folder / f"wiki.{split}.txt.xz").write_bytes(lzma.compress(text.encode()))
 
 
-def write_parquet(folder: Path, changes: Mapping[str, Any] | None = None) -> Path:
-    import pyarrow
-    import pyarrow.parquet
-
-    for part in ("test", "train"):
-        table = {"text": [f"review {i}" for i in range(12)], "label": [("neg", "pos")[i % 2] for i in range(12)]}
-        file = folder / f"{part}.parquet"
-        pyarrow.parquet.write_table(pyarrow.table({**table, **(changes or {})}), file)
-    return file
-
-
-def _parquet(**changes: Any) -> Damage:
-    return lambda file: write_parquet(file.parent, changes)
-
-
-def write_own_parquet(folder: Path) -> Path:
-    import pyarrow
-    import pyarrow.parquet
-
-    table = {"t0": np.arange(8.0), "t1": np.arange(8.0), "label": ["a", "b"] * 4}
-    pyarrow.parquet.write_table(pyarrow.table(table), folder / "own.parquet")
-    return folder / "own.parquet"
-
-
-def write_wiki(folder: Path) -> Path:
-    for split in ("valid", "test", "train"):
-        file = folder / f"wiki.{split}.txt.xz"
-        file.write_bytes(lzma.compress(f" = {split} = \n the <unk> words of {split} \n".encode()))
-    return file
-
-
-# Images
-
-
-@functools.cache
-def pathfinder_files() -> dict[Path, bytes]:
-    """Drawing takes a moment, so that it is done once."""
-    with tempfile.TemporaryDirectory() as place:
-        folder = pathfinder.write(Path(place) / "set", train=6, valid=3, test=3)
-        return {file.relative_to(folder): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
-
-
-def write_pathfinder(file: str, folder: Path) -> Path:
-    for name, content in pathfinder_files().items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content)
-    return folder / file
-
-
-def write_cifar(folder: Path) -> Path:
-    records = np.random.default_rng(0).integers(0, 256, (6, 4, pixels.RECORD), dtype=np.uint8)
+def make_cifar(folder: Path) -> None:
+    records = np.random.default_rng(0).integers(0, 256, (6, 4, tokens.RECORD), dtype=np.uint8)
     records[:, :, 0] %= 10
-    for name, part in zip((*pixels.BINARY["train"], *pixels.BINARY["test"]), records, strict=True):
+    for name, part in zip((*tokens.BINARY["train"], *tokens.BINARY["test"]), records, strict=True):
         part.tofile(folder / name)
-    return folder / "data_batch_3.bin"
 
 
-def write_gray(damaged: str, folder: Path) -> Path:
+def make_gray(folder: Path) -> None:
     for part in ("train", "test"):
         np.save(folder / f"{part}_images.npy", np.zeros((20, 32, 32), dtype=np.uint8))
         np.save(folder / f"{part}_labels.npy", np.arange(20) % 10)
-    return folder / damaged
 
 
-def _array(change: Callable[[np.ndarray], np.ndarray]) -> Damage:
-    return lambda file: np.save(file, change(np.load(file)))
+def make_vocabulary(make: Callable[[], lm.Vocabulary], folder: Path) -> None:
+    make().save(folder / "vocabulary.json")
 
 
-def _npy_objects(file: Path) -> None:
-    np.save(file, object_array(file), allow_pickle=True)
-
-
-def _npy_claim(file: Path) -> None:
-    header = b"{'descr': '|u1', 'fortran_order': False, 'shape': (99999999999, 32, 32), }"
-    file.write_bytes(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header)
-
-
-def write_images(folder: Path) -> Path:
-    image_files.write(folder, train=2, val=1)
-    return folder / "train" / "n02" / "1.jpg"
+def load_vocabulary(folder: Path) -> object:
+    return lm.load_vocabulary(folder / "vocabulary.json")
 
 
 def load_images(folder: Path) -> object:
@@ -342,228 +266,199 @@ def load_images(folder: Path) -> object:
     return [images.decode_once(folder, "train", split, 16, strict=True) for split in (data.train, data.test)]
 
 
-# Vocabularies
+TS_HEADER = "@problemName Toy\n@timeStamps false\n@missing true\n@univariate false\n@equalLength false".splitlines()
+LISTOPS = ["Source\tTarget", *(f"[MAX {i} {i + 1} ]\t{i + 1}" for i in range(8))]
+PAIRS = [f"{i % 2}\tP{i}\tQ{i}\tone text\tother text" for i in range(6)]
+NPY_HEADER = b"{'descr': '|u1', 'fortran_order': False, 'shape': (99999999999, 32, 32), }"
+make_listops = partial(make_lines, listops.FILES, LISTOPS)
+make_pathfinder = partial(pathfinder.write, train=6, valid=3, test=3)
+load_uea, load_d4rl = partial(uea.load, "Toy"), partial(d4rl.load, "hopper-medium")
+UEA: Damages = {
+    "without-values": columns(X=...),
+    "without-labels": columns(y=...),
+    "no-samples": columns(X=np.zeros((0, 2, 4)), y=np.zeros(0)),
+    "infinity-only": columns(X=lambda a: np.full_like(a, np.inf)),
+    "complex-values": columns(X=lambda a: a.astype(complex)),
+    "flat-values": columns(X=np.ravel),
+    "no-channels": columns(X=lambda a: a[:, :0]),
+    "other-channels": columns(X=lambda a: np.hstack([a, a])),
+    "one-class": columns(y=lambda a: a * 0),
+    "negative-label": columns(y=lambda a: -a),  # which the test file does not know
+    "too-few-labels": columns(y=lambda a: a[:2]),
+    "two-columns": columns(y=lambda a: np.stack([a, a], axis=1)),
+    "pickled-values": columns(X=PICKLED),
+    "pickled-labels": columns(y=PICKLED),
+}
+TS: Damages = {
+    "one-class": line("@classLabel true a", 6),
+    "no-data": line("", 7),
+    "bad-number": line("1,x:2,3:a", 8),
+    "ragged-channels": line("1,2,3:4,5:a", 8),
+    "a-channel-more": line("1,2:4,5:6,7:a", 8),
+    "no-label": line("1,2,3:4,5,6", 8),
+    "nothing-but-gaps": rows(lambda lines: [*lines[:7], "?,?:?,?:a", "?,?:?,?:b"]),
+}
+D4RL: Damages = {
+    "without-rewards": columns(rewards=...),
+    "other-lengths": columns(actions=lambda a: a[:-1]),
+    "not-finite": columns(observations=lambda a: np.where(a > a.mean(), a, np.nan)),
+    "no-end": columns(terminals=np.zeros_like),
+    "string-terminals": columns(terminals=lambda a: a.astype(str).astype(bytes)),
+    "string-timeouts": columns(timeouts=np.array([b"false"] * 20)),
+    "numbered-terminals": columns(terminals=np.arange(20)),
+    "nan-terminals": columns(terminals=lambda a: np.where(a, np.nan, 0.0)),
+    "wide-terminals": columns(terminals=lambda a: np.stack([a, a], axis=1)),
+    "no-width": columns(actions=lambda a: a[:, :0]),
+    "scalar-rewards": columns(rewards=np.float64(1.0)),
+    "beyond-float32": columns(rewards=lambda a: a + 1e300),
+    "complex-actions": columns(actions=lambda a: a.astype(complex)),
+    "boolean-observations": columns(observations=lambda a: a > 0),
+    "no-rows": columns(**dict.fromkeys((*d4rl.KEYS, "timeouts"), lambda a: a[:0])),
+}
 
 
-def write_vocabulary(make: Callable[[], lm.Vocabulary], folder: Path) -> Path:
-    make().save(folder / "vocabulary.json")
-    return folder / "vocabulary.json"
-
-
-def _json(change: Callable[[dict[str, Any]], object]) -> Damage:
+def replace_in_hdf5(key: str, create: Callable[[Any], object]) -> Damage:
     def damage(file: Path) -> None:
-        content = json.loads(file.read_text())
-        change(content)
-        file.write_text(json.dumps(content))
+        import h5py
+
+        with h5py.File(file, "a") as out:
+            del out[key]
+            create(out)
 
     return damage
 
 
-def run_and_kill(words: list[str], errors: Path, kill_at: int = -1, largest: int = -1) -> None:
-    """Run `primal` in this process, which is killed when its rename with the number `kill_at` begins.
-
-    Args:
-        errors: File for what goes to stderr.
-        largest: Limit of a file's size in bytes, after which writing fails as on a full disk.
-    """
-    from primal_attention.cli import main as cli
-
-    sys.stderr = errors.open("w")
-    pathfinder.FOLDER_SIZE, pathfinder.DRAWN_AT_ONCE = 10, 32  # several folders and batches for few images
-    rename, left = Path.replace, [kill_at]
-
-    def replace(self: Path, target: Path) -> Path:
-        if left[0] == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        left[0] -= 1
-        return rename(self, target)
-
-    Path.replace = replace  # type: ignore[method-assign]
-    if largest >= 0:
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_FSIZE, (largest, resource.RLIM_INFINITY))
-    code = cli.main(words)
-    if largest >= 0:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    sys.stderr.close()
-    os._exit(code)
-
-
-def _train(recipe: str) -> tuple[str, ...]:
-    return ("train", recipe, "--trainer.accelerator", "cpu", "--data.folder")
-
-
-KINDS: dict[str, Kind] = {
-    "uea-npz": Kind(partial(write_npz, series, "Toy.npz"), partial(uea.load, "Toy"), _train("uea/Toy"), SERIES_DAMAGES),
-    "uea-ts": Kind(
-        partial(write_lines, TS_FILES, TS),
-        partial(uea.load, "Toy"),
-        _train("uea/Toy"),
-        {
-            "one-class": _line("@classLabel true a", 6),
-            "no-data": _line("", 7),
-            "bad-number": _line("1,x:2,3:a", 8),
-            "ragged-channels": _line("1,2,3:4,5:a", 8),
-            "a-channel-more": _line("1,2:4,5:6,7:a", 8),
-            "no-label": _line("1,2,3:4,5,6", 8),
-            "nothing-but-gaps": lambda file: file.write_text("\n".join([*TS[:7], "?,?:?,?:a", "?,?:?,?:b", ""])),
-        },
-        needs=("aeon",),
-    ),
-    "own-npz": Kind(
-        partial(write_npz, own_series, "own.npz"),
-        lambda folder: uea.load_file(folder / "own.npz"),
-        damages={"pickled-values": partial(pickled_array, "X"), "pickled-labels": partial(pickled_array, "y")},
-    ),
-    "own-parquet": Kind(
-        write_own_parquet, lambda folder: uea.load_file(folder / "own.parquet"), needs=("pyarrow.parquet",)
-    ),
-    "d4rl-hdf5": Kind(
-        write_hdf5,
-        partial(d4rl.load, "hopper-medium"),
-        _train("d4rl/hopper-medium"),
-        {
-            "string-timeouts": _hdf5("timeouts", lambda out: out.update(timeouts=np.array([b"false"] * 20))),
-            "group-for-column": _hdf5("actions", lambda out: out.create_group("actions").update(x=np.zeros(3))),
-            "huge-claim": _hdf5(
-                "observations",
-                lambda out: out.create_dataset("observations", shape=(10**13, 11), dtype="f8", chunks=(1000, 11)),
-            ),
-        },
-        needs=("h5py",),
-    ),
-    "d4rl-npz": Kind(
-        partial(write_npz, transitions, "hopper-medium.npz"),
-        partial(d4rl.load, "hopper-medium"),
-        damages=TRANSITION_DAMAGES,
-    ),
-    "word-vocabulary": Kind(
-        partial(write_vocabulary, partial(lm.Vocabulary.from_words, "a b <unk>\n")),
-        lambda folder: lm.load_vocabulary(folder / "vocabulary.json"),
-        damages={
-            "list": lambda file: file.write_text('["a", "b"]'),
-            "numbers": _json(lambda c: c.update(words=[1, 2])),
-            "no-list": _json(lambda c: c.update(words="a b <eos>")),
-            "no-end": _json(lambda c: c.update(words=["a", "b"])),
-            "word-twice": _json(lambda c: c.update(words=["<eos>", "a", "a"])),
-            "half-a-letter": _json(lambda c: c.update(words=["<eos>", "\ud800"])),
-        },
-        needs=("tokenizers",),
-    ),
-    "pair-vocabulary": Kind(
-        partial(write_vocabulary, partial(lm.Vocabulary.train_byte_pairs, ["some text to learn from"] * 3, 270)),
-        lambda folder: lm.load_vocabulary(folder / "vocabulary.json"),
-        damages={
-            "no-model": _json(lambda c: c.pop("model")),
-            "model-of-wrong-type": _json(lambda c: c.update(model=3)),
-            "unknown-model": _json(lambda c: c["model"].update(type="Exec")),
-            "no-end": _json(lambda c: c.update(added_tokens=[], model={**c["model"], "vocab": {"a": 0}, "merges": []})),
-            "huge-token-number": _json(lambda c: c["model"]["vocab"].update({next(iter(c["model"]["vocab"])): 2**31})),
-            "negative-token-number": _json(lambda c: c["model"]["vocab"].update(zzz=-1)),
-            "merge-of-unknown": _json(lambda c: c["model"].update(merges=[["qq", "zz"]])),
-        },
-        needs=("tokenizers",),
-    ),
-    "listops": Kind(
-        write_listops,
-        listops.load,
-        _train("lra/listops"),
-        {
-            "not-closed": _line("[MAX 1 2\t2"),
-            "wrong-label": _line("[MAX 1 2 ]\t12"),
-            "unknown-operator": _line("[MAP 1 2 ]\t2"),
-            "deep-brackets": _line("[MAX " * 100_000 + "\t1"),
-            "huge-label": _line("[MAX 1 2 ]\t" + "9" * 10_000),
-        },
-    ),
-    "retrieval": Kind(
-        partial(write_lines, retrieval.FILES, PAIRS),
-        retrieval.load,
-        _train("lra/retrieval"),
-        {"label-2": _line("2\ta\tb\tc\td"), "open-quote": _line('1\ta\tb\t"c\td')},
-        harmless=("truncated",),  # a text may end anywhere
-    ),
-    "parquet": Kind(
-        write_parquet,
-        reviews.load,
-        _train("lra/text"),
-        {
-            "numbers-for-texts": _parquet(text=list(range(12))),
-            "missing-texts": _parquet(text=[None] * 12),
-            "lists-for-labels": _parquet(label=[[1]] * 12),
-            "label-2": _parquet(label=[0, 1, 2] * 4),
-            "fractional-labels": _parquet(label=[0.5] * 12),
-            "one-class": _parquet(label=["pos"] * 12),
-            "no-rows": _parquet(text=[], label=[]),
-        },
-        needs=("pyarrow.parquet",),
-    ),
-    "wiki-xz": Kind(write_wiki, lm.load, _train("lm/wikitext-103"), needs=("tokenizers",)),
-    "cifar-bin": Kind(
-        write_cifar,
-        pixels.load,
-        _train("lra/image"),
-        {
-            "one-byte-more": lambda file: file.write_bytes(file.read_bytes() + b"\0"),
-            "label-10": lambda file: file.write_bytes(b"\x0a" + file.read_bytes()[1:]),
-        },
-    ),
-    "gray-images": Kind(
-        partial(write_gray, "train_images.npy"),
-        pixels.load,
-        damages={
-            "other-dtype": _array(lambda a: a.astype(np.float32)),
-            "other-size": _array(lambda a: a[:, :28, :28]),
-            "colour": _array(lambda a: np.stack([a] * 3, axis=-1)),
-            "fewer": _array(lambda a: a[:5]),
-            "none": _array(lambda a: a[:0]),
-            "pickled": _npy_objects,
-            "huge-claim": _npy_claim,
-        },
-    ),
-    "gray-labels": Kind(
-        partial(write_gray, "train_labels.npy"),
-        pixels.load,
-        damages={
-            "fractions": _array(lambda a: a + 0.5),
-            "nan": _array(lambda a: np.full(len(a), np.nan)),
-            "words": _array(lambda a: a.astype(str)),
-            "label-10": _array(lambda a: a + 1),
-            "two-columns": _array(lambda a: np.stack([a, a], axis=1)),
-            "pickled": _npy_objects,
-        },
-    ),
-    "pathfinder-image": Kind(
-        partial(write_pathfinder, "imgs/0/sample_3.png"), pathfinder.load, _train("lra/pathfinder"), needs=("PIL",)
-    ),
-    "pathfinder-metadata": Kind(
-        partial(write_pathfinder, "metadata/0.npy"),
-        pathfinder.load,
-        damages={"label-2": _line("imgs/0 sample_1.png 1 2"), "missing-image": _line("imgs/0 sample_99.png 1 1")},
-        needs=("PIL",),
-    ),
-    "pathfinder-splits": Kind(
-        partial(write_pathfinder, "splits.json"),
-        pathfinder.load,
-        damages={
-            "list": lambda file: file.write_text("[6, 3, 3]"),
-            "missing-split": _json(lambda c: c.pop("valid")),
-            "words": _json(lambda c: c.update(train="6")),
-            "infinity": _json(lambda c: c.update(train=float("inf"))),
-            "booleans": _json(lambda c: c.update(train=True)),
-            "other-sum": _json(lambda c: c.update(train=7)),
-            "negative": _json(lambda c: c.update(train=12, valid=-3)),
-            "huge": _json(lambda c: c.update(train=10**400)),
-        },
-        harmless=("missing",),
-        needs=("PIL",),
-    ),
-    "image-folder": Kind(
-        write_images,
-        load_images,
-        ("train", "image/imagenette", "--trainer.accelerator", "cpu", "--data.strict", "--data.folder"),
-        harmless=("foreign-image", "missing"),
-        needs=("PIL",),
+HDF5: Damages = {
+    **D4RL,
+    "group-for-column": replace_in_hdf5("actions", lambda out: out.create_group("actions").update(x=np.zeros(3))),
+    "huge-claim": replace_in_hdf5(
+        "rewards", lambda out: out.create_dataset("rewards", shape=(10**14,), dtype="f8", chunks=(1000,))
     ),
 }
+WORDS: Damages = {
+    "list": content('["a", "b"]'),
+    "numbers": put("words", [1, 2]),
+    "no-list": put("words", "a b <eos>"),
+    "no-end": put("words", ["a", "b"]),
+    "word-twice": put("words", ["<eos>", "a", "a"]),
+    "half-a-letter": put("words", ["<eos>", "\ud800"]),
+}
+BYTE_PAIRS: Damages = {
+    "no-model": put("model", ...),
+    "model-of-wrong-type": put("model", 3),
+    "unknown-model": put("model.type", "Exec"),
+    "no-end": partial(edit, lambda c: c.update(added_tokens=[]) or c["model"].update(vocab={"a": 0}, merges=[])),
+    "huge-token-number": put("model.vocab.a", 2**31),
+    "negative-token-number": put("model.vocab.zzz", -1),
+    "merge-of-unknown": put("model.merges", [["qq", "zz"]]),
+}
+LISTOPS_DAMAGES: Damages = {
+    "not-closed": line("[MAX 1 2\t2"),
+    "wrong-label": line("[MAX 1 2 ]\t12"),
+    "unknown-operator": line("[MAP 1 2 ]\t2"),
+    "deep-brackets": line("[MAX " * 100_000 + "\t1"),
+    "huge-label": line("[MAX 1 2 ]\t" + "9" * 10_000),
+}
+REVIEWS: Damages = {
+    "numbers-for-texts": columns(text=list(range(12))),
+    "missing-texts": columns(text=[None] * 12),
+    "lists-for-labels": columns(label=[[1]] * 12),
+    "label-2": columns(label=[0, 1, 2] * 4),
+    "fractional-labels": columns(label=[0.5] * 12),
+    "one-class": columns(label=["pos"] * 12),
+    "no-rows": columns(text=[], label=[]),
+}
+IMAGES: Damages = {
+    "other-dtype": columns(array=lambda a: a.astype(np.float32)),
+    "other-size": columns(array=lambda a: a[:, :28, :28]),
+    "colour": columns(array=lambda a: np.stack([a] * 3, axis=-1)),
+    "fewer": columns(array=lambda a: a[:5]),
+    "none": columns(array=lambda a: a[:0]),
+    "pickled": columns(array=PICKLED),
+    "huge-claim": content(b"\x93NUMPY\x01\x00" + len(NPY_HEADER).to_bytes(2, "little") + NPY_HEADER),
+}
+IMAGE_LABELS: Damages = {
+    "fractions": columns(array=lambda a: a + 0.5),
+    "nan": columns(array=lambda a: np.full(len(a), np.nan)),
+    "words": columns(array=lambda a: a.astype(str)),
+    "label-10": columns(array=lambda a: a + 1),
+    "two-columns": columns(array=lambda a: np.stack([a, a], axis=1)),
+    "pickled": columns(array=PICKLED),
+}
+SPLITS: Damages = {
+    "list": content("[6, 3, 3]"),
+    "missing-split": put("valid", ...),
+    "words": put("train", "6"),
+    "infinity": put("train", float("inf")),
+    "booleans": put("train", True),
+    "other-sum": put("train", 7),
+    "negative": partial(edit, lambda c: c.update(train=12, valid=-3)),
+    "huge": put("train", 10**400),
+}
+CIFAR: Damages = {
+    "one-byte-more": lambda file: file.write_bytes(file.read_bytes() + b"\0"),
+    "label-10": lambda file: file.write_bytes(b"\x0a" + file.read_bytes()[1:]),
+}
+METADATA: Damages = {
+    "label-2": line("imgs/0 sample_1.png 1 2"),
+    "missing-image": line("imgs/0 sample_99.png 1 1"),
+}
+PAIRS_DAMAGES: Damages = {
+    "label-2": line("2\ta\tb\tc\td"),
+    "open-quote": line('1\ta\tb\t"c\td'),
+}
+D4RL_NPZ: Damages = {**D4RL, "pickled-rewards": columns(rewards=PICKLED)}
+make_words = partial(make_vocabulary, partial(lm.Vocabulary.from_words, "a b <unk>\n"))
+make_pairs = partial(make_vocabulary, partial(lm.Vocabulary.train_byte_pairs, ["some text to learn from"] * 3, 270))
+make_images = partial(image_files.write, train=2, val=1)
+make_retrieval = partial(make_lines, tokens.PAIRS, PAIRS)
+
+
+def data_kind(make: Any, file: str, read: Any, damages: Damages, harmless: str = "", **names: str) -> Kind:
+    """A kind of data file that also suffers all of `DATA` that is not harmless to it."""
+    return Kind(make, file, read, {**without(DATA, *harmless.split()), **damages}, **names)
+
+
+DATA_KINDS = {
+    "uea-npz": data_kind(
+        partial(make_uea, ".npz"), "Toy_TRAIN.npz", load_uea, UEA, layout="Toy_TRAIN.ts", recipe="uea/Toy"
+    ),
+    "uea-ts": data_kind(partial(make_uea, ".ts"), "Toy_TRAIN.ts", load_uea, TS, layout="_TRAIN.ts", recipe="uea/Toy"),
+    "own-parquet": data_kind(
+        partial(make_uea, ".parquet"), "Toy_TRAIN.parquet", lambda home: uea.load_file(home / "Toy_TRAIN.parquet"), {}
+    ),
+    "d4rl-hdf5": data_kind(
+        partial(make_d4rl, ".hdf5"), "hopper-medium.hdf5", load_d4rl, HDF5, layout="hopper-medium.hdf5",
+        recipe="d4rl/hopper-medium",
+    ),
+    "d4rl-npz": data_kind(partial(make_d4rl, ".npz"), "hopper-medium.npz", load_d4rl, D4RL_NPZ),
+    "word-vocabulary": data_kind(make_words, "vocabulary.json", load_vocabulary, WORDS),
+    "pair-vocabulary": data_kind(make_pairs, "vocabulary.json", load_vocabulary, BYTE_PAIRS),
+    "listops": data_kind(
+        make_listops, "basic_train.tsv", listops.load, LISTOPS_DAMAGES, layout="basic_train.tsv", recipe="lra/listops"
+    ),
+    "retrieval": data_kind(
+        make_retrieval, tokens.PAIRS["train"], tokens.load_retrieval, PAIRS_DAMAGES, harmless="truncated",
+        layout=tokens.PAIRS["train"], recipe="lra/retrieval",
+    ),
+    "reviews": data_kind(
+        make_reviews, "train.parquet", tokens.load_text, REVIEWS, layout="train.parquet", recipe="lra/text"
+    ),
+    "wiki-xz": data_kind(
+        make_wiki, "wiki.train.txt.xz", lm.load, {}, layout="wiki.train.tokens", recipe="lm/wikitext-103"
+    ),
+    "cifar-bin": data_kind(
+        make_cifar, "data_batch_3.bin", tokens.load_image, CIFAR, layout="train_images.npy", recipe="lra/image"
+    ),
+    "gray-images": data_kind(make_gray, "train_images.npy", tokens.load_image, IMAGES),
+    "gray-labels": data_kind(make_gray, "train_labels.npy", tokens.load_image, IMAGE_LABELS),
+    "pathfinder-image": data_kind(
+        make_pathfinder, "imgs/0/sample_3.png", pathfinder.load, {}, layout="metadata/*.npy", recipe="lra/pathfinder"
+    ),
+    "pathfinder-metadata": data_kind(make_pathfinder, "metadata/0.npy", pathfinder.load, METADATA),
+    "pathfinder-splits": data_kind(make_pathfinder, "splits.json", pathfinder.load, SPLITS, harmless="missing"),
+    "image-folder": data_kind(
+        make_images, "train/n02/1.jpg", load_images, {}, harmless="missing foreign-image",
+        layout="train/CLASS/*.jpg", recipe="image/imagenette --data.strict",
+    ),
+}  # fmt: skip

@@ -105,7 +105,8 @@ def test_a_failed_run_leaves_the_others(launched: Launched, capsys, monkeypatch)
 
 def test_sets_without_data_are_left_out_and_named(launched: Launched, capsys, monkeypatch) -> None:
     monkeypatch.setattr("primal_attention.data.uea.INSIDE_AEON", ())
-    Path("data/uea/Toy.npz").rename("data/uea/Handwriting.npz")
+    for part in ("TRAIN", "TEST"):
+        Path(f"data/uea/Toy_{part}.npz").rename(f"data/uea/Handwriting_{part}.npz")
     code, out, err = table(capsys, "uea", "--models", "softmax", "--seeds", "1", *BRIEF)
     assert code == 0
     assert "no data, left out: EthanolConcentration" in err

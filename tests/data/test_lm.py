@@ -46,7 +46,7 @@ def test_words_as_wikitext_has_them(tmp_path: Path) -> None:
     data = text.load(write(tmp_path, ".tokens", train=train, valid=" = B = \n The dog sat \n", test=" = C = \n"))
     words = data.vocabulary
     assert words.is_word_level
-    assert json.loads(words.text())["words"] == ["<eos>", ".", "=", "The", "cat", "<unk>", "A", "sat"]
+    assert json.loads(words.text)["words"] == ["<eos>", ".", "=", "The", "cat", "<unk>", "A", "sat"]
     names = [words.tokenizer.id_to_token(t) for t in data.valid.tokens]
     assert " ".join(names) == "<eos> = <unk> = <eos> The <unk> sat <eos>"
     assert words.decode(words.encode(["The cat\nsat .\n\n."])[0]) == "The cat\nsat .\n\n."
@@ -99,5 +99,5 @@ def test_vocabularies_are_saved_and_checked(tmp_path: Path) -> None:
         words.encode(["a c"])
     with pytest.raises(DataError, match="more than 256 tokens, one for each byte"):
         Vocabulary.train_byte_pairs(["a"], 256)
-    with pytest.raises(DataError, match=r"missing.json is missing"):
+    with pytest.raises(DataError, match=r"missing.json does not exist"):
         load_vocabulary(tmp_path / "missing.json")

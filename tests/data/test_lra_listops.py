@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import statistics
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -51,8 +52,12 @@ def naive_tree(rng: random.Random, depth: int, shape: listops.Shape) -> int:
 
 
 @pytest.fixture(scope="module")
-def sample() -> listops.Arrays:
-    return listops.generate(200, seed=3)
+def sample() -> list[tuple[str, int]]:
+    return list(islice(listops.generate(seed=3), 200))
+
+
+def lengths_of(sample: list[tuple[str, int]]) -> np.ndarray:
+    return np.array([len(listops.encode(text)) for text, _ in sample])
 
 
 def test_the_evaluator_of_these_tests_knows_the_rules():
@@ -62,24 +67,23 @@ def test_the_evaluator_of_these_tests_knows_the_rules():
 
 
 def test_every_label_is_the_value_of_its_expression(sample):
-    for codes, label in zip(sample["tokens"], sample["labels"], strict=True):
-        assert value_of(listops.to_text(codes)) == label
+    assert all(value_of(text) == value for text, value in sample)
 
 
 def test_lengths_depths_and_operators_are_the_tasks(sample):
-    lengths = (sample["tokens"] > 0).sum(axis=1)
-    assert lengths.min() > 500
-    assert lengths.max() < 2000
-    assert max(depth_of(codes) for codes in sample["tokens"]) == 10
-    counts = np.bincount(sample["tokens"].ravel(), minlength=len(listops.WORDS))
+    codes = [listops.encode(text) for text, _ in sample]
+    assert lengths_of(sample).min() > 500
+    assert lengths_of(sample).max() < 2000
+    assert max(map(depth_of, codes)) == 10
+    counts = np.bincount(np.concatenate(codes), minlength=len(listops.WORDS))
     operators = counts[listops.OPERATOR : listops.END]
     assert operators.max() / operators.min() < 1.05
-    assert set(sample["labels"].tolist()) == set(range(10))
+    assert {value for _, value in sample} == set(range(10))
 
 
 def test_lengths_are_distributed_as_by_the_definition():
     shape = listops.Shape(max_depth=6, max_args=6, min_length=20, max_length=400)
-    ours = (listops.generate(2000, 0, shape)["tokens"] > 0).sum(axis=1)
+    ours = lengths_of(list(islice(listops.generate(0, shape), 2000)))
     rng = random.Random(0)
     drawn = (naive_tree(rng, 1, shape) for _ in range(200_000))
     theirs = np.array([n for n in drawn if 20 < n < 400][:2000])
@@ -91,15 +95,15 @@ def test_lengths_are_distributed_as_by_the_definition():
 
 
 def test_a_seed_repeats_and_another_differs():
-    first, again, other = (listops.generate(50, seed, SMALL) for seed in (1, 1, 2))
-    np.testing.assert_array_equal(first["tokens"], again["tokens"])
-    assert (first["tokens"] != other["tokens"]).any()
+    first, again, other = (list(islice(listops.generate(seed, SMALL), 50)) for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
 
 
 def test_written_files_read_back(tmp_path: Path):
     steps = []
     listops.write(tmp_path, train=20, valid=5, test=6, seed=4, progress=steps.append)
-    assert sum(steps) == 2 * 31
+    assert sum(steps) == 31
     header, first = (tmp_path / "basic_train.tsv").read_text().splitlines()[:2]
     assert header == "Source\tTarget"
     source, target = first.split("\t")
@@ -114,12 +118,12 @@ def test_written_files_read_back(tmp_path: Path):
 
 
 def test_what_the_outermost_operator_tells(tmp_path: Path):
-    cases = {
+    splits = {
         "train": [("[MAX 1 9 ]", 9), ("[MAX 8 9 ]", 9), ("[MAX 1 2 ]", 2), ("[MIN 0 4 ]", 0)],
         "val": [("[MAX 1 2 ]", 2)],
         "test": [("[MAX 9 9 ]", 9), ("[MAX 3 2 ]", 3), ("[MIN 0 1 ]", 0), ("[SM 1 2 ]", 3)],
     }
-    for split, rows in cases.items():
+    for split, rows in splits.items():
         lines = "".join(f"{text}\t{label}\n" for text, label in rows)
         (tmp_path / f"basic_{split}.tsv").write_text("Source\tTarget\n" + lines)
     assert listops.by_operator(listops.load(tmp_path)) == 0.5

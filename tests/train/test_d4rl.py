@@ -257,7 +257,7 @@ def test_an_environment_that_is_not_there_is_one_line(folder, monkeypatch):
         (["--data.folder", "nowhere"], "hopper-medium.hdf5 is not in nowhere"),
         (["--evaluation.episodes", "-1"], "evaluation.episodes must not be negative (got -1)"),
         (["--model.attention", "linformer"], "causal=True is not defined for attention 'linformer'"),
-        (["--data.minari", "mujoco/nothing/here-v0"], "Minari has no readable set 'mujoco/nothing/here-v0'"),
+        (["--data.minari", "mujoco/nothing/here-v0"], "Minari set 'mujoco/nothing/here-v0'"),
     ],
 )
 def test_the_command_says_in_one_line_what_is_wrong(folder, args, message, capsys, tmp_path, monkeypatch):

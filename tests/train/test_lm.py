@@ -161,7 +161,7 @@ def refuse_foreign_vocabularies(run: Path) -> None:
     with pytest.raises(RunError, match="has 2 tokens and the checkpoint 280: not the run's own"):
         load_language(run)
     file.unlink()
-    with pytest.raises(DataError, match=r"vocabulary.json is missing"):
+    with pytest.raises(DataError, match=r"vocabulary.json does not exist"):
         load_language(run)
 
 

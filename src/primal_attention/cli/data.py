@@ -10,8 +10,8 @@ from primal_attention.data.lra import listops, pathfinder
 from primal_attention.utils.errors import RunError
 from primal_attention.utils.progress import Progress
 
-ABOUT = """Make a data set of Long-Range Arena in the layout of its release. The same seed gives the same files. After
-an interruption, the same command completes the set. The other tasks are read as released."""
+ABOUT = """Make a data set of Long-Range Arena in the layout of its release. The same seed gives the same files. An
+interrupted set is removed, and the same command makes it again. The other tasks are read as released."""
 TASKS = {
     "listops": (listops, "make ListOps: basic_train.tsv, basic_val.tsv, basic_test.tsv"),
     "pathfinder": (pathfinder, "draw Pathfinder: imgs/*/sample_*.png, metadata/*.npy and splits.json"),
@@ -25,7 +25,7 @@ def main(args: Sequence[str]) -> int:
     if settings["seed"] < 0:
         raise RunError(f"--seed must not be negative (got {settings['seed']})")
     count = sum(settings[split] for split in USES)
-    with Progress(2 * count, name) as progress:
+    with Progress(count, name) as progress:
         TASKS[name][0].write(out, **settings, progress=lambda done: progress.advance(count=done))
     if name == "listops":
         share = listops.by_operator(listops.load(out))

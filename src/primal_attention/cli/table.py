@@ -173,7 +173,7 @@ def with_available_sets(plan: Plan, kind: TableKind, options: argparse.Namespace
     from primal_attention.train import grid, image, lm, lra
 
     is_here: dict[str, Callable[[str, Path | None], object]] = {
-        "uea": uea.available,
+        "uea": uea.find,
         "d4rl": d4rl.find,
         "image": lambda name, folder: (folder or image.default_folder()).is_dir(),
         "lm": lambda name, folder: (folder or lm.default_folder(name)).is_dir(),

@@ -108,7 +108,7 @@ def default_folder() -> Path:
 
 def find(name: str, folder: str | Path | None = None) -> Path | None:
     """The file of a set, under its own name or under D4RL's."""
-    folder = default_folder() if folder is None else Path(folder)
+    folder = Path(folder or default_folder())
     env, _, level = name.partition("-")
     stems = (name, f"{name}-v2", f"{env}_{level.replace('-', '_')}-v2")
     files = (folder / f"{stem}{end}" for stem in stems for end in (".hdf5", ".npz"))
@@ -119,12 +119,11 @@ def load(name: str, folder: str | Path | None = None) -> Trajectories:
     """Read a set from the folder."""
     file = find(name, folder)
     if file is None:
-        folder = default_folder() if folder is None else Path(folder)
         near = difflib.get_close_matches(name, SETS, n=1)
         hint = f" (did you mean {near[0]}?)" if near and near[0] != name else ""
         raise DataError(
-            f"{name}.hdf5 is not in {folder}{hint}: put the file in D4RL's layout there, name another folder with "
-            "--data.folder, or a Minari set with --data.minari"
+            f"{name}.hdf5 is not in {folder or default_folder()}{hint}: put the file in D4RL's layout there, name "
+            "another folder with --data.folder, or a Minari set with --data.minari"
         )
     return read_npz(file, name) if file.suffix == ".npz" else read_hdf5(file, name)
 
@@ -163,13 +162,8 @@ def read_minari(identifier: str, name: str | None = None) -> Trajectories:
     try:
         episodes = list(minari.load_dataset(identifier).iterate_episodes())
     except Exception as error:  # a missing set, or whatever h5py raises for a damaged one
-        try:
-            present = ", ".join(sorted(minari.list_local_datasets())) or "none"
-        except Exception as damaged:
-            present = storage.one_line(damaged)
-        raise DataError(
-            f"Minari has no readable set {identifier!r} here ({present}): minari download {identifier}"
-        ) from error
+        reason = storage.one_line(error)
+        raise DataError(f"{where} cannot be read ({reason}): minari download {identifier}") from error
     if not episodes:
         raise DataError(f"{where} has no episodes")
     if not isinstance(episodes[0].observations, np.ndarray):
@@ -209,27 +203,15 @@ def from_columns(name: str, columns: Mapping[str, Any], *, where: str, source: s
 
 def _with_horizon(ended: np.ndarray) -> np.ndarray:
     """Add the ends by time limit to those of a file without `timeouts`."""
-    ended, step = ended.copy(), 0
-    for row in range(len(ended)):
-        step += 1
-        if step == HORIZON:
-            ended[row] = True
-        step = 0 if ended[row] else step
-    return ended
+    starts = np.append(0, np.flatnonzero(ended) + 1)
+    position = np.arange(len(ended)) - np.repeat(starts, np.diff(starts, append=len(ended)))
+    return ended | (position % HORIZON == HORIZON - 1)
 
 
 def _to_floats(values: Any, key: str, where: str, axes: int) -> np.ndarray:
     """A finite float32 array of one or two axes."""
-    array = np.asarray(values)
-    if array.dtype.kind not in "fiu":
-        raise DataError(f"{where}: {key} must be a table of numbers with rows of one width (its type is {array.dtype})")
-    if axes == 1 and array.ndim == 2 and array.shape[1] == 1:
-        array = array[:, 0]
-    if array.ndim != axes or 0 in array.shape[1:]:
-        shape = "(rows, width)" if axes == 2 else "(rows,)"
-        raise DataError(f"{where}: {key} must have shape {shape} (got {array.shape})")
     with np.errstate(over="ignore"):
-        array = array.astype(np.float32)
+        array = _check_column(values, key, where, "fiu", axes).astype(np.float32)
     if not np.isfinite(array).all():
         row = int(np.argmin(np.isfinite(array.reshape(len(array), -1)).all(axis=1)))
         raise DataError(f"{where}: {key} has a value that is not finite in row {row}")
@@ -238,11 +220,18 @@ def _to_floats(values: Any, key: str, where: str, axes: int) -> np.ndarray:
 
 def _to_flags(values: Any, key: str, where: str) -> np.ndarray:
     """A column of booleans, stored as such or as numbers 0 and 1; the string "False" would count as true."""
-    array = np.asarray(values)
-    if array.ndim == 2 and array.shape[1] == 1:
-        array = array[:, 0]
-    if array.ndim != 1 or array.dtype.kind not in "bfiu" or not np.isin(array, (0, 1)).all():
-        raise DataError(
-            f"{where}: {key} must hold one boolean (or 0 or 1) per row (got {array.dtype} of shape {array.shape})"
-        )
+    array = _check_column(values, key, where, "bfiu", axes=1)
+    if not np.isin(array, (0, 1)).all():
+        raise DataError(f"{where}: {key} must hold booleans, or the numbers 0 and 1")
     return array.astype(bool)
+
+
+def _check_column(values: Any, key: str, where: str, kinds: str, axes: int) -> np.ndarray:
+    """Refuse other types than `kinds` and other shapes; (rows, 1) counts as one axis."""
+    array = np.asarray(values)
+    if axes == 1 and array.ndim == 2 and array.shape[1] == 1:
+        array = array[:, 0]
+    if array.dtype.kind not in kinds or array.ndim != axes or 0 in array.shape[1:]:
+        shape = "(rows, width)" if axes == 2 else "(rows,)"
+        raise DataError(f"{where}: {key} must be numbers of shape {shape} (got {array.dtype} of shape {array.shape})")
+    return array

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from primal_attention.data.storage import cached, read_text
+from primal_attention.data.storage import cached
 from primal_attention.utils.errors import DataError, import_package
+from primal_attention.utils.files import read_text
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -66,27 +67,23 @@ def load(folder: str | Path, classes: str | Path | None = None) -> ImageData:
         if home is None:
             raise DataError(f"{folder} has no folder {' or '.join(names)}: expected {names[0]}/CLASS/*.jpg in it")
         homes.append(home)
-    listed = _class_folders(homes[0]) if classes is None else _read_class_list(Path(classes))
-    train, test = (_list_files(home, listed) for home in homes)
-    return ImageData(folder, train, test, listed)
+    names = _class_names(homes[0], None if classes is None else Path(classes))
+    train, test = (_list_files(home, names) for home in homes)
+    return ImageData(folder, train, test, names)
 
 
-def _read_class_list(file: Path) -> tuple[str, ...]:
-    """The first word of every line: class lists of ImageNet often have a description after it."""
-    names = [line.split()[0] for line in read_text(file).splitlines() if line.strip()]
+def _class_names(home: Path, file: Path | None) -> tuple[str, ...]:
+    """The class folders, or the first word of each line of a file: ImageNet's lists have a description after it."""
+    if file is None:
+        names = sorted(place.name for place in home.iterdir() if place.is_dir() and not place.name.startswith("."))
+    else:
+        names = [line.split()[0] for line in read_text(file).splitlines() if line.strip()]
     if not names:
-        raise DataError(f"{file} names no class: one class folder per line is expected")
+        raise DataError(f"{file or home} names no class: expected {home}/CLASS/*.jpg, or one CLASS per line of a file")
     repeated = next((name for name in names if names.count(name) > 1), None)
     if repeated is not None:
         raise DataError(f"{file} names class {repeated!r} twice")
     return tuple(names)
-
-
-def _class_folders(home: Path) -> tuple[str, ...]:
-    names = tuple(sorted(place.name for place in home.iterdir() if place.is_dir() and not place.name.startswith(".")))
-    if not names:
-        raise DataError(f"{home} has no class folders: expected {home.name}/CLASS/*.jpg")
-    return names
 
 
 def _list_files(home: Path, classes: Sequence[str]) -> ImageSplit:

@@ -15,7 +15,7 @@ import json
 import lzma
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,9 +23,9 @@ from typing import Any
 
 import numpy as np
 
-from primal_attention.data.storage import Arrays, cached, one_line, read_text, reading
+from primal_attention.data.storage import Arrays, cached, one_line, reading
 from primal_attention.utils.errors import DataError, import_package
-from primal_attention.utils.files import write_text
+from primal_attention.utils.files import read_text, write_text
 
 END_OF_LINE, UNKNOWN = "<eos>", "<unk>"
 END_OF_DOCUMENT = "<|end|>"
@@ -38,16 +38,17 @@ class Vocabulary:
     """Words between spaces with <eos> after every line, or byte pairs, both by the tokenizers library.
 
     Args:
-        text: What `text` of another vocabulary returned: {"words": […]}, or the library's own JSON.
+        text: The vocabulary as JSON: {"words": […]}, or the library's own.
 
     Attributes:
+        text: The vocabulary as JSON.
         end: The token before every beginning.
         is_word_level: True for words. Byte pairs encode any text and decode to the same bytes.
         tokenizer: The library's tokenizer.
     """
 
     def __init__(self, text: str) -> None:
-        library = _import_tokenizers()
+        library = import_package("tokenizers", "a vocabulary")
         try:
             content = json.loads(text)
             self.is_word_level = "words" in content
@@ -63,7 +64,7 @@ class Vocabulary:
         self.end = self.tokenizer.token_to_id(name)
         if self.end is None:
             raise DataError(f"the vocabulary lacks its end token {name}")
-        self._text = text if self.is_word_level else self.tokenizer.to_str()
+        self.text = text if self.is_word_level else self.tokenizer.to_str()
 
     @classmethod
     def from_words(cls, text: str) -> Vocabulary:
@@ -76,7 +77,7 @@ class Vocabulary:
     @classmethod
     def train_byte_pairs(cls, documents: Iterable[str], size: int) -> Vocabulary:
         """`size` tokens from merges of the most frequent pairs."""
-        library = _import_tokenizers()
+        library = import_package("tokenizers", "a vocabulary")
         alphabet = library.pre_tokenizers.ByteLevel.alphabet()
         if size <= len(alphabet):
             raise DataError(f"a vocabulary needs more than {len(alphabet)} tokens, one for each byte (got {size})")
@@ -111,21 +112,17 @@ class Vocabulary:
         text = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
         return re.sub(f" ?{END_OF_LINE} ?", "\n", text) if self.is_word_level else text
 
-    def text(self) -> str:
-        """The vocabulary as JSON."""
-        return self._text
-
     def save(self, file: Path) -> None:
-        write_text(file, self._text)
+        write_text(file, self.text)
 
     @property
     def digest(self) -> str:
         """Hash that tells two vocabularies apart: a checkpoint belongs to one of them."""
-        return hashlib.sha256(self._text.encode()).hexdigest()
+        return hashlib.sha256(self.text.encode()).hexdigest()
 
 
 def _word_tokenizer(words: Any) -> Any:
-    library = _import_tokenizers()
+    library = import_package("tokenizers", "a vocabulary")
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words) or len(set(words)) < len(words):
         raise ValueError("words must be a list of different texts")
     numbers = {word: i for i, word in enumerate(words)}
@@ -141,10 +138,6 @@ def load_vocabulary(file: Path) -> Vocabulary:
         return Vocabulary(read_text(file))
     except DataError as error:
         raise error if str(file) in str(error) else DataError(f"{file}: {error}") from None
-
-
-def _import_tokenizers() -> Any:
-    return import_package("tokenizers", "a vocabulary")
 
 
 @dataclass(frozen=True)
@@ -164,22 +157,19 @@ class TextData:
     test: TextSplit
 
 
-def load(
-    folder: str | Path, size: int | None = None, *, vocabulary: Vocabulary | None = None, cache: Path | None = None
-) -> TextData:
-    """Read a folder's splits.
+def load(folder: str | Path, size: int | None = None, *, vocabulary: Vocabulary | None = None) -> TextData:
+    """Read a folder's splits. The tokens are stored beside the text, or stay in memory where that cannot be written.
 
     Args:
         folder: Has one file per split; see `find`.
         size: Of a byte-pair vocabulary to learn from train; None uses the words of the text.
         vocabulary: An existing one, instead of a new one.
-        cache: Folder for the tokens; None stores them beside the text, or in memory where that cannot be written.
     """
     folder = Path(folder)
     files = [find(folder, split) for split in SPLITS]
     settings = vocabulary.digest if vocabulary is not None else size
     name = "words" if settings is None else f"pairs-{str(settings)[:12]}"
-    arrays = cached(cache or folder, name, files, settings, partial(_encode_all, files, size, vocabulary))
+    arrays = cached(folder, name, files, settings, partial(_encode_all, files, size, vocabulary))
     return TextData(
         Vocabulary(arrays["vocabulary"].tobytes().decode()),
         *(TextSplit(arrays[split], *map(int, arrays[f"{split}_sizes"])) for split in SPLITS),
@@ -197,10 +187,9 @@ def find(folder: Path, split: str) -> Path:
 
 def read(file: Path) -> str:
     """A file's text, decompressed if it ends in .xz."""
-    if file.suffix != ".xz":
-        return read_text(file)
-    with reading(file, "a text file packed by xz"):
-        return lzma.decompress(file.read_bytes()).decode("utf-8")
+    with reading(file, "a text file" if file.suffix != ".xz" else "a text file packed by xz"):
+        content = file.read_bytes()
+        return (lzma.decompress(content) if file.suffix == ".xz" else content).decode("utf-8")
 
 
 def documents(text: str) -> list[str]:
@@ -239,7 +228,7 @@ def _encode_all(files: Sequence[Path], size: int | None, vocabulary: Vocabulary 
     if vocabulary is None:
         train = splits[0]
         vocabulary = Vocabulary.from_words("".join(train)) if size is None else Vocabulary.train_byte_pairs(train, size)
-    arrays = {"vocabulary": np.frombuffer(vocabulary.text().encode(), dtype=np.uint8)}
+    arrays = {"vocabulary": np.frombuffer(vocabulary.text.encode(), dtype=np.uint8)}
     for name, pieces in zip(SPLITS, splits, strict=True):
         arrays[name] = encode(pieces, vocabulary)
         arrays[f"{name}_sizes"] = np.array([sum(len(piece.encode()) for piece in pieces), len(pieces)])
@@ -250,11 +239,7 @@ def encode(pieces: Sequence[str], vocabulary: Vocabulary) -> np.ndarray:
     """The stream of tokens of some documents, an end token before the first and, for byte pairs, after each."""
     dtype = np.uint16 if len(vocabulary) <= 2**16 else np.int32
     ends = [] if vocabulary.is_word_level else [vocabulary.end]  # every line of words has its own
-
-    def parts() -> Iterator[np.ndarray]:
-        yield np.array([vocabulary.end], dtype=dtype)
-        for start in range(0, len(pieces), BATCH):
-            for tokens in vocabulary.encode(pieces[start : start + BATCH]):
-                yield np.array(tokens + ends, dtype=dtype)
-
-    return np.concatenate(list(parts()))
+    parts = [np.array([vocabulary.end], dtype=dtype)]
+    for start in range(0, len(pieces), BATCH):
+        parts += [np.array(tokens + ends, dtype=dtype) for tokens in vocabulary.encode(pieces[start : start + BATCH])]
+    return np.concatenate(parts)

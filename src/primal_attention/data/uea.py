@@ -1,7 +1,7 @@
 """Multivariate time series with class labels: the UEA archive, one's own files, and the preprocessing of both.
 
     data = load("Handwriting", "data/uea")     # data/uea/Handwriting/Handwriting_TRAIN.ts and _TEST.ts
-    save_npz(data, "data/uea")                 # data/uea/Handwriting.npz: loads faster, and without aeon
+    save_npz(data, "data/uea")                 # Handwriting_TRAIN.npz and _TEST.npz: load faster, and without aeon
     data = load_file("mine.parquet")           # one's own data: .npz, .parquet or .ts
 
 A series is an array (time, channels). Missing values are interpolated along time, `Standardizer` scales each channel by
@@ -15,8 +15,9 @@ from __future__ import annotations
 import difflib
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -146,8 +147,10 @@ def with_settled_signs(directions: np.ndarray) -> np.ndarray:
     return directions * np.where(np.take_along_axis(directions, first, axis=0) < 0, -1.0, 1.0)
 
 
-def pad(series: Sequence[np.ndarray], *, length: int | None = None, clip: bool = True) -> tuple[np.ndarray, np.ndarray]:
-    """Stack to (samples, time, channels) float32 with zeros on the right, and the mask (samples, time), True = padding.
+def pad(
+    series: Sequence[np.ndarray], *, length: int | None = None, clip: bool = True, dtype: type = np.float32
+) -> tuple[np.ndarray, np.ndarray]:
+    """Stack to (samples, time, channels) with zeros on the right, and the mask (samples, time), True = padding.
 
     `length` is the least length of the result; longer series are cut to it unless `clip` is off.
     """
@@ -155,7 +158,7 @@ def pad(series: Sequence[np.ndarray], *, length: int | None = None, clip: bool =
     if length is None or (not clip and longest > length):
         length = longest
     channels = series[0].shape[1] if len(series) else 0
-    values = np.zeros((len(series), length, channels), dtype=np.float32)
+    values: np.ndarray = np.zeros((len(series), length, channels), dtype=dtype)
     mask = np.ones((len(series), length), dtype=bool)
     for i, s in enumerate(series):
         n = min(len(s), length)
@@ -190,43 +193,43 @@ def default_folder() -> Path:
 
 
 def load(name: str, folder: str | Path | None = None) -> SeriesData:
-    """Read a set of the archive: `<folder>/<name>.npz` if present, else the `.ts` pair."""
-    root = default_folder() if folder is None else Path(folder)
-    saved = root / f"{name}.npz"
-    if saved.is_file():
-        return load_npz(saved)
-    home = _find_home(name, root, bundled=folder is None)
-    files = [home / f"{name}_{part}.ts" for part in ("TRAIN", "TEST")]
-    for file in files:
-        if not file.is_file():
-            raise DataError(f"{file} is missing: the archive at {ARCHIVE} has both files of a set")
-    return _load_pair(name, *files)
+    """Read a set of the archive: `<name>_TRAIN` and `_TEST`, `.npz` or `.ts`, in the folder or in `<folder>/<name>`."""
+    train = find(name, folder)
+    if train is None:
+        root = Path(folder or default_folder())
+        known = [place.stem.removesuffix("_TRAIN") for place in root.iterdir()] if root.is_dir() else []
+        near = difflib.get_close_matches(name, [*known, *INSIDE_AEON], n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        raise DataError(
+            f"UEA set {name!r} is not in {root}{'' if root.is_dir() else ', which does not exist'}{hint}: get it from "
+            f"{ARCHIVE} and unpack it to {root / name / name}_TRAIN.ts, or name another folder with --data.folder"
+        )
+    test = train.with_name(f"{name}_TEST{train.suffix}")
+    if not test.is_file():
+        raise DataError(f"{test} is missing: the archive at {ARCHIVE} has both files of a set")
+    return load_file(train, test)
 
 
-def available(name: str, folder: str | Path | None = None) -> bool:
-    """Whether `load` would find the set."""
-    root = default_folder() if folder is None else Path(folder)
-    try:
-        return (root / f"{name}.npz").is_file() or _find_home(name, root, bundled=folder is None).is_dir()
-    except DataError:
-        return False
-
-
-def _find_home(name: str, folder: Path, *, bundled: bool) -> Path:
-    """The folder that has the `.ts` pair of a set. `bundled` allows aeon's own copy instead of a missing one."""
-    for home in (folder / name, folder):
-        if (home / f"{name}_TRAIN.ts").is_file() or (home / f"{name}_TEST.ts").is_file():
-            return home
-    if name in INSIDE_AEON and bundled and (folder.is_dir() or "PRIMAL_UEA" not in os.environ):
+def find(name: str, folder: str | Path | None = None) -> Path | None:
+    """The training file of a set. The default folder may lack a set that aeon has."""
+    root = Path(folder or default_folder())
+    for file in (home / f"{name}_TRAIN{ending}" for home in (root / name, root) for ending in (".npz", ".ts")):
+        if file.is_file():
+            return file
+    if name in INSIDE_AEON and folder is None and (root.is_dir() or "PRIMAL_UEA" not in os.environ):
         aeon = import_package("aeon", "reading .ts files")
-        return Path(aeon.__file__).parent / "datasets" / "data" / name
-    known = [p.stem for p in folder.iterdir() if p.is_dir() or p.suffix == ".npz"] if folder.is_dir() else []
-    near = difflib.get_close_matches(name, [*known, *INSIDE_AEON], n=1)
-    hint = f" (did you mean {near[0]}?)" if near else ""
-    raise DataError(
-        f"UEA set {name!r} is not in {folder}{'' if folder.is_dir() else ', which does not exist'}{hint}: get it from "
-        f"{ARCHIVE} and unpack it to {folder / name / (name + '_TRAIN.ts')}, or name another folder with --data.folder"
-    )
+        return Path(aeon.__file__).parent / "datasets" / "data" / name / f"{name}_TRAIN.ts"
+    return None
+
+
+def save_npz(data: SeriesData, folder: str | Path) -> None:
+    """Write both splits as `.npz` files, which `load` prefers over `.ts` files."""
+    for part, split in (("TRAIN", data.train), ("TEST", data.test)):
+        values, mask = pad(split.series, dtype=np.float64)
+        values[mask] = np.nan
+        arrays = {"X": values.transpose(0, 2, 1), "y": np.array(data.classes)[split.labels]}
+        file = Path(folder) / f"{data.name}_{part}.npz"
+        write_atomically(file, partial(np.savez_compressed, **arrays))  # type: ignore[arg-type]
 
 
 # One's own files
@@ -238,8 +241,7 @@ def load_file(path: str | Path, test_path: str | Path | None = None, *, seed: in
     Args:
         path: One of
             `.npz`: arrays X, (samples, channels, time) or (samples, time), NaN behind shorter series, and y (samples,).
-            `.parquet`, long form: columns `sample`, `time` and `label`, and one column per channel.
-            `.parquet`, wide form: one row per sample, a column `label`, and the time steps of one channel.
+            `.parquet`: columns `sample`, `time` and `label`, and one column per channel.
             `.ts`: the text format of aeon and sktime, unequal lengths included.
         test_path: A file of the same kind for the test split; without it, 30 % of every class become the test split.
         seed: Of that split.
@@ -248,49 +250,43 @@ def load_file(path: str | Path, test_path: str | Path | None = None, *, seed: in
         Both splits with gaps filled; nothing is standardised.
     """
     path = Path(path)
-    name = path.stem.removesuffix("_TRAIN")
-    if test_path is not None:
-        return _load_pair(name, path, Path(test_path))
-    if seed < 0:
-        raise DataError(f"seed must not be negative (got {seed})")
-    split, classes = _load_split(path)
-    try:
-        train, test = stratified_holdout(split.labels, TEST_FRACTION, seed)
-    except DataError as error:
-        raise DataError(f"{path}: {error}; pass a test file instead") from None
-    return SeriesData(name, split.take(train), split.take(test), classes)
+    series, names = _read_file(path)
+    classes = tuple(sorted(set(names), key=_natural_order))
+    if len(classes) < 2:
+        raise DataError(f"{path}: only one class ({classes[0]}); classification needs at least two")
+    codes = {name: i for i, name in enumerate(classes)}
+    train = Split(series, np.array([codes[name] for name in names], dtype=np.int64))
+    if test_path is None:
+        if seed < 0:
+            raise DataError(f"seed must not be negative (got {seed})")
+        try:
+            kept, holdout = stratified_holdout(train.labels, TEST_FRACTION, seed)
+        except DataError as error:
+            raise DataError(f"{path}: {error}; pass a test file instead") from None
+        train, test = train.take(kept), train.take(holdout)
+    else:
+        series, names = _read_file(Path(test_path))
+        if unknown := sorted(set(names) - set(classes), key=_natural_order):
+            raise DataError(
+                f"{test_path}: label {unknown[0]!r} does not occur in {path.name} (has {_shorten(classes)})"
+            )
+        test = Split(series, np.array([codes[name] for name in names], dtype=np.int64))
+        widths = train.series[0].shape[1], series[0].shape[1]
+        if widths[0] != widths[1]:
+            raise DataError(f"{test_path}: {widths[1]} channels where {path.name} has {widths[0]}")
+    return SeriesData(path.stem.removesuffix("_TRAIN"), train, test, classes)
 
 
-def _load_pair(name: str, train_file: Path, test_file: Path) -> SeriesData:
-    train, classes = _load_split(train_file)
-    test, _ = _load_split(test_file, train_file.name, classes)
-    widths = train.series[0].shape[1], test.series[0].shape[1]
-    if widths[0] != widths[1]:
-        raise DataError(f"{test_file}: {widths[1]} channels where {train_file.name} has {widths[0]}")
-    return SeriesData(name, train, test, classes)
-
-
-def _load_split(
-    file: Path, train_name: str = "", classes: tuple[str, ...] | None = None
-) -> tuple[Split, tuple[str, ...]]:
-    """Read a file; its labels count its own classes, or those of the training file `train_name`."""
+def _read_file(file: Path) -> tuple[list[np.ndarray], list[str]]:
+    """The series of a file with gaps filled, and their labels."""
     if file.suffix not in _READERS:
         raise DataError(f"{file}: expected a file that ends in {', '.join(_READERS)}")
     if not file.is_file():
         raise DataError(f"{file} is {'not a file' if file.exists() else 'missing'}")
     series, values = _READERS[file.suffix](file)
     if len(series) == 0:
-        raise DataError(f"{file}: no samples")
-    series, labels = _fill_gaps(series, str(file)), _label_names(values, file)
-    if classes is None:
-        classes = tuple(sorted(set(labels), key=_natural_order))
-        if len(classes) < 2:
-            raise DataError(f"{file}: only one class ({classes[0]}); classification needs at least two")
-    codes = {label: i for i, label in enumerate(classes)}
-    unknown = sorted(set(labels) - set(codes), key=_natural_order)
-    if unknown:
-        raise DataError(f"{file}: label {unknown[0]!r} does not occur in {train_name} (has {_shorten(classes)})")
-    return Split(series, np.array([codes[label] for label in labels], dtype=np.int64)), classes
+        raise DataError(f"{file}: no samples; is the file truncated?")
+    return _fill_gaps(series, file), _label_names(values, file)
 
 
 def _read_ts(file: Path) -> tuple[list[np.ndarray], list[Any]]:
@@ -303,9 +299,7 @@ def _read_ts(file: Path) -> tuple[list[np.ndarray], list[Any]]:
         # aeon puts the repr of the open file into its message.
         reason = one_line(error).split("'utf-8'>. ")[-1].removesuffix(".")
         raise DataError(f"{file}: cannot be read, truncated or ragged ({reason})") from error
-    if len(series) == 0:
-        raise DataError(f"{file}: no samples (is the file cut off before or right after @data?)")
-    if not meta["classlabel"] or len(labels) != len(series):
+    if len(series) and (not meta["classlabel"] or len(labels) != len(series)):
         raise DataError(f"{file}: no class labels; the header must say '@classLabel true' and name the classes")
     declared = set(meta["class_values"])
     names = [str(label).strip() for label in labels]
@@ -337,43 +331,37 @@ def _read_parquet(file: Path) -> tuple[list[np.ndarray], list[Any]]:
     parquet = import_package("pyarrow.parquet", f"reading {file}")
     with reading(file, "a parquet file"):
         table = parquet.read_table(file)
-        names = [name for name in table.column_names if name not in ("sample", "time", "label")]
-        is_long = not {"sample", "time"}.isdisjoint(table.column_names)
-        for key in ("label", "sample", "time") if is_long else ("label",):
+        for key in ("label", "sample", "time"):
             if key not in table.column_names:
                 raise DataError(f"{file}: lacks the column {key!r} (has {_shorten(table.column_names)})")
-        columns = [table[name].to_numpy() for name in names]
-        for name, column in zip(names, columns, strict=True):
-            if column.dtype.kind not in "fiu":
-                raise DataError(f"{file}: column {name!r} must hold numbers (got {table[name].type})")
+        columns = {name: table[name] for name in table.column_names if name not in ("sample", "time", "label")}
         if not columns or len(table) == 0:
             raise DataError(f"{file}: no values: expected columns of numbers beside {_shorten(table.column_names)}")
-        values, labels = np.stack(columns, axis=1).astype(np.float64), table["label"].to_pylist()
-        if not is_long:
-            return [row[:, None] for row in values], labels
+        channels = [column.to_numpy() for column in columns.values()]
+        for name, channel in zip(columns, channels, strict=True):
+            if channel.dtype.kind not in "fiu":
+                raise DataError(f"{file}: column {name!r} must hold numbers (got {columns[name].type})")
+        values, labels = np.stack(channels, axis=1).astype(np.float64), table["label"].to_pylist()
         return _split_rows(values, labels, table["sample"].to_pylist(), table["time"].to_numpy(), file)
 
 
 def _split_rows(
     values: np.ndarray, labels: list[Any], samples: list[Any], time: np.ndarray, file: Path
 ) -> tuple[list[np.ndarray], list[Any]]:
-    """Cut the rows of a long table into samples, each ordered by time."""
+    """Cut the rows of a table into samples, each ordered by time."""
     if None in samples or np.any(time != time):  # NaN and NaT differ from themselves
         raise DataError(f"{file}: the columns 'sample' and 'time' must have a value in every row")
-    codes = {sample: i for i, sample in enumerate(dict.fromkeys(samples))}
-    sample = np.array([codes[s] for s in samples])
-    order = np.lexsort((time, sample))
-    sample, time = sample[order], time[order]
-    repeated = np.flatnonzero((np.diff(sample) == 0) & (time[1:] == time[:-1]))
-    if len(repeated):
-        where = list(codes)[sample[repeated[0]]]
-        raise DataError(f"{file}: sample {where!r} has two rows with time {time[repeated[0]]}")
-    cuts = np.flatnonzero(np.diff(sample)) + 1
-    groups = np.split(order, cuts)
-    for rows in groups:
+    groups: dict[Any, list[int]] = {}
+    for row in np.argsort(time, kind="stable"):
+        groups.setdefault(samples[row], []).append(row)
+    for sample, rows in groups.items():
+        repeated = time[rows][1:][time[rows][1:] == time[rows][:-1]]
+        if len(repeated):
+            raise DataError(f"{file}: sample {sample!r} has two rows with time {repeated[0]}")
         if len({str(labels[row]) for row in rows}) > 1:
-            raise DataError(f"{file}: sample {samples[rows[0]]!r} has more than one label")
-    return [values[rows] for rows in groups], [labels[rows[0]] for rows in groups]
+            raise DataError(f"{file}: sample {sample!r} has more than one label")
+    order = dict.fromkeys(samples)
+    return [values[groups[sample]] for sample in order], [labels[groups[sample][0]] for sample in order]
 
 
 _READERS = {".npz": _read_arrays, ".parquet": _read_parquet, ".ts": _read_ts}
@@ -390,13 +378,13 @@ def _label_names(values: Sequence[Any], file: Path) -> list[str]:
     return names
 
 
-def _fill_gaps(series: Sequence[np.ndarray], where: str) -> list[np.ndarray]:
+def _fill_gaps(series: Sequence[np.ndarray], file: Path) -> list[np.ndarray]:
     """Cut missing tails and interpolate; refuse series without steps or channels, and values that are all missing."""
     empty = next((i for i, s in enumerate(series) if 0 in s.shape), None)
     if empty is not None:
-        raise DataError(f"{where}: sample {empty + 1} has no values (its shape is {series[empty].shape})")
+        raise DataError(f"{file}: sample {empty + 1} has no values (its shape is {series[empty].shape})")
     if not any(np.isfinite(s).any() for s in series):
-        raise DataError(f"{where}: every value is missing (NaN)")
+        raise DataError(f"{file}: every value is missing (NaN)")
     return [interpolate_missing(drop_missing_tail(np.ascontiguousarray(s))) for s in series]
 
 
@@ -410,52 +398,3 @@ def _natural_order(label: str) -> tuple[int, float, str]:
 
 def _shorten(items: Sequence[str], limit: int = 6) -> str:
     return ", ".join(items[:limit]) + (", …" if len(items) > limit else "")
-
-
-# Saved sets
-
-
-def save_npz(data: SeriesData, folder: str | Path) -> Path:
-    """Write `<folder>/<name>.npz`, which `load` prefers over the `.ts` pair and which needs no aeon."""
-    arrays: dict[str, np.ndarray] = {"classes": np.array(data.classes)}
-    for part, split in (("train", data.train), ("test", data.test)):
-        arrays[f"{part}_values"] = np.concatenate(split.series)
-        arrays[f"{part}_lengths"] = np.array([len(s) for s in split.series])
-        arrays[f"{part}_labels"] = split.labels
-    target = Path(folder) / f"{data.name}.npz"
-    write_atomically(target, lambda out: np.savez_compressed(out, **arrays))  # type: ignore[arg-type]
-    return target
-
-
-def load_npz(file: str | Path) -> SeriesData:
-    """Read what `save_npz` wrote; every array is checked."""
-    file = Path(file)
-    keys = ["classes", *(f"{part}_{key}" for part in ("train", "test") for key in ("values", "lengths", "labels"))]
-    arrays = read_npz(file, "a saved data set of this library", keys)
-    classes = tuple(str(name) for name in np.atleast_1d(arrays["classes"]).ravel())
-    if arrays["classes"].ndim != 1 or not 2 <= len(classes) == len(set(classes)):
-        raise DataError(f"{file}: classes must list at least two different names (got {_shorten(classes) or 'none'})")
-    train, test = (_saved_split(arrays, part, len(classes), file) for part in ("train", "test"))
-    widths = train.series[0].shape[1], test.series[0].shape[1]
-    if widths[0] != widths[1]:
-        raise DataError(f"{file}: test_values has {widths[1]} channels where train_values has {widths[0]}")
-    if len(np.unique(train.labels)) < 2:
-        raise DataError(f"{file}: only one class in train_labels; classification needs at least two")
-    return SeriesData(file.stem, train, test, classes)
-
-
-def _saved_split(arrays: Mapping[str, np.ndarray], part: str, classes: int, file: Path) -> Split:
-    """The samples of one split, cut out of values (total time, channels) at the lengths."""
-    values, lengths, labels = (arrays[f"{part}_{key}"] for key in ("values", "lengths", "labels"))
-    if lengths.dtype.kind not in "iu" or lengths.ndim != 1 or len(lengths) == 0 or lengths.min() < 1:
-        raise DataError(f"{file}: {part}_lengths must be positive integers, one per sample")
-    total = sum(map(int, lengths))  # Python's integers do not overflow
-    if values.dtype.kind not in "fiu" or values.ndim != 2 or len(values) != total:
-        raise DataError(
-            f"{file}: {part}_values must be numbers of shape ({total}, channels), the sum of {part}_lengths "
-            f"(got {values.dtype} of shape {values.shape})"
-        )
-    if labels.dtype.kind not in "iu" or labels.shape != lengths.shape or not np.isin(labels, range(classes)).all():
-        raise DataError(f"{file}: {part}_labels must be integers from 0 to {classes - 1}, one per sample")
-    series = np.split(values, np.cumsum(lengths)[:-1])
-    return Split(_fill_gaps(series, f"{file}: {part}_values"), labels.astype(np.int64))

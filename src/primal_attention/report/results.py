@@ -235,15 +235,15 @@ def read_spectrum(file: Path) -> dict[str, list[float]]:
     for name in ("index", "value"):
         if name not in header:
             raise RunError(f"{file}: the column {name} is missing")
-    layers: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    heads: dict[str, dict[str, dict[float, float]]] = {}
     for number, cells in enumerate(lines, start=2):
         row = dict(zip(header, cells, strict=True))
         index, value = (read_cell(row[name], f"{file} line {number}: {name}") for name in ("index", "value"))
         if index is None or value is None:
             raise RunError(f"{file} line {number} needs numbers in the columns index and value")
-        heads = layers.setdefault(row.get("layer") or "all layers", {})
-        heads.setdefault(row.get("head") or "", []).append((index, value))
-    values = {name: [[v for _, v in sorted(head)] for head in heads.values()] for name, heads in layers.items()}
+        layer = heads.setdefault(row.get("layer") or "all layers", {})
+        layer.setdefault(row.get("head") or "", {})[index] = value
+    values = {name: [[head[i] for i in sorted(head)] for head in layer.values()] for name, layer in heads.items()}
     return relative_decay(values, file)
 
 
@@ -434,12 +434,11 @@ class ResultIndex:
         if there is None:
             return "does not name its settings"
         recipe = override(registry.get(job.recipe), job.changes)
-        new = compared_settings(recipe.benchmark, to_plain(recipe), frozenset())
         try:
             old = compared_settings(there.benchmark, there.config, frozenset())
         except RunError as error:
             return f"is of another version ({error})"
-        for name in new:
-            if old.get(name) != new[name]:
-                return f"was run with {name} {old.get(name)}, not {new[name]}"
+        for name, value in compared_settings(recipe.benchmark, to_plain(recipe), frozenset()).items():
+            if old.get(name) != value:
+                return f"was run with {name} {old.get(name)}, not {value}"
         return f"was run with protocol {there.config.get('protocol')}, not {job.changes.get('protocol', 'last')}"

@@ -262,7 +262,7 @@ def make_table(kind: TableKind, title: str, cells: Sequence[Cell], command: str)
     for part in dict.fromkeys(cell.variant.part for cell in cells):
         own = [cell for cell in cells if cell.variant.part == part]
         averages = average_cells(own) if kind.has_average else []
-        sections.append(Section(PART_TITLES[part], kind.columns(own), [*own, *averages]))
+        sections.append(Section(PARTS[part][0], kind.columns(own), [*own, *averages]))
         if averages:
             sets = ", ".join(averages[0].runs)
             notes.append(f"{AVERAGE}: over {sets}; the paper's is the mean of its numbers on these sets.")
@@ -300,12 +300,6 @@ OURS = (
     "choose the epoch and so is too high. LAST and VALIDATION-CHOSEN do not use the test set: for the second, holdout "
     "samples choose the epoch."
 )
-PART_TITLES = {
-    "models": "",
-    "eta-s": "Weight η and rank s of PrimalFormer",
-    "data-dependence": "Data-dependent projection weights, Primal.+Trans.",
-    "r-scores": "With and without r-scores in the output",
-}
 
 
 def option(heading: str, name: str) -> Column:
@@ -313,11 +307,15 @@ def option(heading: str, name: str) -> Column:
     return Column(heading, name, lambda c: words.get(v, v) if isinstance(v := c.variant.options[name], bool) else v)
 
 
-PART_COLUMNS = {
-    "models": [MODEL],
-    "eta-s": [option("s", "rank"), option("η", "eta")],
-    "data-dependence": [option("Data-dependent", "data_dependent")],
-    "r-scores": [MODEL, option("r-scores", "r_scores")],
+# The title of a table's part and the columns that name its variants.
+PARTS = {
+    "models": ("", [MODEL]),
+    "eta-s": ("Weight η and rank s of PrimalFormer", [option("s", "rank"), option("η", "eta")]),
+    "data-dependence": (
+        "Data-dependent projection weights, Primal.+Trans.",
+        [option("Data-dependent", "data_dependent")],
+    ),
+    "r-scores": ("With and without r-scores in the output", [MODEL, option("r-scores", "r_scores")]),
 }
 
 
@@ -330,7 +328,7 @@ def accuracy_columns(cells: Sequence[Cell]) -> list[Column]:
     part = cells[0].variant.part
     chosen = "best on test" if cells[0].benchmark == "uea" else "validation-chosen"
     theirs = Column(f"Paper ({chosen})", "paper", lambda cell: cell.paper("accuracy" if part == "models" else part), 1)
-    return [SET, *PART_COLUMNS[part], theirs, *SCORES, SEEDS]
+    return [SET, *PARTS[part][1], theirs, *SCORES, SEEDS]
 
 
 def accuracy_notes(cells: Sequence[Cell]) -> list[str]:

@@ -290,7 +290,7 @@ class LanguageModule(TrainingModule):
         self.vocabulary = vocabulary
 
     def write_files(self, folder: Path) -> None:
-        write_text(folder / VOCABULARY, self.vocabulary.text())
+        write_text(folder / VOCABULARY, self.vocabulary.text)
 
     def task_loss(self, batch: Batch) -> Tensor:
         (windows,) = batch

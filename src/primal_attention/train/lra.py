@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from primal_attention.data.lra import image, listops, pathfinder, retrieval, text
+from primal_attention.data.lra import listops, pathfinder, tokens
 from primal_attention.data.lra.tokens import TokenData, TokenSplit
 from primal_attention.models.lra import LRAClassifier
 from primal_attention.models.uea import without_r_scores
@@ -37,9 +37,9 @@ from primal_attention.train.uea import classification_scores
 
 READERS = {
     "listops": listops.load,
-    "text": text.load,
-    "retrieval": retrieval.load,
-    "image": image.load,
+    "text": tokens.load_text,
+    "retrieval": tokens.load_retrieval,
+    "image": tokens.load_image,
     "pathfinder": pathfinder.load,
 }
 IMAGES = ("image", "pathfinder")

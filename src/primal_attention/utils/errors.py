@@ -25,7 +25,11 @@ class DataError(ValueError):
     """Data cannot be used; the message names the file or folder."""
 
 
-class WriteError(RunError, DataError):
+class FileError(RunError, DataError):
+    """A file or folder cannot be read, or has other content than expected."""
+
+
+class WriteError(FileError):
     """A file or folder cannot be written, for example because the disk is full."""
 
 

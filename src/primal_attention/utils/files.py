@@ -1,7 +1,7 @@
 """Atomic writers, and guarded readers for the text, JSON, YAML and CSV files that a user passes in.
 
 A file is written under a temporary name in the same folder, flushed to disk, then renamed. A file that cannot be read
-is a `RunError`: one line with the path, the field where there is one, and what was expected. `check` compares plain
+is a `FileError`: one line with the path, the field where there is one, and what was expected. `check` compares plain
 content with a schema written in plain Python:
 
     str, bool, dict, list, None, Number()    a value of that type
@@ -19,12 +19,13 @@ import io
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from primal_attention.utils.errors import RunError, WriteError
+from primal_attention.utils.errors import FileError, WriteError
 
 Schema = Any
 MAX_BYTES = 256 * 1024**2
@@ -62,12 +63,9 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object], *, keep: 
         temporary.unlink(missing_ok=True)
 
 
-def write_error(path: Path, error: BaseException) -> WriteError:
+def write_error(path: Path, error: Exception) -> WriteError:
     """Return the error for a file that cannot be written, with the reason that the system gave."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):
-        cause = cause.__cause__ or cause.__context__
-    reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else (str(error).splitlines() or ["?"])[0]
+    reason = getattr(error, "strerror", None) or (str(error).splitlines() or ["?"])[0]
     state = "the previous version is unchanged" if path.exists() else "nothing was written"
     return WriteError(f"cannot write {path} ({reason}): {state}")
 
@@ -115,9 +113,9 @@ class Number:
     """Schema of a number, within bounds where they are set; NaN and infinity only with `finite` off."""
 
     integer: bool = False
-    above: float | None = None
-    least: float | None = None
-    most: float | None = None
+    above: float = -math.inf
+    least: float = -math.inf
+    most: float = math.inf
     finite: bool = True
 
     def accepts(self, value: Any) -> bool:
@@ -125,13 +123,12 @@ class Number:
             return False
         if not math.isfinite(value):
             return not self.finite
-        is_high_enough = (self.above is None or value > self.above) and (self.least is None or value >= self.least)
-        return is_high_enough and (self.most is None or value <= self.most)
+        return self.above < value and self.least <= value <= self.most
 
     def __str__(self) -> str:
         bounds = {"above": self.above, "of at least": self.least, "of at most": self.most}
-        text = " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if bound is not None)
-        return ("a whole number" if self.integer else "a number") + (f" {text}" if text else "")
+        text = " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if math.isfinite(bound))
+        return f"{'a whole number' if self.integer else 'a number'} {text}".strip()
 
 
 COUNT = Number(integer=True, least=1)
@@ -140,19 +137,17 @@ COUNT = Number(integer=True, least=1)
 def read_text(path: Path, *, pipes: bool = False) -> str:
     """Return the content of a UTF-8 file: a regular one, or also a pipe."""
     try:
-        if path.is_dir():
-            raise RunError(f"{path} is a folder where a file is needed")
-        if path.exists() and not path.is_file() and not (pipes and path.is_fifo()):
-            raise RunError(f"{path} is not a regular file")
-        if path.stat().st_size > MAX_BYTES:
-            raise RunError(f"{path} is too large to be read ({path.stat().st_size:,} bytes, at most {MAX_BYTES:,})")
+        size = path.stat().st_size
+        if not path.is_file() and not (pipes and path.is_fifo()):
+            raise FileError(f"{path} is {'a folder where a file is needed' if path.is_dir() else 'not a regular file'}")
+        if size > MAX_BYTES:
+            raise FileError(f"{path} is too large to be read ({size:,} bytes, at most {MAX_BYTES:,})")
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise RunError(f"{path} is not UTF-8 text (byte {error.start})") from None
-    except FileNotFoundError:
-        raise RunError(f"{path} does not exist") from None
+        raise FileError(f"{path} is not UTF-8 text (byte {error.start})") from None
     except OSError as error:
-        raise RunError(f"{path} cannot be read ({error.strerror})") from None
+        reason = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
+        raise FileError(f"{path} {reason}") from None
 
 
 def read_json(path: Path, schema: Schema = ...) -> Any:
@@ -178,20 +173,17 @@ def read_yaml(path: Path, schema: Schema = ...) -> Any:
 def read_csv(path: Path) -> tuple[list[str], list[list[str]]]:
     """Return the header and the rows of a CSV file, all of the same length."""
     reader = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)
-    header: list[str] = []
-    rows: list[list[str]] = []
     try:
-        header = next(reader, [])
-        for row in reader:
-            if len(row) != len(header):
-                raise RunError(f"{path} line {reader.line_num} has {len(row)} cells, the header {len(header)}")
-            rows.append(row)
+        header, *rows = list(reader) or [[]]
     except csv.Error as error:
-        raise RunError(f"{path} line {reader.line_num} is not CSV ({error})") from None
+        raise FileError(f"{path} line {reader.line_num} is not CSV ({error})") from None
     if not any(header):
-        raise RunError(f"{path} is empty: it needs a header line")
+        raise FileError(f"{path} is empty: it needs a header line")
     if len(set(header)) < len(header):
-        raise RunError(f"{path}: two columns have the same name")
+        raise FileError(f"{path}: two columns have the same name")
+    for number, row in enumerate(rows, start=2):
+        if len(row) != len(header):
+            raise FileError(f"{path} line {number} has {len(row)} cells, the header {len(header)}")
     return header, rows
 
 
@@ -200,42 +192,40 @@ def read_cell(cell: str, where: str) -> float | None:
     try:
         value = float(cell) if cell else None
     except ValueError:
-        raise RunError(f"{where} must be a number (got {cell[:40]!a})") from None
+        raise FileError(f"{where} must be a number (got {cell[:40]!a})") from None
     if value is not None and math.isinf(value) and "inf" not in cell.lower():
-        raise RunError(f"{where} is too large ({cell[:12]}…)")
+        raise FileError(f"{where} is too large ({cell[:12]}…)")
     return value
 
 
 def check(content: Any, schema: Schema, path: Path, field: str = "") -> None:
-    """Raise a `RunError` that names the path and the field where the content does not match the schema."""
+    """Raise a `FileError` that names the path and the field where the content does not match the schema."""
     options = schema if isinstance(schema, tuple) else (schema,)
-    if any(_matches(content, option) for option in options):
-        return
+    # Mappings and lists are compared item by item with the option of their type.
     nested = next((s for s in options if isinstance(s, (dict, list)) and isinstance(content, type(s))), None)
-    if nested is None:
-        raise _mismatch(content, " or ".join(map(_describe, options)), path, field)
     if isinstance(nested, list):
         for i, item in enumerate(content):
             check(item, nested[0], path, f"{field}[{i}]")
-        return
-    for key, inner in nested.items():
-        for name in content if key is ... else [key.removesuffix("?")]:
-            place = f"{field}.{name}" if field else name
-            if name in content:
-                check(content[name], inner, path, place)
-            elif not key.endswith("?"):
-                raise RunError(f"{path}: {place} is missing")
+    elif isinstance(nested, dict):
+        for key, inner in nested.items():
+            for name in content if key is ... else [key.removesuffix("?")]:
+                place = f"{field}.{name}" if field else name
+                if name in content:
+                    check(content[name], inner, path, place)
+                elif not key.endswith("?"):
+                    raise FileError(f"{path}: {place} is missing")
+    elif not any(_matches(content, option) for option in options):
+        raise _mismatch(content, " or ".join(map(_describe, options)), path, field)
 
 
 def _read_plain(path: Path, language: str, parse: Callable[[str], Any], schema: Schema) -> Any:
     text = read_text(path)
     try:
         content = parse(text)
-    except RecursionError:
-        raise RunError(f"{path} is nested too deeply") from None
     except Exception as error:  # PyYAML has errors of its own, and dates that do not exist are ValueErrors
-        reason = " ".join(str(error).split())
-        raise RunError(f"{path} is not {language} ({_shorten(reason, 200, quote=False)})") from None
+        is_deep = isinstance(error, RecursionError)
+        reason = "nested too deeply" if is_deep else _shorten(" ".join(str(error).split()), 200, quote=False)
+        raise FileError(f"{path} is not {language} ({reason})") from None
     _check_plain(content, path, "", 0)
     check(content, schema, path)
     return content
@@ -244,48 +234,44 @@ def _read_plain(path: Path, language: str, parse: Callable[[str], Any], schema: 
 def _check_plain(value: Any, path: Path, field: str, depth: int) -> None:
     """Refuse other types than those of JSON, huge integers, deep nesting and invalid characters."""
     if depth > MAX_DEPTH:
-        raise RunError(f"{path} is nested too deeply")
+        raise FileError(f"{path} is nested too deeply")
     if isinstance(value, dict):
         for key, inner in value.items():
             if not isinstance(key, str):
-                raise RunError(f"{path}: every key must be a text (got {_shorten(key)})")
+                raise FileError(f"{path}: every key must be a text (got {_shorten(key)})")
             _check_plain(key, path, "a key", depth)
             _check_plain(inner, path, f"{field}.{key}" if field else key, depth + 1)
     elif isinstance(value, list):
         for i, inner in enumerate(value):
             _check_plain(inner, path, f"{field}[{i}]", depth + 1)
-    elif isinstance(value, str):
-        # U+DC80 to U+DCFF stand for bytes of an argument that are not UTF-8. Other surrogates are damage.
-        if not value.isascii() and any("\ud800" <= c < "\udc80" or "\udcff" < c <= "\udfff" for c in value):
-            raise _mismatch(value, "a text of whole characters", path, field)
-    elif isinstance(value, int):
-        if abs(value) >= MAX_INTEGER:
-            raise _mismatch(value, "a number of at most 64 bits", path, field)
-    elif value is not None and not isinstance(value, float):
+    elif value is not None and not isinstance(value, (str, int, float)):
         raise _mismatch(value, "plain data", path, field)
+    elif isinstance(value, int) and abs(value) >= MAX_INTEGER:
+        raise _mismatch(value, "a number of at most 64 bits", path, field)
+    # U+DC80 to U+DCFF stand for bytes of an argument that are not UTF-8. Other surrogates are damage.
+    elif isinstance(value, str) and re.search("[\ud800-\udc7f\udd00-\udfff]", value):
+        raise _mismatch(value, "a text of whole characters", path, field)
 
 
 def _matches(content: Any, schema: Schema) -> bool:
-    if isinstance(schema, (dict, list)):
-        return False  # compared item by item
     if isinstance(schema, Number):
         return schema.accepts(content)
     if isinstance(schema, frozenset):
         return isinstance(content, (str, int)) and content in schema
+    if isinstance(schema, (dict, list)):
+        return False  # of another type than the content
     return schema is ... or (content is None if schema is None else isinstance(content, schema))
 
 
 def _describe(schema: Schema) -> str:
-    if isinstance(schema, frozenset):
-        return " or ".join(sorted(map(str, schema)))
-    if isinstance(schema, (dict, list)):
-        return NAMES[type(schema)]
-    return str(schema) if isinstance(schema, Number) else NAMES[schema]
+    if isinstance(schema, (frozenset, Number)):
+        return str(schema) if isinstance(schema, Number) else " or ".join(sorted(map(str, schema)))
+    return NAMES[type(schema) if isinstance(schema, (dict, list)) else schema]
 
 
-def _mismatch(content: Any, expected: str, path: Path, field: str) -> RunError:
+def _mismatch(content: Any, expected: str, path: Path, field: str) -> FileError:
     name = _shorten(field, quote=False) or "the content"
-    return RunError(f"{path}: {name} must be {expected} (got {_shorten(content)})")
+    return FileError(f"{path}: {name} must be {expected} (got {_shorten(content)})")
 
 
 def _shorten(value: Any, limit: int = 60, quote: bool = True) -> str:

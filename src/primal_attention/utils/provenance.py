@@ -118,11 +118,14 @@ def load() -> float | None:
 
 def hash_files(files: Iterable[Path]) -> str:
     """Return one SHA-256 of the names and contents of files, whatever their order and folder."""
-    total = hashlib.sha256()
-    for file in sorted(files, key=lambda file: file.name):
-        content = hashlib.sha256()
-        with file.open("rb") as stream:
-            while block := stream.read(2**20):
-                content.update(block)
-        total.update(f"{file.name}\0{content.hexdigest()}\n".encode())
-    return total.hexdigest()
+    lines = [f"{file.name}\0{hash_file(file)}\n" for file in sorted(files, key=lambda file: file.name)]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def hash_file(file: Path | str) -> str:
+    """Return the SHA-256 of a file's content."""
+    digest = hashlib.sha256()
+    with open(file, "rb") as content:
+        while block := content.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()

@@ -12,20 +12,16 @@ of another length than asked for are discarded. The full set takes about two min
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 
-from primal_attention.data.lra.tokens import Progress, TokenData, no_progress, select_rows, split_sizes, stack
-from primal_attention.data.storage import Arrays, cached, generated_set, reading, require_complete
+from primal_attention.data.lra.tokens import Progress, TokenData, load_tables, split_sizes, stack
+from primal_attention.data.storage import Arrays, generated_set, reading
 from primal_attention.utils.errors import DataError
-from primal_attention.utils.files import write_atomically
 
 WORDS = ("<pad>", *"0123456789", "[MIN", "[MAX", "[MED", "[SM", "]")
 CODES = {word: code for code, word in enumerate(WORDS)}
@@ -47,30 +43,17 @@ class Shape:
     max_length: int = 2000
 
 
-def generate(samples: int, seed: int, shape: Shape | None = None, progress: Progress = no_progress) -> Arrays:
-    """Random expressions and their values: tokens (samples, max_length) uint8, labels (samples,) uint8."""
+def generate(seed: int, shape: Shape | None = None) -> Iterator[tuple[str, int]]:
+    """Random expressions in the released notation and their values, without end."""
     shape = shape or Shape()
-    tokens = np.zeros((samples, shape.max_length), dtype=np.uint8)
-    labels = np.zeros(samples, dtype=np.uint8)
-    expressions = _draw_expressions(np.random.default_rng([seed, 0]), shape)
-    for i, (codes, value) in enumerate(islice(expressions, samples)):
-        tokens[i, : len(codes)] = codes
-        labels[i] = value
-        progress(1)
-    return {"tokens": tokens, "labels": labels}
-
-
-def _draw_expressions(rng: np.random.Generator, shape: Shape) -> Iterator[tuple[np.ndarray, int]]:
-    """Codes and values of accepted expressions, without end."""
+    rng = np.random.default_rng([seed, 0])
     while True:
         levels, lengths = _draw_trees(rng, shape)
         fits = (lengths > shape.min_length) & (lengths < shape.max_length)
         # Nodes are in the order of their trees and parents, so a depth-first walk reads every level from left to right.
         nodes = [zip(*(column[fits[trees]].tolist() for column in columns), strict=True) for trees, *columns in levels]
         for _ in range(fits.sum()):
-            codes: list[int] = []
-            value = _read_tree(nodes, 0, codes)
-            yield np.array(codes, dtype=np.uint8), value
+            yield _read_tree(nodes, 0)
 
 
 def _draw_trees(rng: np.random.Generator, shape: Shape) -> tuple[list[tuple[np.ndarray, ...]], np.ndarray]:
@@ -95,20 +78,19 @@ def _draw_trees(rng: np.random.Generator, shape: Shape) -> tuple[list[tuple[np.n
     return levels, lengths
 
 
-def _read_tree(nodes: Sequence[Iterator[tuple[int, int, int]]], depth: int, codes: list[int]) -> int:
-    """Append the codes of the next subtree at `depth` and return its value."""
+def _read_tree(nodes: Sequence[Iterator[tuple[int, int, int]]], depth: int) -> tuple[str, int]:
+    """The text and the value of the next subtree at `depth`. The released notation pairs: ( ( ( [MAX 2 ) 9 ) ] )."""
     operator, arguments, digit = next(nodes[depth])
     if arguments == 0:
-        codes.append(DIGIT + digit)
-        return digit
-    codes.append(operator)
-    values = sorted(_read_tree(nodes, depth + 1, codes) for _ in range(arguments))
-    codes.append(END)
+        return str(digit), digit
+    texts, unsorted = zip(*(_read_tree(nodes, depth + 1) for _ in range(arguments)), strict=True)
+    text = "( " * (arguments + 1) + " ) ".join([WORDS[operator] + " " + texts[0], *texts[1:], "] )"])
+    values = sorted(unsorted)
     if operator == CODES["[SM"]:
-        return sum(values) % 10
+        return text, sum(values) % 10
     if operator == CODES["[MED"]:
-        return (values[(arguments - 1) // 2] + values[arguments // 2]) // 2
-    return values[0] if operator == CODES["[MIN"] else values[-1]
+        return text, (values[(arguments - 1) // 2] + values[arguments // 2]) // 2
+    return text, values[0] if operator == CODES["[MIN"] else values[-1]
 
 
 def write(
@@ -119,69 +101,24 @@ def write(
     test: int = SIZES["test"],
     seed: int = 0,
     shape: Shape | None = None,
-    progress: Progress = no_progress,
+    progress: Progress = lambda samples: None,
 ) -> Path:
-    """Write the three files of the released layout.
-
-    After an interruption, a call with the same arguments completes the set. `progress` is called for every sample
-    twice: when it is drawn and when it is written.
-    """
-    folder = Path(folder)
-    sizes = split_sizes(train, valid, test)
-    settings = {**sizes, "seed": seed, "shape": None if shape is None else dataclasses.asdict(shape)}
-    with generated_set(folder, "listops", settings, FILES["train"]):
-        arrays = generate(sum(sizes.values()), seed, shape, progress)
-        rows = zip(arrays["tokens"], arrays["labels"].tolist(), strict=True)
+    """Write the three files of the released layout; an interruption leaves none of them."""
+    sizes, expressions = split_sizes(train, valid, test), generate(seed, shape)
+    with generated_set(Path(folder)) as place:
         for name, size in sizes.items():
-            write_atomically(folder / FILES[name], partial(_write_tsv, islice(rows, size), progress))
-    return folder
-
-
-def _write_tsv(rows: Iterable[tuple[np.ndarray, int]], progress: Progress, out: IO[bytes]) -> None:
-    out.write(b"Source\tTarget\n")
-    for codes, label in rows:
-        out.write(f"{to_text(codes)}\t{label}\n".encode("ascii"))
-        progress(1)
-
-
-def to_text(codes: np.ndarray) -> str:
-    """An expression in the released notation, which pairs everything: ( ( ( [MAX 2 ) 9 ) ] )."""
-    words: list[str] = []
-    open_nodes: list[int] = []  # index of each open operator in `words`
-    pairs: list[int] = []  # arguments of each open operator so far
-    for code in codes.tolist():
-        if code == 0:
-            break
-        if OPERATOR <= code < END:
-            open_nodes.append(len(words))
-            pairs.append(0)
-            words.append(WORDS[code])
-            continue
-        if code == END:
-            place, count = open_nodes.pop(), pairs.pop()
-            words[place] = "( " * (count + 1) + words[place]
-            words.append("] )")
-        else:
-            words.append(WORDS[code])
-        if pairs:
-            pairs[-1] += 1
-            words[-1] += " )"
-    return " ".join(words)
+            with (place / FILES[name]).open("wb") as out:
+                out.write(b"Source\tTarget\n")
+                for text, value in islice(expressions, size):
+                    out.write(f"{text}\t{value}\n".encode("ascii"))
+                    progress(1)
+    return Path(folder)
 
 
 def load(folder: str | Path) -> TokenData:
     """Read the released files, or those that `write` made."""
-    folder = Path(folder)
-    require_complete(folder)
-    splits = {}
-    for name, file_name in FILES.items():
-        file = folder / file_name
-        if not file.is_file():
-            raise DataError(
-                f"{file} is missing: the {name} split; 'primal data listops --out {folder}' makes all three"
-            )
-        arrays = cached(folder, name, [file], LENGTH, partial(read_tsv, file))
-        splits[name] = select_rows(arrays)
+    source = f"'primal data listops --out {folder}' makes all three"
+    splits = load_tables(Path(folder), FILES, source, read_tsv, LENGTH)
     return TokenData("listops", **splits, vocabulary=len(WORDS), classes=10, padded=True)
 
 
@@ -193,7 +130,7 @@ def by_operator(data: TokenData) -> float:
     return float(np.mean(right))
 
 
-def read_tsv(file: Path) -> Arrays:
+def read_tsv(file: Path, length: int = LENGTH) -> Arrays:
     """Codes and labels of a file with the columns Source and Target."""
     rows, labels = [], []
     with reading(file, "a table of expressions"), file.open(encoding="utf-8") as lines:
@@ -208,7 +145,7 @@ def read_tsv(file: Path) -> Arrays:
             labels.append(int(target))
     if not rows:
         raise DataError(f"{file}: no samples below the header")
-    return {"tokens": stack(rows, LENGTH), "labels": np.array(labels, dtype=np.uint8)}
+    return {"tokens": stack(rows, length), "labels": np.array(labels, dtype=np.uint8)}
 
 
 def encode(expression: str, where: str = "expression") -> np.ndarray:

@@ -16,22 +16,19 @@ from __future__ import annotations
 import io
 import json
 import os
-import shutil
 import zlib
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from primal_attention.data.lra.tokens import Progress, TokenData, no_progress, select_rows, split_sizes
-from primal_attention.data.storage import Arrays, cached, generated_set, read_text, reading, require_complete
+from primal_attention.data.lra.tokens import Progress, TokenData, select_rows, split_sizes
+from primal_attention.data.storage import Arrays, cached, generated_set
 from primal_attention.utils.errors import DataError, import_package
-from primal_attention.utils.files import write_error, write_text
+from primal_attention.utils.files import COUNT, read_json, read_text
 
 SIZE = 32
 STEP = 2.7  # from dash to dash
@@ -71,33 +68,31 @@ class Canvas:
 
         Where it does not fit, a short contour is left out; without a long one the image becomes invalid.
         """
-        images = len(self.valid)
-        nodes = np.full((images, length + 1, 2), NOWHERE, dtype=np.float32)
-        middles = np.full((images, length, 2), NOWHERE, dtype=np.float32)
+        points = np.full((len(self.valid), 2 * length + 1, 2), NOWHERE, dtype=np.float32)  # nodes and middles in turn
         end_margin = DOT_MARGIN if is_long else 0.0
         left = np.flatnonzero(self.valid)
         for _ in range(ATTEMPTS if is_long else ATTEMPTS // 3):
-            walk, between, fits = self._walk(left, length, end_margin)
-            nodes[left[fits]], middles[left[fits]] = walk[fits], between[fits]
+            walk, fits = self._walk(left, length, end_margin)
+            points[left[fits]] = walk[fits]
             left = left[~fits]
             if len(left) == 0:
                 break
         if is_long:
             self.valid[left] = False
-        points = np.concatenate([nodes, middles], axis=1)
         margins = np.zeros(points.shape[:2], dtype=np.float32)
-        margins[:, [0, length]] = end_margin
+        margins[:, [0, -1]] = end_margin
         self.points = np.concatenate([self.points, points], axis=1)
         self.margins = np.concatenate([self.margins, margins], axis=1)
+        nodes = points[:, ::2]
         along = np.diff(nodes, axis=1)
         along *= DASH / np.maximum(np.linalg.norm(along, axis=-1, keepdims=True), 1e-6)
         self.dashes.append(np.stack([nodes[:, :-1], nodes[:, :-1] + along], axis=2))
         return nodes[:, [0, -1]]
 
-    def _walk(self, rows: np.ndarray, length: int, end_margin: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """One walk in each of the images `rows`: its nodes, the middles between them, and whether it is complete."""
-        nodes = np.full((len(rows), length + 1, 2), NOWHERE, dtype=np.float32)
-        middles = np.full((len(rows), length, 2), NOWHERE, dtype=np.float32)
+    def _walk(self, rows: np.ndarray, length: int, end_margin: float) -> tuple[np.ndarray, np.ndarray]:
+        """One walk in each of the images `rows`: its nodes and the middles between them, and whether it is complete."""
+        points = np.full((len(rows), 2 * length + 1, 2), NOWHERE, dtype=np.float32)
+        nodes, middles = points[:, ::2], points[:, 1::2]
         nodes[:, 0] = self.rng.uniform(BORDER, SIZE - BORDER, (len(rows), 2))
         heading = self.rng.uniform(0, 2 * np.pi, len(rows)).astype(np.float32)
         going = np.flatnonzero(self._is_free(rows, nodes[:, :1], end_margin)[:, 0])  # walks without a collision so far
@@ -121,9 +116,7 @@ class Canvas:
             heading[going] = headings[row, choice]
             nodes[going, step + 1] = ahead[row, choice]
             middles[going, step] = middle[row, choice]
-        complete = np.zeros(len(rows), dtype=bool)
-        complete[going] = True
-        return nodes, middles, complete
+        return points, np.isin(np.arange(len(rows)), going)
 
     def _is_free(self, rows: np.ndarray, places: np.ndarray, margin: float) -> np.ndarray:
         """Whether places (rows, n, 2) are inside and far enough from all finished contours."""
@@ -167,14 +160,19 @@ def generate(
     seed: int,
     contour_length: int = CONTOUR_LENGTH,
     distractors: int = DISTRACTORS,
-    progress: Progress = no_progress,
+    progress: Progress = lambda samples: None,
     workers: int = 1,
 ) -> Arrays:
     """Images (samples, 32, 32) uint8 and labels (samples,) uint8; of images 2i and 2i + 1, one has label 1.
 
     The number of worker processes does not change the images.
     """
-    _check_settings(contour_length, distractors, workers)
+    if not 3 <= contour_length <= 18:
+        raise DataError(f"contour_length must lie between 3 and 18 to fit a 32×32 image twice (got {contour_length})")
+    if distractors < 0:
+        raise DataError(f"distractors must not be negative (got {distractors})")
+    if workers < 1:
+        raise DataError(f"workers must be at least 1 (got {workers})")
     first = np.random.default_rng([seed, 1]).integers(0, 2, -(-samples // 2))
     labels = np.stack([first, 1 - first], axis=1).ravel()[:samples].astype(np.uint8)
     images = np.zeros((samples, SIZE, SIZE), dtype=np.uint8)
@@ -190,15 +188,6 @@ def generate(
                 progress(len(wanted))
             batch += workers
     return {"images": images, "labels": labels}
-
-
-def _check_settings(contour_length: int, distractors: int, workers: int) -> None:
-    if not 3 <= contour_length <= 18:
-        raise DataError(f"contour_length must lie between 3 and 18 to fit a 32×32 image twice (got {contour_length})")
-    if distractors < 0:
-        raise DataError(f"distractors must not be negative (got {distractors})")
-    if workers < 1:
-        raise DataError(f"workers must be at least 1 (got {workers})")
 
 
 def _draw_batch(seed: int, contour_length: int, distractors: int, number: int) -> np.ndarray:
@@ -242,40 +231,27 @@ def write(
     seed: int = 0,
     contour_length: int = CONTOUR_LENGTH,
     distractors: int = DISTRACTORS,
-    progress: Progress = no_progress,
+    progress: Progress = lambda samples: None,
     workers: int = 1,
 ) -> Path:
     """Write images and metadata in the released layout, and splits.json with the sizes of train, valid and test.
 
-    After an interruption, a call with the same arguments completes the set. `progress` is called with the number of
-    new samples, for every sample twice: when it is drawn and when it is written.
+    An interruption leaves no set.
     """
-    folder = Path(folder)
     sizes = split_sizes(train, valid, test)
-    _check_settings(contour_length, distractors, workers)
-    settings = {**sizes, "seed": seed, "contour_length": contour_length, "distractors": distractors}
-    with generated_set(folder, "pathfinder", settings, "metadata"):
+    with generated_set(Path(folder)) as place:
         arrays = generate(sum(sizes.values()), seed, contour_length, distractors, progress, workers)
+        (place / "metadata").mkdir()
         for number, start in enumerate(range(0, len(arrays["labels"]), FOLDER_SIZE)):
-            part = slice(start, start + FOLDER_SIZE)
-            _write_part(folder, number, arrays["images"][part], arrays["labels"][part])
-            progress(len(arrays["labels"][part]))
-        write_text(folder / "splits.json", f"{json.dumps(sizes)}\n")
-    return folder
-
-
-def _write_part(folder: Path, number: int, images: np.ndarray, labels: np.ndarray) -> None:
-    """Write one folder of images, then the metadata that lists them."""
-    place = folder / "imgs" / str(number)
-    try:
-        place.mkdir(parents=True, exist_ok=True)
-        for i, image in enumerate(images):
-            (place / f"sample_{i}.png").write_bytes(to_png(image))
-    except OSError as error:
-        shutil.rmtree(place, ignore_errors=True)
-        raise write_error(place, error) from error
-    lines = "".join(f"imgs/{number} sample_{i}.png {i} {label}\n" for i, label in enumerate(labels))
-    write_text(folder / "metadata" / f"{number}.npy", lines)
+            images, labels = (arrays[key][start : start + FOLDER_SIZE] for key in ("images", "labels"))
+            home = place / "imgs" / str(number)
+            home.mkdir(parents=True)
+            for i, image in enumerate(images):
+                (home / f"sample_{i}.png").write_bytes(to_png(image))
+            lines = "".join(f"imgs/{number} sample_{i}.png {i} {label}\n" for i, label in enumerate(labels))
+            (place / "metadata" / f"{number}.npy").write_bytes(lines.encode())
+        (place / "splits.json").write_bytes(f"{json.dumps(sizes)}\n".encode())
+    return Path(folder)
 
 
 def to_png(image: np.ndarray) -> bytes:
@@ -299,7 +275,6 @@ def load(folder: str | Path, contour_length: int = CONTOUR_LENGTH) -> TokenData:
     folder = Path(folder)
     inner = folder / f"curv_contour_length_{contour_length}"
     folder = inner if inner.is_dir() else folder
-    require_complete(folder)
     metadata = [file for file in (folder / "metadata").glob("*.npy") if file.stem.isdecimal()]
     metadata.sort(key=lambda file: int(file.stem))
     if not metadata:
@@ -321,11 +296,10 @@ def _split_rows(folder: Path, samples: int) -> dict[str, np.ndarray | slice]:
         order = np.random.default_rng(0).permutation(samples)
         parts = np.split(order, (samples * 8 // 10, samples * 9 // 10))
         return {name: np.sort(part) for name, part in zip(SIZES, parts, strict=True)}
-    with reading(file, "a JSON object"):
-        content = json.loads(file.read_bytes())
-    sizes: list[Any] = [content.get(name) for name in SIZES] if isinstance(content, dict) else []
-    if not sizes or not all(type(size) is int and size > 0 for size in sizes) or sum(sizes) != samples:
-        raise DataError(f"{file}: must hold the numbers of train, valid and test, with the sum {samples}")
+    content = read_json(file, dict.fromkeys(SIZES, COUNT))
+    sizes = [content[name] for name in SIZES]
+    if sum(sizes) != samples:
+        raise DataError(f"{file}: train, valid and test must have the sum {samples} (got {sum(sizes)})")
     ends = np.cumsum(sizes)
     return {name: slice(end - size, end) for name, size, end in zip(SIZES, sizes, ends, strict=True)}
 
@@ -334,26 +308,22 @@ def _read_images(folder: Path, metadata: list[Path]) -> Arrays:
     """All images that the metadata lists, in their order."""
     pillow = import_package("PIL.Image", "reading PNG files")
     images, labels = [], []
-    for place, label, source in _list_images(folder, metadata):
+    lines = ((file, number, line) for file in metadata for number, line in enumerate(read_text(file).splitlines(), 1))
+    for file, number, line in lines:
+        words = line.split()
+        if len(words) < 4 or words[3] not in ("0", "1"):
+            raise DataError(f"{file}, line {number}: expected folder, file, number and label 0 or 1")
+        place = folder / words[0] / words[1]
         try:
             with pillow.open(io.BytesIO(place.read_bytes())) as image:
                 pixels = np.asarray(image.convert("L"))
         except Exception as error:  # Pillow's decoders raise almost any type for damaged files
             reason = "is missing" if isinstance(error, FileNotFoundError) else "is no image"
-            raise DataError(f"{place} {reason}, though {source} lists it") from None
+            raise DataError(f"{place} {reason}, though {file.name}, line {number}, lists it") from None
         if pixels.shape != (SIZE, SIZE):
             raise DataError(f"{place}: {pixels.shape[1]}×{pixels.shape[0]} pixels where {SIZE}×{SIZE} are needed")
         images.append(pixels)
-        labels.append(label)
+        labels.append(int(words[3]))
     if not images:
         raise DataError(f"{folder}: the metadata lists no images")
     return {"images": np.stack(images), "labels": np.array(labels, dtype=np.uint8)}
-
-
-def _list_images(folder: Path, metadata: list[Path]) -> Iterator[tuple[Path, int, str]]:
-    for file in metadata:
-        for number, line in enumerate(read_text(file).splitlines(), start=1):
-            words = line.split()
-            if len(words) < 4 or words[3] not in ("0", "1"):
-                raise DataError(f"{file}, line {number}: expected folder, file, number and label 0 or 1")
-            yield folder / words[0] / words[1], int(words[3]), f"{file.name}, line {number},"
