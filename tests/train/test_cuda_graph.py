@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 from primal_attention.train import loop
 from primal_attention.train.config import override
 from primal_attention.train.cuda_graph import RecordedStep, Recording, records_steps
-from primal_attention.train.optimizer import Number
 from primal_attention.train.task import TrainingModule
 from primal_attention.utils.errors import DivergedError, RunError
 
@@ -58,16 +57,6 @@ def test_a_loss_that_is_not_finite_is_found_before_the_epoch_is_evaluated(
     with pytest.raises(DivergedError, match=r"one of the steps \d+ to \d+ \(epoch \d+\): weight .* is not finite"):
         loop.train(recipe, tmp_path)
     assert not list(tmp_path.glob("model.safetensors"))
-
-
-def test_a_number_on_the_device_is_written_where_it_changes():
-    number = Number(torch.device("cpu"))
-    for value in (0.5, 0.5, 0.25):
-        before = number.tensor._version
-        changes = value != number.value
-        number.put(value)
-        assert float(number.tensor) == value
-        assert (number.tensor._version != before) == changes
 
 
 def test_steps_are_recorded_once_they_are_steady(toy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -114,8 +114,8 @@ def test_a_run_has_three_scores_and_repeats(folder: Path, tmp_path: Path, cache:
     chosen = one["scores"]["validation_chosen"]
     assert chosen["accuracy"] == accuracies[chosen["epoch"] - 1]
     assert "retrained_accuracy" not in chosen
-    sizes = {"train_cases": 24, "validation_cases": 6, "test_cases": 12, "images_per_epoch": 24}
-    assert one["data"] == {"set": "set", **sizes, "classes": 3, "max_length": 17}
+    sizes = {"train_samples": 24, "validation_samples": 6, "test_samples": 12, "images_per_epoch": 24}
+    assert one["data"] == {"set": "set", "sha256": one["data"]["sha256"], **sizes, "classes": 3, "max_length": 17}
     assert loop.evaluate(tmp_path / "one")[""]["accuracy"] == chosen["accuracy"]
 
 

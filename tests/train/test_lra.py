@@ -365,4 +365,4 @@ def test_on_a_gpu_compiled_steps_are_recorded_and_train_alike(
 def test_a_short_training_of_fewer_samples_than_a_batch(expressions: Path, tmp_path: Path):
     recipe = small("lra-short/listops", expressions, trainer__batch_size=64, trainer__epochs=1)
     assert recipe.data.length_buckets > 1
-    assert loop.train(recipe, tmp_path / "run")["data"]["train_cases"] < 64
+    assert loop.train(recipe, tmp_path / "run")["data"]["train_samples"] < 64

@@ -11,30 +11,46 @@ from torch import nn
 from closeness import assert_close
 from primal_attention.nn.baselines import make_attention
 from primal_attention.train.config import OptimConfig
-from primal_attention.train.optimizer import RecordableRAdam, learning_rate, one_cycle, update_average
+from primal_attention.train.optimizer import (
+    RecordableRAdam,
+    learning_rate,
+    load_optimizer,
+    one_cycle,
+    rectification,
+    set_learning_rate,
+    update_average,
+)
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_recordable_radam_is_radam(weight_decay: float):
-    torch.manual_seed(0)
+    """Also after a checkpoint in between, of this version and of one that counted the steps per group."""
     start = [torch.randn(4, 3), torch.randn(3)]
     ours, theirs = ([torch.nn.Parameter(t.clone()) for t in start] for _ in range(2))
-    a = RecordableRAdam(ours, lr=0.05, weight_decay=weight_decay)
+    a = RecordableRAdam(ours, lr=0.05, weight_decay=weight_decay, fused=True)
     b = torch.optim.RAdam(theirs, lr=0.05, weight_decay=weight_decay)
     for step in range(30):
-        for p, q in zip(ours, theirs, strict=True):
+        for p in (*ours, *theirs):
             p.grad = torch.sin(3 * p.detach()) + 0.01 * step
-            q.grad = torch.sin(3 * q.detach()) + 0.01 * step
-        if step == 12:  # a checkpoint in between
-            again = RecordableRAdam(ours, lr=0.05, weight_decay=weight_decay)
-            again.load_state_dict(a.state_dict())
-            a = again
-        a.prepare()
-        assert a.steady == (step >= 5)  # the first five steps have no 1/√v
-        a.step()
+        if step in (12, 20):
+            state = copy.deepcopy(a.state_dict())
+            if step == 20:
+                names = ("params", "lr", "betas", "eps", "weight_decay")
+                state["param_groups"] = [
+                    {**{n: group[n] for n in names}, "step": 20} for group in state["param_groups"]
+                ]
+                for entries in state["state"].values():
+                    del entries["step"]
+            a = RecordableRAdam(ours, lr=0.05, weight_decay=weight_decay, fused=True)
+            load_optimizer(a, state)
+        factor = rectification(0.999, step + 1)
+        assert (factor is None) == (step < 5)
+        set_learning_rate(a, torch.tensor(0.05 * (factor or 1.0)))
+        a.step(first=factor is None)
         b.step()
         for p, q in zip(ours, theirs, strict=True):
             torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)  # float32, factors in another order
+    assert a.param_groups[0]["fused"]
 
 
 def test_one_cycle_goes_up_to_one_and_down_to_zero():
@@ -76,25 +92,14 @@ def test_schedules_without_an_end_do_not_depend_on_later_steps(schedule, factors
         assert [rate(step) for step in range(4)] == pytest.approx([0.1 * factor for factor in factors])
 
 
-def test_the_average_follows_weights_and_counts():
+@pytest.mark.parametrize("share", [0.5, torch.tensor(0.5)], ids=["number", "tensor"])
+def test_the_average_follows_weights_and_counts(share: float | torch.Tensor):
     model, mean = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
     nn.init.constant_(model.weight, 3.0)
     model.num_batches_tracked.fill_(7)
-    update_average(mean, model, 0.5)
+    update_average(mean, model, share)
     assert mean.weight.tolist() == [2.0] * 3
     assert int(mean.num_batches_tracked) == 7
-
-
-def test_a_share_on_the_device_moves_the_average_as_a_number_does():
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
-    model(torch.randn(5, 3))
-    a, b = (torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3)) for _ in range(2))
-    b.load_state_dict(a.state_dict())
-    update_average(a, model, 0.3)
-    update_average(b, model, torch.tensor(0.3))
-    for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True):
-        torch.testing.assert_close(x, y)
 
 
 @pytest.mark.parametrize("on_device", [False, True], ids=["number", "tensor"])

@@ -73,9 +73,15 @@ def test_own_data_is_trained_evaluated_and_reported_like_a_set_of_the_archive(
     assert cli.main(["train", "uea-modern", *words, *small]) == 0
     run = Path("runs/uea-modern/gestures-primal-seed0")
     summary = json.loads((run / "summary.json").read_text())
-    sizes = {key: summary["data"][key] for key in ("set", "train_cases", "test_cases", "classes", "max_length")}
+    sizes = {key: summary["data"][key] for key in ("set", "train_samples", "test_samples", "classes", "max_length")}
     train, test = (20, 6) if has_test_file else (14, 6)  # 30 % of ten samples of each class
-    assert sizes == {"set": "gestures.npz", "train_cases": train, "test_cases": test, "classes": 2, "max_length": 15}
+    assert sizes == {
+        "set": "gestures.npz",
+        "train_samples": train,
+        "test_samples": test,
+        "classes": 2,
+        "max_length": 15,
+    }
     capsys.readouterr()
     assert cli.main(["evaluate", str(run)]) == 0
     assert "as in the run" in capsys.readouterr().out

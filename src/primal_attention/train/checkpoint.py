@@ -22,7 +22,7 @@ import io
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -34,7 +34,8 @@ from torch import Tensor
 
 import primal_attention
 from primal_attention.train.config import FORMAT, Recipe, from_plain, to_plain
-from primal_attention.utils.errors import RunError, WriteError
+from primal_attention.train.optimizer import load_optimizer
+from primal_attention.utils.errors import RunError
 from primal_attention.utils.files import (
     COUNT,
     Number,
@@ -87,7 +88,6 @@ SHARDED_REST = {"shapes": dict, "split": list, "param_groups": list, **PROGRESS}
 # Fields that may change when a run resumes: they change no result, or only rounding and dropout (devices, context).
 FREE = {
     "data.folder",
-    "evaluation.video",
     "trainer.checkpoint_every",
     "trainer.checkpoint_steps",
     "trainer.context",
@@ -197,7 +197,7 @@ def run_origin(folder: Path) -> dict[str, Any]:
     text, recipe = read_run(folder)
     config = to_plain(recipe)
     config.get("data", {}).pop("folder", None)  # a path of this machine
-    names = ("date", "command", "commit", "dirty", "commit_source", "versions", "data_sha256")
+    names = ("date", "command", "commit", "dirty", "commit_source", "versions")
     return {**{name: text[name] for name in names if name in text}, "config": config}
 
 
@@ -343,7 +343,7 @@ def restore(place: Path, content: Mapping[str, Any], module: torch.nn.Module, op
             load_sharded(place, content, module, optimizer)
         else:
             module.load_state_dict(content["state_dict"])
-            optimizer.load_state_dict(content["optimizer_states"][0])
+            load_optimizer(optimizer, content["optimizer_states"][0])
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:
         raise RunError(f"{place} does not fit the recipe of its config.yaml ({_reason(error)})") from error
 
@@ -449,41 +449,20 @@ def save_sharded(
     own = {name: tensors[name].to_local() for name in split}  # type: ignore[attr-defined]
     if rank == 0:
         own |= {name: tensor for name, tensor in tensors.items() if name not in own}
-
-    def complete() -> None:
-        if rank == 0:
-            shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
-            groups = optimizer.state_dict()["param_groups"]
-            rest = {**progress, "shapes": shapes, "split": split, "param_groups": groups}
-            save_checkpoint(partial / REST, rest)
-            write_json(partial / CHECKSUMS, {file.name: _file_digest(file) for file in sorted(partial.iterdir())})
-            sync_folder(partial)
-            partial.rename(place)
-            sync_folder(folder)
-            for old in sorted(folder.glob(f"*{SHARDED}"))[:-2]:
-                old.rename(partial_name(old))  # a half-deleted checkpoint must not look intact
-                shutil.rmtree(partial_name(old))
-
-    try:
-        _together(lambda: write_weights(partial / f"rank{rank}.safetensors", own))
-        _together(complete)
-    except WriteError:
-        if rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise
-
-
-def _together(work: Callable[[], None]) -> None:
-    """Run the work in every process; if it fails in one, raise that error in all."""
-    error: WriteError | None = None
-    try:
-        work()
-    except WriteError as failure:
-        error = failure
-    errors: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error and str(error))
-    if any(errors):
-        raise error or WriteError(next(filter(None, errors)))
+    # If this fails in one process, the launcher ends the others; the next holder of the lock removes what is left.
+    write_weights(partial / f"rank{rank}.safetensors", own)
+    dist.barrier()
+    if rank == 0:
+        shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+        groups = optimizer.state_dict()["param_groups"]
+        save_checkpoint(partial / REST, {**progress, "shapes": shapes, "split": split, "param_groups": groups})
+        write_json(partial / CHECKSUMS, {file.name: _file_digest(file) for file in sorted(partial.iterdir())})
+        sync_folder(partial)
+        partial.rename(place)
+        sync_folder(folder)
+        for old in sorted(folder.glob(f"*{SHARDED}"))[:-2]:
+            old.rename(partial_name(old))  # a half-deleted checkpoint must not look intact
+            shutil.rmtree(partial_name(old))
 
 
 def _file_digest(file: Path) -> str:

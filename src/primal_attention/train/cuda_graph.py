@@ -20,7 +20,13 @@ from torch import Tensor
 from primal_attention.nn.baselines.random_buffers import RandomBuffers
 from primal_attention.nn.objective import primal_layers
 from primal_attention.train.config import Recipe, require
-from primal_attention.train.optimizer import Number, average_share, set_learning_rate, update_average
+from primal_attention.train.optimizer import (
+    RecordableRAdam,
+    average_share,
+    rectification,
+    set_learning_rate,
+    update_average,
+)
 from primal_attention.train.task import Batch, TrainingModule, precision_context
 
 WARMUP = 3  # eager steps per shape: whatever is set up on first use must exist before the capture
@@ -75,14 +81,14 @@ class RecordedStep:
         self.recordings: dict[Any, Recording] = {}
         self.seen: dict[Any, int] = {}
         self.random = [m for m in module.model.modules() if isinstance(m, RandomBuffers) and m.redraw_every]
-        self.rates: list[Number] = []
-        self.share: Number | float = 0.0
+        # What changes between steps; on a GPU in tensors, which a captured step reads.
+        self.lr: Tensor | float = 0.0
+        self.share: Tensor | float = 0.0
+        self.is_first = False  # of the steps in which RAdam has another form
         if self.on_gpu:
             self.stream = torch.cuda.Stream(self.device)
             self.pool = torch.cuda.graph_pool_handle()
-            self.share = Number(self.device)
-            if not hasattr(optimizer, "prepare"):
-                self.rates = [Number(self.device) for _ in optimizer.param_groups]
+            self.lr, self.share = (torch.zeros((), device=self.device) for _ in range(2))
 
     @contextlib.contextmanager
     def own_stream(self) -> Iterator[None]:
@@ -110,19 +116,19 @@ class RecordedStep:
         self.module.count_step(batch)
 
     def _prepare(self) -> None:
-        """Write the numbers of the next step to the device."""
-        module = self.module
-        set_learning_rate(self.optimizer, self.rate(module.global_step))
-        if hasattr(self.optimizer, "prepare"):
-            self.optimizer.prepare()
-        for number, group in zip(self.rates, self.optimizer.param_groups, strict=False):
-            number.put(group["lr"])
-        if module.averaged is not None:
-            share = average_share(module.recipe.trainer.ema, module.global_step + 1)
-            if isinstance(self.share, Number):
-                self.share.put(share)
-            else:
-                self.share = share
+        """Set the numbers of the next step."""
+        module, config = self.module, self.module.recipe
+        lr, share = self.rate(module.global_step), average_share(config.trainer.ema, module.global_step + 1)
+        if isinstance(self.optimizer, RecordableRAdam):
+            factor = rectification(config.optim.beta2, module.global_step + 1)
+            self.is_first = factor is None
+            lr *= factor or 1.0
+        if isinstance(self.lr, Tensor) and isinstance(self.share, Tensor):
+            self.lr.fill_(lr)
+            self.share.fill_(share)
+        else:
+            self.lr, self.share = lr, share
+        set_learning_rate(self.optimizer, self.lr)
         for layer in self.random:
             redraw_in_place(layer)
 
@@ -139,11 +145,9 @@ class RecordedStep:
             if config.optim.clip:
                 weights = [p for group in self.optimizer.param_groups for p in group["params"]]
                 torch.nn.utils.clip_grad_norm_(weights, config.optim.clip)
-            with rates_on_device(self.optimizer, [rate.tensor for rate in self.rates]):
-                self.optimizer.step()
+            self.optimizer.step(**({"first": True} if self.is_first else {}))
             if module.averaged is not None:
-                share = self.share.tensor if isinstance(self.share, Number) else self.share
-                update_average(module.averaged, module.model, share)
+                update_average(module.averaged, module.model, self.share)
         for layer in primal_layers(module.model).values():
             # The objective's graph would pin the stream that it was made on.
             layer._objective = None if layer.objective is None else layer.objective.detach()
@@ -153,8 +157,7 @@ class RecordedStep:
         shape = tuple((tuple(t.shape), t.dtype) for t in batch)
         if shape not in self.recordings:
             self.seen[shape] = self.seen.get(shape, 0) + 1
-            is_steady = getattr(self.optimizer, "steady", True)  # all later steps launch the kernels of this one
-            if self.seen[shape] <= WARMUP or len(self.recordings) >= SHAPES or not is_steady:
+            if self.seen[shape] <= WARMUP or len(self.recordings) >= SHAPES or self.is_first:
                 return None
             try:
                 inputs = [t.to(self.device, copy=True) for t in batch]
@@ -188,20 +191,6 @@ class RecordedStep:
         # A broken capture leaves the random generator in capture mode; a complete one resets it.
         self.pool = torch.cuda.graph_pool_handle()
         self._capture(lambda: torch.zeros((), device=self.device).add_(1))
-
-
-@contextlib.contextmanager
-def rates_on_device(optimizer: torch.optim.Optimizer, rates: list[Tensor]) -> Iterator[None]:
-    """Give the optimizer its learning rates as tensors. Outside the context they are floats."""
-    groups = optimizer.param_groups
-    floats = [group["lr"] for group in groups]
-    for group, rate in zip(groups, rates, strict=False):
-        group["lr"] = rate
-    try:
-        yield
-    finally:
-        for group, rate in zip(groups, floats, strict=True):
-            group["lr"] = rate
 
 
 def redraw_in_place(layer: RandomBuffers) -> None:

@@ -31,9 +31,9 @@ from primal_attention.data.lm import TextData, TextSplit, Vocabulary, load_vocab
 from primal_attention.models.lm import LanguageConfig, LanguageModel
 from primal_attention.train.batches import Batches, derive_seed
 from primal_attention.train.checkpoint import read_run, read_weights
-from primal_attention.train.config import NetworkConfig, OptimConfig, Recipe, TrainerConfig, require
+from primal_attention.train.config import NetworkConfig, OptimConfig, Recipe, TrainerConfig, require, require_range
 from primal_attention.train.loop import load_weights, read_summary
-from primal_attention.train.task import Batch, Experiment, TrainingModule
+from primal_attention.train.task import Batch, Experiment, TrainingModule, hash_data
 from primal_attention.utils.errors import DataError, RunError
 from primal_attention.utils.files import check, write_text
 
@@ -56,7 +56,7 @@ class LanguageData:
     """Tokens in a window."""
 
     def __post_init__(self) -> None:
-        require(self.context >= 1, f"data.context must be at least 1 (got {self.context})")
+        require_range(self, "data", "context", "be at least 1")
         require(
             self.vocabulary is None or self.vocabulary >= SMALLEST_VOCABULARY,
             f"data.vocabulary must be at least {SMALLEST_VOCABULARY}, one for each byte and the end "
@@ -208,6 +208,7 @@ def build_from(recipe: LanguageRecipe, data: TextData) -> Experiment:
         watched={"val": MeasuredWindows(data.valid, context, batch)},
         facts={
             "set": recipe.data.text,
+            "sha256": hash_data((data.train, data.valid, data.test)),
             "vocabulary": len(data.vocabulary),
             "vocabulary_sha256": data.vocabulary.digest,
             "train_bytes": data.train.bytes,

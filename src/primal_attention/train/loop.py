@@ -171,7 +171,7 @@ class Training:
         module.to(self.device).train()
         module.global_rank = fabric.global_rank
         if fabric.world_size > 1:
-            module.adopt(distributed.Layout.of(self.device.type, fabric.world_size, config.context))
+            module.adopt(distributed.make_mesh(self.device.type, fabric.world_size, config.context))
         if config.strategy == "fsdp":
             for model in (module.model, module.averaged):
                 if model is not None:
@@ -244,7 +244,7 @@ class Training:
             torch.cuda.synchronize()
             state.peak_bytes = max(state.peak_bytes or 0, torch.cuda.max_memory_allocated())
         state.seconds.append(time.perf_counter() - started)
-        row = {"epoch": len(state.rows) + 1, "step": module.global_step, "lr": self.optimizer.param_groups[0]["lr"]}
+        row = {"epoch": len(state.rows) + 1, "step": module.global_step, "lr": self.rate(module.global_step - 1)}
         state.unmeasured = {**row, **module.epoch_means()}
 
     def train_step(self, batch: Any, number: int, is_last: bool) -> bool:
@@ -254,7 +254,7 @@ class Training:
             return True
         module, fabric, accumulate = self.module, self.fabric, self.config.accumulate
         updates = is_last or (number + 1) % accumulate == 0
-        if module.layout is not None:
+        if module.mesh is not None:
             module.batch_weight = self.batches.part(number)
         with self.wrapped.no_sync() if not updates and self.wrapped is not module else nullcontext():
             with fabric.autocast():
