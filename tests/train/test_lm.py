@@ -154,12 +154,11 @@ def test_a_run_is_evaluated_by_what_its_model_predicts_and_repeats(
 
 def refuse_foreign_vocabularies(run: Path) -> None:
     file = run / "vocabulary.json"
-    Vocabulary.train_byte_pairs(["Quite other words, and more of these words than of others."], 280).save(file)
-    with pytest.raises(RunError, match=r"vocabulary.json is not the vocabulary that the run was trained with"):
-        load_language(run)
-    file.write_text('{"words": ["<eos>", "a"]}')
-    with pytest.raises(RunError, match="has 2 tokens and the checkpoint 280: not the run's own"):
-        load_language(run)
+    others = Vocabulary.train_byte_pairs(["Quite other words, and more of these words than of others."], 280).text()
+    for content in (others, '{"words": ["<eos>", "a"]}'):
+        file.write_text(content)
+        with pytest.raises(RunError, match=r"vocabulary.json is not the vocabulary that the run was trained with"):
+            load_language(run)
     file.unlink()
     with pytest.raises(DataError, match=r"vocabulary.json is missing"):
         load_language(run)

@@ -80,7 +80,10 @@ class RecordedStep:
         self.on_gpu = self.records = self.device.type == "cuda"
         self.recordings: dict[Any, Recording] = {}
         self.seen: dict[Any, int] = {}
-        self.random = [m for m in module.model.modules() if isinstance(m, RandomBuffers) and m.redraw_every]
+        layers = [layer for layer in module.model.modules() if isinstance(layer, RandomBuffers)]
+        self.redraws = {layer: layer.redraw_every for layer in layers if layer.redraw_every is not None}
+        for layer in self.redraws:  # `_prepare` redraws, the layer itself does not
+            layer.redraw_every = None
         # What changes between steps; on a GPU in tensors, which a captured step reads.
         self.lr: Tensor | float = 0.0
         self.share: Tensor | float = 0.0
@@ -129,25 +132,24 @@ class RecordedStep:
         else:
             self.lr, self.share = lr, share
         set_learning_rate(self.optimizer, self.lr)
-        for layer in self.random:
-            redraw_in_place(layer)
+        for layer, every in self.redraws.items():
+            redraw_in_place(layer, every)
 
     def work(self, batch: Batch) -> None:
         """Run one step eagerly: everything that a replay repeats."""
         module, config = self.module, self.module.recipe
         self.optimizer.zero_grad(set_to_none=True)
-        with frozen_draws(self.random):
-            # No autocast cache: a weight cast inside a capture is filled by replays only.
-            with precision_context(config.trainer.precision, self.device, cache=False):
-                parts = module.losses(batch)
-            module.add_to_sums(parts)
-            parts["loss"].backward()
-            if config.optim.clip:
-                weights = [p for group in self.optimizer.param_groups for p in group["params"]]
-                torch.nn.utils.clip_grad_norm_(weights, config.optim.clip)
-            self.optimizer.step(**({"first": True} if self.is_first else {}))
-            if module.averaged is not None:
-                update_average(module.averaged, module.model, self.share)
+        # No autocast cache: a weight cast inside a capture is filled by replays only.
+        with precision_context(config.trainer.precision, self.device, cache=False):
+            parts = module.losses(batch)
+        module.add_to_sums(parts)
+        parts["loss"].backward()
+        if config.optim.clip:
+            weights = [p for group in self.optimizer.param_groups for p in group["params"]]
+            torch.nn.utils.clip_grad_norm_(weights, config.optim.clip)
+        self.optimizer.step(**({"first": True} if self.is_first else {}))
+        if module.averaged is not None:
+            update_average(module.averaged, module.model, self.share)
         for layer in primal_layers(module.model).values():
             # The objective's graph would pin the stream that it was made on.
             layer._objective = None if layer.objective is None else layer.objective.detach()
@@ -193,26 +195,13 @@ class RecordedStep:
         self._capture(lambda: torch.zeros((), device=self.device).add_(1))
 
 
-def redraw_in_place(layer: RandomBuffers) -> None:
+def redraw_in_place(layer: RandomBuffers, every: int) -> None:
     """Count a forward pass in training; new random buffers are copied into the tensors that recordings read."""
-    before, draws = dict(layer.named_buffers(recurse=False)), layer.draws
+    before = dict(layer.named_buffers(recurse=False))
+    layer.redraw_every = every
     layer.count_forward()
-    if layer.draws == draws:
-        return
+    layer.redraw_every = None
     for name, old in before.items():
         new = getattr(layer, name)
         if new is not old:
             setattr(layer, name, old.copy_(new))
-
-
-@contextlib.contextmanager
-def frozen_draws(layers: list[RandomBuffers]) -> Iterator[None]:
-    """Keep layers from redrawing by themselves."""
-    intervals = [layer.redraw_every for layer in layers]
-    for layer in layers:
-        layer.redraw_every = None
-    try:
-        yield
-    finally:
-        for layer, interval in zip(layers, intervals, strict=True):
-            layer.redraw_every = interval

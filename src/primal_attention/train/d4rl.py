@@ -164,7 +164,7 @@ def make_model(config: DecisionModel, state_dim: int, action_dim: int) -> Decisi
 
 def build_from(recipe: D4RLRecipe, data: Trajectories) -> Experiment:
     """The experiment of a resolved recipe on data in memory."""
-    episodes, config = Episodes(recipe), recipe.trainer
+    episodes, config = Batches([torch.empty(0)], 1), recipe.trainer  # the model is evaluated by playing
     state_dim, action_dim = data.observations.shape[1], data.actions.shape[1]
     model = make_model(recipe.model, state_dim, action_dim)
     model.set_state_moments(*(torch.from_numpy(moment) for moment in data.state_moments()))
@@ -210,14 +210,6 @@ class ContextBatches(Batches):
         return (*(w.masked_fill(padding.reshape(*padding.shape, *[1] * (w.ndim - 2)), 0) for w in windows), padding)
 
 
-class Episodes(Batches):
-    """Takes the place of the test set: the model is evaluated by playing."""
-
-    def __init__(self, recipe: D4RLRecipe) -> None:
-        super().__init__([torch.empty(0)], 1)
-        self.recipe = recipe
-
-
 class DecisionModule(TrainingModule):
     """A Decision Transformer in training on `ContextBatches`."""
 
@@ -237,8 +229,9 @@ class DecisionModule(TrainingModule):
 
     def evaluate(self, batches: Batches) -> dict[str, float]:
         """Returns of the episodes and D4RL's normalised score of their mean; empty without episodes."""
-        assert isinstance(batches, Episodes)
-        return measure(self.final_model, batches.recipe) if batches.recipe.evaluation.episodes else {}
+        recipe = self.recipe
+        assert isinstance(recipe, D4RLRecipe)
+        return measure(self.final_model, recipe) if recipe.evaluation.episodes else {}
 
 
 def measure(model: Any, recipe: D4RLRecipe) -> dict[str, float]:

@@ -30,7 +30,7 @@ from primal_attention.train.optimizer import (
 )
 from primal_attention.train.task import Experiment, compile_failure
 from primal_attention.utils.errors import Preempted, RunError
-from primal_attention.utils.files import write_json, write_weights
+from primal_attention.utils.files import write_csv, write_json, write_weights
 
 
 def train(
@@ -365,6 +365,7 @@ class Training:
         test = self.module.evaluate(self.experiment.test.to(self.device))
         weights = distributed.gather_full(model.state_dict())
         if self.is_main:
+            write_csv(self.folder / "metrics.csv", self.state.rows)  # a kill after the last checkpoint may have lost it
             write_weights(self.folder / "model.safetensors", weights)
         return summarize(self.recipe, self.experiment, self.state, test, self.device)
 
