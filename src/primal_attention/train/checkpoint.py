@@ -356,21 +356,19 @@ def candidates(folder: Path) -> list[Path]:
     return [last] if last.is_file() else sorted(folder.glob(f"*{SHARDED}"), reverse=True)
 
 
-def load_newest(folder: Path, module: torch.nn.Module, *, main: bool = True) -> tuple[Path, dict[str, Any]] | None:
+def load_newest(folder: Path, *, main: bool = True) -> tuple[Path, dict[str, Any]] | None:
     """Return the newest intact checkpoint and its content; None if there is no checkpoint.
 
     Damaged ones are reported and renamed, so that the next save does not replace an intact one by them.
 
     Args:
         folder: The checkpoints of one training.
-        module: Its tensors must be those of the checkpoint.
         main: Whether this process reports and renames.
     """
     damaged: list[tuple[Path, RunError]] = []
     for place in candidates(folder):
         try:
             content = read_sharded(place) if place.is_dir() else read_checkpoint(place)
-            check_fits(content["state_dict"], module, place)
         except RunError as error:
             damaged.append((place, error))
             continue
@@ -384,16 +382,6 @@ def load_newest(folder: Path, module: torch.nn.Module, *, main: bool = True) -> 
         reasons = "; ".join(str(reason) for _, reason in damaged)
         raise RunError(f"no intact checkpoint to continue from: {reasons}; train again in another folder")
     return None
-
-
-def check_fits(state: Mapping[str, Any], module: torch.nn.Module, path: Path) -> None:
-    """Raise if the tensors of a checkpoint are not those of the module."""
-    own = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-    stored = {name: tuple(getattr(tensor, "shape", ("no tensor",))) for name, tensor in state.items()}
-    for name in {**own, **stored}:
-        if own.get(name) != stored.get(name):
-            shapes = f"{stored.get(name, 'missing')} instead of {own.get(name, 'none')}"
-            raise RunError(f"{path} does not fit the model of its config.yaml ({name}: {shapes})")
 
 
 def read_checkpoint(path: Path, schema: Any = CHECKPOINT) -> dict[str, Any]:
@@ -470,17 +458,14 @@ def _file_digest(file: Path) -> str:
 
 
 def read_sharded(place: Path) -> dict[str, Any]:
-    """Check a sharded checkpoint and return its content, with weights on the meta device."""
+    """Check a sharded checkpoint and return its content without the tensors, which `read_shards` reads."""
     sums = read_json(place / CHECKSUMS, {REST: str, "rank0.safetensors": str, ...: str})
     for name, expected in sums.items():
         if Path(name).name != name or not (place / name).is_file():
             raise RunError(f"{place} is damaged ({name} is missing)")
         if _file_digest(place / name) != expected:
             raise RunError(f"{place} is damaged (the checksum of {name} does not match)")
-    content = read_checkpoint(place / REST, SHARDED_REST)
-    weights = {name.removeprefix("model/"): shape for name, shape in content["shapes"].items() if "model/" in name}
-    content["state_dict"] = {name: torch.empty(shape, device="meta") for name, shape in weights.items()}
-    return content
+    return read_checkpoint(place / REST, SHARDED_REST)
 
 
 def read_shards(place: Path, content: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Tensor]]:
@@ -515,7 +500,7 @@ def load_sharded(
 def export(place: Path, file: Path) -> None:
     """Write the weights that a run would save (the average's, if there is one) to one safetensors file."""
     content = read_sharded(place)
-    has_average = any(name.startswith("averaged.") for name in content["state_dict"])
+    has_average = any(name.startswith("model/averaged.") for name in content["shapes"])
     write_weights(file, dict(read_shards(place, content, "model/averaged." if has_average else "model/model.")))
 
 

@@ -23,7 +23,6 @@ from primal_attention.train.config import Recipe, require
 from primal_attention.train.optimizer import (
     RecordableRAdam,
     average_share,
-    rectification,
     set_learning_rate,
     update_average,
 )
@@ -87,7 +86,6 @@ class RecordedStep:
         # What changes between steps; on a GPU in tensors, which a captured step reads.
         self.lr: Tensor | float = 0.0
         self.share: Tensor | float = 0.0
-        self.is_first = False  # of the steps in which RAdam has another form
         if self.on_gpu:
             self.stream = torch.cuda.Stream(self.device)
             self.pool = torch.cuda.graph_pool_handle()
@@ -123,9 +121,7 @@ class RecordedStep:
         module, config = self.module, self.module.recipe
         lr, share = self.rate(module.global_step), average_share(config.trainer.ema, module.global_step + 1)
         if isinstance(self.optimizer, RecordableRAdam):
-            factor = rectification(config.optim.beta2, module.global_step + 1)
-            self.is_first = factor is None
-            lr *= factor or 1.0
+            lr = self.optimizer.rectify(lr, module.global_step + 1)
         if isinstance(self.lr, Tensor) and isinstance(self.share, Tensor):
             self.lr.fill_(lr)
             self.share.fill_(share)
@@ -147,7 +143,7 @@ class RecordedStep:
         if config.optim.clip:
             weights = [p for group in self.optimizer.param_groups for p in group["params"]]
             torch.nn.utils.clip_grad_norm_(weights, config.optim.clip)
-        self.optimizer.step(**({"first": True} if self.is_first else {}))
+        self.optimizer.step()
         if module.averaged is not None:
             update_average(module.averaged, module.model, self.share)
         for layer in primal_layers(module.model).values():
@@ -159,7 +155,8 @@ class RecordedStep:
         shape = tuple((tuple(t.shape), t.dtype) for t in batch)
         if shape not in self.recordings:
             self.seen[shape] = self.seen.get(shape, 0) + 1
-            if self.seen[shape] <= WARMUP or len(self.recordings) >= SHAPES or self.is_first:
+            is_steady = not getattr(self.optimizer, "is_first", False)  # later steps launch the kernels of this one
+            if self.seen[shape] <= WARMUP or len(self.recordings) >= SHAPES or not is_steady:
                 return None
             try:
                 inputs = [t.to(self.device, copy=True) for t in batch]

@@ -191,7 +191,7 @@ class Training:
         """Load the newest intact checkpoint, if there is one."""
         if self.folder is None:
             return
-        found = checkpoint.load_newest(self.folder / "checkpoints", self.module, main=self.is_main)
+        found = checkpoint.load_newest(self.folder / "checkpoints", main=self.is_main)
         if found is None:
             if self.is_main and (self.folder / "metrics.csv").exists():
                 warnings.warn(f"{self.folder / 'checkpoints'} is empty: the training starts again", stacklevel=2)

@@ -17,15 +17,22 @@ from primal_attention.train.config import OptimConfig
 class RecordableRAdam(torch.optim.Adam):
     """RAdam whose steps can be captured in a CUDA graph: fused Adam with the learning rate lr · r_t.
 
-    torch's capturable RAdam launches several small kernels per parameter. Here the host computes the rectification r_t
-    (`rectification`), and the caller multiplies the learning rate by it. In the first steps, which have no r_t, RAdam
-    is SGD with momentum: `step` runs torch's RAdam on the state of Adam, and cannot be captured.
+    torch's capturable RAdam launches several small kernels per parameter. Here the host computes the rectification r_t.
+    In the first steps, which have no r_t, RAdam is SGD with momentum: `step` runs torch's RAdam on the state of Adam,
+    and cannot be captured.
     """
 
+    is_first = False  # the next step has no r_t
+
+    def rectify(self, lr: float, step: int) -> float:
+        """Return the learning rate of a step, which is the next one."""
+        factor = rectification(self.param_groups[0]["betas"][1], step)
+        self.is_first = factor is None
+        return lr * (factor or 1.0)
+
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, *, first: bool = False) -> None:  # type: ignore[override]
-        """Update the weights; `first`: the step has no r_t."""
-        if not first:
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        if not self.is_first:
             super().step(closure)
             return
         for group in self.param_groups:
