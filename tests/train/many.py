@@ -23,7 +23,7 @@ from faults import kill_at, stop_at
 
 from primal_attention.data.lra import listops
 from primal_attention.train import distributed, loop, registry
-from primal_attention.train.config import Recipe, override
+from primal_attention.train.config import Recipe
 from primal_attention.train.lm import recipe_of
 from primal_attention.train.task import TrainingModule
 from primal_attention.train.uea import ClassificationModule
@@ -57,9 +57,6 @@ SMALL = {
     "trainer.epochs": 1,
     "trainer.steps_per_epoch": 3,
     "trainer.batch_size": 4,
-    "trainer.precision": "32-true",
-    "trainer.accelerator": "cpu",
-    "trainer.progress": False,
 }
 
 
@@ -75,13 +72,13 @@ def text(root: Path, **changes: Any) -> Recipe:
         "model.layers": 2,
         "model.dropout": 0.0,
     }
-    return override(recipe_of("wikitext-103"), {**small, **changes})
+    return toy.change(recipe_of("wikitext-103"), {**small, **changes})
 
 
 def expressions(root: Path, **changes: Any) -> Recipe:
     """Long-Range Arena with landmarks that move at every step."""
     small = {**SMALL, "data.folder": root / "listops", "model.landmarks": 4, "model.sampling": "random"}
-    return override(registry.get("lra/listops"), {**small, **changes})
+    return toy.change(registry.get("lra/listops"), {**small, **changes})
 
 
 def write_data(root: Path) -> None:

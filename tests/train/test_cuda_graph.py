@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 import toy
 from faults import assert_resumes_to_the_same, assert_same, cut_off
 from safetensors.torch import load_file
+from toy import rows
 
 from primal_attention.train import loop
 from primal_attention.train.config import override
@@ -27,11 +27,6 @@ PLAIN = {
     "augment__jitter": 0.0,
     "augment__mixup": 0.0,
 }
-
-
-def rows(folder: Path) -> list[dict[str, float]]:
-    with (folder / "metrics.csv").open() as file:
-        return [{key: float(value) for key, value in row.items()} for row in csv.DictReader(file)]
 
 
 @pytest.mark.parametrize("attention", ["primal", "performer", "reformer"])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import itertools
 import sys
 
 import numpy as np
 import pytest
 import torch
+import toy
 
 from closeness import assert_close
 from primal_attention.cli import main as cli
@@ -121,8 +121,7 @@ def test_a_run_is_measured_by_its_episodes_and_measures_the_same_again(folder, t
     assert score["score"] == data.normalized_score("hopper", score["return_mean"])
     assert (score["episodes"], score["target"], score["epoch"]) == (3, 3600.0, 2)
     assert (summary["data"]["source"], summary["data"]["environment"]) == ("D4RL's layout", SHORT)
-    with (run / "metrics.csv").open() as file:
-        watched = [float(row["test_score"]) for row in csv.DictReader(file)]
+    watched = [row["test_score"] for row in toy.rows(run)]
     assert summary["scores"]["best_on_test"]["score"] == max(watched), "labelled as chosen on test"
     assert [score["score"]] == watched[1:]
     assert loop.evaluate(run)[""] == {k: v for k, v in score.items() if k != "epoch"}

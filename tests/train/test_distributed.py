@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import os
 import signal
 import subprocess
@@ -49,9 +48,7 @@ def _train_all(root: Path) -> None:
 
 
 def curves(place: Path) -> dict[str, list[float]]:
-    with (place / "metrics.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    return {key: [float(row[key]) for row in rows] for key in ("loss", "task_loss", "ksvd_loss", "J")}
+    return {key: [row[key] for row in toy.rows(place)] for key in ("loss", "task_loss", "ksvd_loss", "J")}
 
 
 @pytest.mark.parametrize(

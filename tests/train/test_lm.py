@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import toy
 
 from primal_attention.cli import main as cli
 from primal_attention.data.lm import TextSplit, Vocabulary
@@ -33,9 +34,6 @@ SMALL: dict[str, Any] = {
     "trainer.epochs": 1,
     "trainer.steps_per_epoch": 2,
     "trainer.batch_size": 3,
-    "trainer.precision": "32-true",
-    "trainer.accelerator": "cpu",
-    "trainer.progress": False,
 }
 
 
@@ -49,8 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def small(folder: Path, **changes: Any) -> LanguageRecipe:
-    given = {k.replace("__", "."): v for k, v in changes.items()}
-    return override(registry.get("lm/wikipedia"), {**SMALL, "data.folder": folder, **given})
+    return toy.change(registry.get("lm/wikipedia"), {**SMALL, "data.folder": folder}, **changes)
 
 
 def split(count: int) -> TextSplit:

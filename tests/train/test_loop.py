@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import re
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import pytest
 import torch
 import toy
 from faults import assert_resumes_to_the_same, assert_same, cut_off
+from toy import rows
 
 from primal_attention.cli import main as cli
 from primal_attention.nn.baselines.performer import PerformerAttention
@@ -29,11 +29,6 @@ def both(toy_folder: Path, tmp_path_factory: pytest.TempPathFactory):
     return place, loop.train(toy.recipe(toy_folder, protocol="both"), place, name="uea-modern/Toy")
 
 
-def rows(place: Path) -> list[dict[str, str]]:
-    with (place / "metrics.csv").open() as file:
-        return list(csv.DictReader(file))
-
-
 def test_a_run_folder_has_its_files_and_no_leftovers(both):
     place, _ = both
     for part in ("", "validation"):
@@ -46,18 +41,18 @@ def test_the_protocols_stand_apart(both):
     place, summary = both
     assert set(summary["scores"]) == {"last", "best_on_test", "validation_chosen"}
     main, held = rows(place), rows(place / "validation")
-    assert summary["scores"]["last"]["accuracy"] == float(main[-1]["test_accuracy"])
-    best = max(float(r["test_accuracy"]) for r in main)
+    assert summary["scores"]["last"]["accuracy"] == main[-1]["test_accuracy"]
+    best = max(r["test_accuracy"] for r in main)
     assert summary["scores"]["best_on_test"]["accuracy"] == best
     assert "test_accuracy" not in held[0], "training with validation samples must not look at test"
     chosen = summary["scores"]["validation_chosen"]
-    assert chosen["validation_accuracy"] == max(float(r["val_accuracy"]) for r in held)
-    assert chosen["retrained_accuracy"] == float(main[chosen["epoch"] - 1]["test_accuracy"])
+    assert chosen["validation_accuracy"] == max(r["val_accuracy"] for r in held)
+    assert chosen["retrained_accuracy"] == main[chosen["epoch"] - 1]["test_accuracy"]
 
 
 def test_losses_and_j_are_logged_apart(both):
     for row in rows(both[0]):
-        assert float(row["loss"]) == pytest.approx(float(row["task_loss"]) + 0.1 * float(row["ksvd_loss"]), rel=1e-5)
+        assert row["loss"] == pytest.approx(row["task_loss"] + 0.1 * row["ksvd_loss"], rel=1e-5)
         assert "J" in row
 
 
@@ -147,7 +142,7 @@ def test_an_inverse_sqrt_schedule_keeps_its_warmup_when_a_run_is_extended(toy_fo
 
     loop.train(recipe(2), tmp_path)
     loop.train(recipe(4), tmp_path, resume=True)
-    rates = [float(row["lr"]) for row in rows(tmp_path)]  # of the last step of each epoch; the warmup was 4 steps
+    rates = [row["lr"] for row in rows(tmp_path)]  # of the last step of each epoch; the warmup was 4 steps
     assert rates == pytest.approx([1e-3 * (4 / step) ** 0.5 for step in (4, 8, 12, 16)])
 
 

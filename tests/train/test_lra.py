@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import warnings
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import toy
 from faults import assert_resumes_to_the_same
 
 from primal_attention.data.lra import listops, pathfinder
@@ -39,15 +39,11 @@ SMALL = {
     "trainer.epochs": 2,
     "trainer.steps_per_epoch": 3,
     "trainer.batch_size": 4,
-    "trainer.precision": "32-true",
-    "trainer.accelerator": "cpu",
-    "trainer.progress": False,
 }
 
 
 def small(name: str = "lra/listops", folder: Path | None = None, **changes: Any) -> LRARecipe:
-    given = {k.replace("__", "."): v for k, v in changes.items()}
-    return override(registry.get(name), {**SMALL, "data.folder": folder, **given})
+    return toy.change(registry.get(name), {**SMALL, "data.folder": folder}, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -254,14 +250,13 @@ def test_a_run_counts_steps_validation_chooses_and_a_cut_off_one_resumes(express
     assert_resumes_to_the_same(small(folder=expressions), tmp_path, step=4)
     run = next(place.parent for place in tmp_path.rglob("summary.json"))
     summary = loop.read_summary(run)
-    with (run / "metrics.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [int(row["step"]) for row in rows] == [3, 6]
+    rows = toy.rows(run)
+    assert [row["step"] for row in rows] == [3, 6]
     assert "test_accuracy" not in rows[0], "test is evaluated once, at the end"
     assert set(summary["scores"]) == {"validation_chosen"}
     assert summary["data"]["max_length"] == 2000
     for row in rows:  # J is squared after the batch's mean; the mean of squares is at least the square of the mean
-        assert float(row["ksvd_loss"]) >= float(row["J"]) ** 2 - 1e-6
+        assert row["ksvd_loss"] >= row["J"] ** 2 - 1e-6
     assert loop.evaluate(run)[""] == summary["test"]
 
 
@@ -323,8 +318,7 @@ def test_on_a_gpu_compiled_steps_are_recorded_and_train_alike(
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "steps run without a CUDA graph")
             loop.train(small("lra-short/listops", expressions, trainer__compile=mode, **settings), tmp_path / mode)
-        with (tmp_path / mode / "metrics.csv").open() as file:
-            losses.append([float(row["loss"]) for row in csv.DictReader(file)])
+        losses.append([row["loss"] for row in toy.rows(tmp_path / mode)])
     assert losses[1] == pytest.approx(losses[0], rel=2e-2)  # bfloat16, rounded in other places
     assert counters["stats"]["unique_graphs"] == 2 + blocks, "one graph of each part for all widths"
     assert not counters["graph_break"]
