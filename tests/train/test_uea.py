@@ -16,6 +16,7 @@ from primal_attention.cli import main as cli
 from primal_attention.data.uea import PrincipalChannels, stratified_holdout
 from primal_attention.train import checkpoint, loop, registry
 from primal_attention.train.config import override
+from primal_attention.train.task import hash_data
 from primal_attention.train.uea import build_from, jitter, mix, scale_and_shift, warp_time
 from primal_attention.utils.errors import RunError
 
@@ -45,6 +46,18 @@ def test_a_run_folder_of_an_earlier_version_is_evaluated_as_it_was_trained(toy_f
     file.write_text(yaml.safe_dump(content))
     with pytest.raises(RunError, match=r"data\.held 'edge' was removed"):
         checkpoint.read_run(tmp_path / "run")
+
+
+def test_the_hash_of_the_data_depends_on_every_value_and_on_the_size_of_files(tmp_path: Path):
+    data, other, file = toy.data(), toy.data(), tmp_path / "a.jpg"
+    assert hash_data(data) == hash_data(other)
+    other.train.series[0][0, 0] += 1e-9
+    assert hash_data(data) != hash_data(other)
+    hashes = []
+    for content in (b"a", b"ab"):
+        file.write_bytes(content)
+        hashes.append(hash_data([file]))
+    assert hashes[0] != hashes[1]
 
 
 # Data of one's own

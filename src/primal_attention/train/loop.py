@@ -237,7 +237,7 @@ class Training:
                 is_last = done + 1 == len(batches)
                 updated = self.train_step(batch, done, is_last)
                 done += 1
-                self.log.advance()
+                self.log.bar.update()
                 if updated and not is_last:
                     self.save_within_epoch(done, time.perf_counter() - started)
         if self.device.type == "cuda":
