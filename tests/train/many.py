@@ -23,7 +23,7 @@ from faults import kill_at, stop_at
 
 from primal_attention.data.lra import listops
 from primal_attention.train import distributed, loop, registry
-from primal_attention.train.config import Recipe, override
+from primal_attention.train.config import Recipe
 from primal_attention.train.lm import recipe_of
 from primal_attention.train.task import TrainingModule
 from primal_attention.train.uea import ClassificationModule
@@ -37,7 +37,7 @@ PLAIN = {
     "augment.jitter": 0.0,
     "augment.mixup": 0.0,
     "trainer.batch_size": 7,
-    "trainer.accelerator": "cpu",
+    "trainer.epochs": 2,
 }
 WAYS: dict[str, dict[str, Any]] = {
     "ddp": {"trainer.strategy": "ddp"},
@@ -50,46 +50,35 @@ def series(root: Path, **changes: Any) -> Recipe:
     return toy.recipe(root / "data", **{**PLAIN, **changes})
 
 
+SMALL = {
+    "model.embed_dim": 8,
+    "model.ffn_dim": 16,
+    "model.rank": 3,
+    "trainer.epochs": 1,
+    "trainer.steps_per_epoch": 3,
+    "trainer.batch_size": 4,
+}
+
+
 def text(root: Path, **changes: Any) -> Recipe:
     small = {
+        **SMALL,
         "data.folder": root / "text",
         "data.context": 33,
         "model.attention": ("primal",),
         "model.primal_mode": "decay",
         "model.conv": 4,
-        "model.embed_dim": 8,
         "model.num_heads": 2,
         "model.layers": 2,
-        "model.ffn_dim": 16,
-        "model.rank": 3,
         "model.dropout": 0.0,
-        "trainer.epochs": 2,
-        "trainer.steps_per_epoch": 3,
-        "trainer.batch_size": 4,
-        "trainer.precision": "32-true",
-        "trainer.accelerator": "cpu",
-        "trainer.progress": False,
     }
-    return override(recipe_of("wikitext-103"), {**small, **changes})
+    return toy.change(recipe_of("wikitext-103"), {**small, **changes})
 
 
 def expressions(root: Path, **changes: Any) -> Recipe:
     """Long-Range Arena with landmarks that move at every step."""
-    small = {
-        "data.folder": root / "listops",
-        "model.embed_dim": 8,
-        "model.ffn_dim": 16,
-        "model.rank": 3,
-        "model.landmarks": 4,
-        "model.sampling": "random",
-        "trainer.epochs": 1,
-        "trainer.steps_per_epoch": 3,
-        "trainer.batch_size": 4,
-        "trainer.precision": "32-true",
-        "trainer.accelerator": "cpu",
-        "trainer.progress": False,
-    }
-    return override(registry.get("lra/listops"), {**small, **changes})
+    small = {**SMALL, "data.folder": root / "listops", "model.landmarks": 4, "model.sampling": "random"}
+    return toy.change(registry.get("lra/listops"), {**small, **changes})
 
 
 def write_data(root: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,11 @@ import torch
 import toy
 from faults import assert_resumes_to_the_same, assert_same, cut_off
 from safetensors.torch import load_file
+from toy import rows
 
 from primal_attention.train import loop
 from primal_attention.train.config import override
 from primal_attention.train.cuda_graph import RecordedStep, Recording, records_steps
-from primal_attention.train.optimizer import Number
 from primal_attention.train.task import TrainingModule
 from primal_attention.utils.errors import DivergedError, RunError
 
@@ -28,11 +27,6 @@ PLAIN = {
     "augment__jitter": 0.0,
     "augment__mixup": 0.0,
 }
-
-
-def rows(folder: Path) -> list[dict[str, float]]:
-    with (folder / "metrics.csv").open() as file:
-        return [{key: float(value) for key, value in row.items()} for row in csv.DictReader(file)]
 
 
 @pytest.mark.parametrize("attention", ["primal", "performer", "reformer"])
@@ -58,16 +52,6 @@ def test_a_loss_that_is_not_finite_is_found_before_the_epoch_is_evaluated(
     with pytest.raises(DivergedError, match=r"one of the steps \d+ to \d+ \(epoch \d+\): weight .* is not finite"):
         loop.train(recipe, tmp_path)
     assert not list(tmp_path.glob("model.safetensors"))
-
-
-def test_a_number_on_the_device_is_written_where_it_changes():
-    number = Number(torch.device("cpu"))
-    for value in (0.5, 0.5, 0.25):
-        before = number.tensor._version
-        changes = value != number.value
-        number.put(value)
-        assert float(number.tensor) == value
-        assert (number.tensor._version != before) == changes
 
 
 def test_steps_are_recorded_once_they_are_steady(toy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import csv
 import itertools
 import sys
 
 import numpy as np
 import pytest
 import torch
+import toy
 
 from closeness import assert_close
 from primal_attention.cli import main as cli
 from primal_attention.data import d4rl as data
-from primal_attention.train import d4rl, loop, registry
-from primal_attention.train.config import override
-from primal_attention.train.d4rl import ContextBatches, make_environment, make_reader, play
+from primal_attention.train import loop, registry
+from primal_attention.train.config import from_plain, override
+from primal_attention.train.d4rl import ContextBatches, EvaluationConfig, make_environment, play
 from primal_attention.utils.errors import RunError
 
 pytest.importorskip("mujoco")
@@ -121,8 +121,7 @@ def test_a_run_is_measured_by_its_episodes_and_measures_the_same_again(folder, t
     assert score["score"] == data.normalized_score("hopper", score["return_mean"])
     assert (score["episodes"], score["target"], score["epoch"]) == (3, 3600.0, 2)
     assert (summary["data"]["source"], summary["data"]["environment"]) == ("D4RL's layout", SHORT)
-    with (run / "metrics.csv").open() as file:
-        watched = [float(row["test_score"]) for row in csv.DictReader(file)]
+    watched = [row["test_score"] for row in toy.rows(run)]
     assert summary["scores"]["best_on_test"]["score"] == max(watched), "labelled as chosen on test"
     assert [score["score"]] == watched[1:]
     assert loop.evaluate(run)[""] == {k: v for k, v in score.items() if k != "epoch"}
@@ -153,85 +152,33 @@ def model_of(folder, attention="primal+"):
     return recipe(folder, **{"model.attention": (attention,)}).build().module.model.eval()
 
 
-@pytest.mark.parametrize("attention", ["softmax", "primal+", "linear", "cosformer"])
-def test_streaming_takes_the_windows_actions_within_k(folder, attention):
-    model = model_of(folder, attention)
-    window, stream = (play(model, SHORT, 3600.0, [1, 2], s) for s in ("off", "rolling"))
-    assert len(window.actions) > K, "the episodes outlast the context"
-    for step in range(K):
-        assert_close(torch.tensor(stream.actions[step]), torch.tensor(window.actions[step]), 1e-5, f"step {step}")
-
-
-def stream_through(reader, steps: int):
-    """Actions of a reader on given states, and what it saw; one of three episodes ends after seven steps."""
-    generator = torch.Generator().manual_seed(0)
-    states, togo = torch.randn(steps, 3, 11, generator=generator), torch.linspace(3600, 3000, steps)
-    taken = []
-    for step in range(steps):
-        here = states[step] if step < 7 else states[step, [0, 2]]
-        taken.append(reader.act(here, togo[step].expand(len(here)), step))
-        if step == 6:
-            reader.keep(torch.tensor([0, 2]))
-    actions = torch.stack([a if len(a) == 2 else a[[0, 2]] for a in taken], 1)
-    return states[:, [0, 2]].transpose(0, 1), actions, togo.expand(2, -1), torch.arange(steps).expand(2, -1)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(("kind", "starts"), [("rolling", [0] * 5 + [3] * 3 + [6] * 3 + [9] * 2), ("whole", [0] * 13)])
-def test_a_stream_is_the_window_from_its_start_on(folder, kind, starts):
-    model = model_of(folder, "primal+")
-    columns = stream_through(make_reader(model, kind), len(starts))
-    for step, start in enumerate(starts):
-        expected = model.predict(*(column[:, start : step + 1] for column in columns))[:, -1]
-        assert_close(columns[1][:, step], expected, 1e-5, f"step {step}")
-
-
 def test_episodes_side_by_side_are_the_episodes_alone(folder):
     model, seeds = model_of(folder), [3, 4, 5]
     torch.nn.init.normal_(model.action_head.weight)  # a policy that looks at the state
-    together = play(model, "Hopper-v4", 3600.0, seeds)
-    assert len(set(together.lengths)) > 1, "some end before the others"
+    returns, lengths = play(model, "Hopper-v4", 3600.0, seeds)
+    assert len(set(lengths)) > 1, "some end before the others"
     alone = [play(model, "Hopper-v4", 3600.0, [seed]) for seed in seeds]
-    assert [int(a.lengths[0]) for a in alone] == together.lengths.tolist()
+    assert [int(length) for _, (length,) in alone] == lengths.tolist()
     # Rounding differs with the batch, and contacts amplify it.
-    np.testing.assert_allclose([a.returns[0] for a in alone], together.returns, rtol=1e-3)
+    np.testing.assert_allclose([float(total) for (total,), _ in alone], returns, rtol=1e-3)
 
 
-def test_the_return_still_to_come_shrinks_by_what_was_earned(folder, monkeypatch):
+def test_a_step_reads_the_last_k_steps_and_the_return_still_to_come(folder, monkeypatch):
     model, seen = model_of(folder), []
-    act = d4rl.Window.act
-    monkeypatch.setattr(d4rl.Window, "act", lambda self, s, togo, t: seen.append(togo.clone()) or act(self, s, togo, t))
-    played = play(model, SHORT, 1000.0, [7])
-    assert seen[0].item() == 1000.0
-    assert len(seen) == played.lengths[0]
-    assert all(a > b for a, b in itertools.pairwise(seen)), "every step alive earns something in Hopper"
-    assert 1000.0 - seen[-1].item() < played.returns[0]
-
-
-def test_a_film_of_the_first_episode(folder, tmp_path):
-    pytest.importorskip("imageio")
-    try:
-        env = make_environment(SHORT, film=True)
-        env.reset(seed=0)
-        env.render()
-        env.close()
-    except Exception as error:  # this machine cannot render
-        pytest.skip(f"nothing can be rendered here: {type(error).__name__}")
-    file = tmp_path / "films" / "hopper.gif"
-    play(model_of(folder), SHORT, 3600.0, [1, 2], video=file)
-    assert file.read_bytes().startswith(b"GIF8")
-
-
-@pytest.mark.parametrize(
-    ("attention", "kind", "why"),
-    [
-        ("flow", "rolling", "has no streaming state: play with streaming off"),
-        ("cosformer", "whole", "is built for 15 tokens, and an episode has up to 3000: play with streaming rolling"),
-    ],
-)
-def test_what_cannot_stream_says_so(folder, attention, kind, why):
-    with pytest.raises(RunError, match=f"layer 1's attention '{attention}' {why}"):
-        play(model_of(folder, attention), SHORT, 3600.0, [0], streaming=kind)
+    predict = model.predict
+    monkeypatch.setattr(
+        model, "predict", lambda *window: (seen.append([c.clone() for c in window]), predict(*window))[1]
+    )
+    returns, lengths = play(model, SHORT, 1000.0, [7])
+    assert len(seen) == lengths[0] > K, "the episode outlasts the context"
+    assert [window[0].shape[1] for window in seen] == [min(step + 1, K) for step in range(len(seen))]
+    assert seen[-1][3][0].tolist() == list(range(len(seen) - K, len(seen)))
+    (before, after), togo = seen[-2:], [window[2][0, -1].item() for window in seen]
+    assert_close(after[0][:, :-1], before[0][:, 1:], 0.0)
+    assert (after[1][:, -1] == 0).all(), "the action of this step is not known yet"
+    assert togo[0] == 1000.0
+    assert all(a > b for a, b in itertools.pairwise(togo)), "every step alive earns something in Hopper"
+    assert 1000.0 - togo[-1] < returns[0]
 
 
 def test_an_environment_that_is_not_there_is_one_line(folder, monkeypatch):
@@ -267,6 +214,12 @@ def test_the_command_says_in_one_line_what_is_wrong(folder, args, message, capsy
     said = capsys.readouterr().err
     assert message in said
     assert len(said.strip().splitlines()) == 1
+
+
+def test_settings_of_earlier_versions_are_read_at_the_values_that_still_hold():
+    assert from_plain(EvaluationConfig, {"streaming": "off", "video": "a.gif"}) == EvaluationConfig()
+    with pytest.raises(RunError, match="streaming 'rolling' was removed in this version"):
+        from_plain(EvaluationConfig, {"streaming": "rolling"})
 
 
 def test_a_set_without_reference_scores_is_refused(tmp_path, folder):

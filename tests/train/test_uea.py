@@ -16,6 +16,7 @@ from primal_attention.cli import main as cli
 from primal_attention.data.uea import PrincipalChannels, stratified_holdout
 from primal_attention.train import checkpoint, loop, registry
 from primal_attention.train.config import override
+from primal_attention.train.task import hash_data
 from primal_attention.train.uea import build_from, jitter, mix, scale_and_shift, warp_time
 from primal_attention.utils.errors import RunError
 
@@ -47,6 +48,18 @@ def test_a_run_folder_of_an_earlier_version_is_evaluated_as_it_was_trained(toy_f
         checkpoint.read_run(tmp_path / "run")
 
 
+def test_the_hash_of_the_data_depends_on_every_value_and_on_the_size_of_files(tmp_path: Path):
+    data, other, file = toy.data(), toy.data(), tmp_path / "a.jpg"
+    assert hash_data(data) == hash_data(other)
+    other.train.series[0][0, 0] += 1e-9
+    assert hash_data(data) != hash_data(other)
+    hashes = []
+    for content in (b"a", b"ab"):
+        file.write_bytes(content)
+        hashes.append(hash_data([file]))
+    assert hashes[0] != hashes[1]
+
+
 # Data of one's own
 
 
@@ -73,9 +86,15 @@ def test_own_data_is_trained_evaluated_and_reported_like_a_set_of_the_archive(
     assert cli.main(["train", "uea-modern", *words, *small]) == 0
     run = Path("runs/uea-modern/gestures-primal-seed0")
     summary = json.loads((run / "summary.json").read_text())
-    sizes = {key: summary["data"][key] for key in ("set", "train_cases", "test_cases", "classes", "max_length")}
+    sizes = {key: summary["data"][key] for key in ("set", "train_samples", "test_samples", "classes", "max_length")}
     train, test = (20, 6) if has_test_file else (14, 6)  # 30 % of ten samples of each class
-    assert sizes == {"set": "gestures.npz", "train_cases": train, "test_cases": test, "classes": 2, "max_length": 15}
+    assert sizes == {
+        "set": "gestures.npz",
+        "train_samples": train,
+        "test_samples": test,
+        "classes": 2,
+        "max_length": 15,
+    }
     capsys.readouterr()
     assert cli.main(["evaluate", str(run)]) == 0
     assert "as in the run" in capsys.readouterr().out

@@ -1,7 +1,12 @@
-"""A small set and a small recipe with everything random switched on: dropout, mixup, augmentation, averaging."""
+"""A small set, small recipes, and the rows of a run.
+
+`recipe` has everything random switched on: dropout, mixup, augmentation, averaging.
+"""
 
 from __future__ import annotations
 
+import csv
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +22,8 @@ def data(name: str = "Toy") -> SeriesData:
     """Three classes that differ in a wave's frequency; lengths from 6 to 12."""
     rng = np.random.default_rng(0)
 
-    def split(cases: int) -> Split:
-        labels = np.arange(cases) % 3
+    def split(samples: int) -> Split:
+        labels = np.arange(samples) % 3
         series = []
         for label in labels:
             time = np.arange(rng.integers(6, 13))[:, None]
@@ -35,6 +40,21 @@ def folder(place: Path) -> Path:
     return place
 
 
+# Steps that cost little, for the recipes of all benchmarks.
+BRIEF: dict[str, Any] = {
+    "trainer.precision": "32-true",
+    "trainer.accelerator": "cpu",
+    "trainer.progress": False,
+}
+
+
+def change(recipe: Any, settings: Mapping[str, Any], **changes: Any) -> Any:
+    """Return a brief recipe with other settings; `model__rank` stands for model.rank."""
+    return override(
+        recipe, {**BRIEF, **settings, **{name.replace("__", "."): value for name, value in changes.items()}}
+    )
+
+
 def recipe(place: Path, **changes: Any) -> UEARecipe:
     small = {
         "data.folder": place,
@@ -48,7 +68,11 @@ def recipe(place: Path, **changes: Any) -> UEARecipe:
         "model.local_kernel": 3,
         "trainer.epochs": 3,
         "trainer.batch_size": 8,
-        "trainer.accelerator": "cpu",
-        "trainer.progress": False,
     }
-    return override(modern_recipe("Toy"), {**small, **{k.replace("__", "."): v for k, v in changes.items()}})
+    return change(modern_recipe("Toy"), small, **changes)
+
+
+def rows(run: Path) -> list[dict[str, float]]:
+    """The rows of metrics.csv."""
+    with (run / "metrics.csv").open() as file:
+        return [{key: float(value) for key, value in row.items()} for row in csv.DictReader(file)]

@@ -27,7 +27,7 @@ TRAIN_USAGE = f"""usage: primal train RECIPE [OPTIONS]
 FILE.py:NAME is a recipe of your own: a Recipe, or a function that returns one, in a Python file, which is run."""
 PLAY = """Play episodes with the weights of a finished run.
 
-Example: primal evaluate runs/d4rl/hopper-medium/primal+-seed0 --episodes 20 --streaming rolling --video hopper.gif"""
+Example: primal evaluate runs/d4rl/hopper-medium/primal+-seed0 --episodes 20"""
 OUT = "Run folder; None is runs/RECIPE/VARIANT-seedN, numbered if taken."
 RESUME = "Continue the run in the folder from its last checkpoint."
 COLUMNS = {
@@ -169,7 +169,7 @@ def play(folder: Path, recipe: D4RLRecipe, args: Sequence[str]) -> int:
     if "score" not in last:
         last.update(score)
         summary["test"] = score
-        summary["config"]["evaluation"] = to_plain(dataclasses.replace(parsed.evaluation, video=None))
+        summary["config"]["evaluation"] = to_plain(parsed.evaluation)
         write_json(folder / "summary.json", summary)
     return 0
 

@@ -48,7 +48,7 @@ SUMMARY = {
     **{f"{name}?": (SIZE, None) for name in ("epochs", "parameters", "primal_layers", "peak_memory_bytes")},
     "data?": {
         "set?": str,
-        **{f"{name}?": SIZE for name in ("max_length", "test_cases", "transitions", "bytes_seen")},
+        **{f"{name}?": SIZE for name in ("max_length", "test_cases", "test_samples", "transitions", "bytes_seen")},
         **{f"{name}?": SIZE for name in ("tokens_per_epoch", "images_per_epoch")},
     },
 }

@@ -489,8 +489,7 @@ def d4rl_notes(cells: Sequence[Cell]) -> list[str]:
         "over the seeds. Return: the mean before normalisation. BEST-ON-TEST, where shown: the best checkpoint by the "
         "episodes that measure it, so too high.",
         f"Trained on {listed(run.data.get('transitions') for run in runs)} transitions for "
-        f"{listed(map(steps_of, runs))} steps; streaming in episodes: "
-        f"{listed(run.settings['evaluation']['streaming'] for run in runs)}. Data: {'; '.join(sources)}.",
+        f"{listed(map(steps_of, runs))} steps. Data: {'; '.join(sources)}.",
         source("d4rl", "score"),
     ]
     if any("collected anew" in name for name in sources):

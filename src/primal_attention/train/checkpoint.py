@@ -22,7 +22,7 @@ import io
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -34,7 +34,8 @@ from torch import Tensor
 
 import primal_attention
 from primal_attention.train.config import FORMAT, Recipe, from_plain, to_plain
-from primal_attention.utils.errors import RunError, WriteError
+from primal_attention.train.optimizer import load_optimizer
+from primal_attention.utils.errors import RunError
 from primal_attention.utils.files import (
     COUNT,
     Number,
@@ -87,7 +88,6 @@ SHARDED_REST = {"shapes": dict, "split": list, "param_groups": list, **PROGRESS}
 # Fields that may change when a run resumes: they change no result, or only rounding and dropout (devices, context).
 FREE = {
     "data.folder",
-    "evaluation.video",
     "trainer.checkpoint_every",
     "trainer.checkpoint_steps",
     "trainer.context",
@@ -197,7 +197,7 @@ def run_origin(folder: Path) -> dict[str, Any]:
     text, recipe = read_run(folder)
     config = to_plain(recipe)
     config.get("data", {}).pop("folder", None)  # a path of this machine
-    names = ("date", "command", "commit", "dirty", "commit_source", "versions", "data_sha256")
+    names = ("date", "command", "commit", "dirty", "commit_source", "versions")
     return {**{name: text[name] for name in names if name in text}, "config": config}
 
 
@@ -343,7 +343,7 @@ def restore(place: Path, content: Mapping[str, Any], module: torch.nn.Module, op
             load_sharded(place, content, module, optimizer)
         else:
             module.load_state_dict(content["state_dict"])
-            optimizer.load_state_dict(content["optimizer_states"][0])
+            load_optimizer(optimizer, content["optimizer_states"][0])
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:
         raise RunError(f"{place} does not fit the recipe of its config.yaml ({_reason(error)})") from error
 
@@ -356,21 +356,19 @@ def candidates(folder: Path) -> list[Path]:
     return [last] if last.is_file() else sorted(folder.glob(f"*{SHARDED}"), reverse=True)
 
 
-def load_newest(folder: Path, module: torch.nn.Module, *, main: bool = True) -> tuple[Path, dict[str, Any]] | None:
+def load_newest(folder: Path, *, main: bool = True) -> tuple[Path, dict[str, Any]] | None:
     """Return the newest intact checkpoint and its content; None if there is no checkpoint.
 
     Damaged ones are reported and renamed, so that the next save does not replace an intact one by them.
 
     Args:
         folder: The checkpoints of one training.
-        module: Its tensors must be those of the checkpoint.
         main: Whether this process reports and renames.
     """
     damaged: list[tuple[Path, RunError]] = []
     for place in candidates(folder):
         try:
             content = read_sharded(place) if place.is_dir() else read_checkpoint(place)
-            check_fits(content["state_dict"], module, place)
         except RunError as error:
             damaged.append((place, error))
             continue
@@ -384,16 +382,6 @@ def load_newest(folder: Path, module: torch.nn.Module, *, main: bool = True) -> 
         reasons = "; ".join(str(reason) for _, reason in damaged)
         raise RunError(f"no intact checkpoint to continue from: {reasons}; train again in another folder")
     return None
-
-
-def check_fits(state: Mapping[str, Any], module: torch.nn.Module, path: Path) -> None:
-    """Raise if the tensors of a checkpoint are not those of the module."""
-    own = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-    stored = {name: tuple(getattr(tensor, "shape", ("no tensor",))) for name, tensor in state.items()}
-    for name in {**own, **stored}:
-        if own.get(name) != stored.get(name):
-            shapes = f"{stored.get(name, 'missing')} instead of {own.get(name, 'none')}"
-            raise RunError(f"{path} does not fit the model of its config.yaml ({name}: {shapes})")
 
 
 def read_checkpoint(path: Path, schema: Any = CHECKPOINT) -> dict[str, Any]:
@@ -449,41 +437,20 @@ def save_sharded(
     own = {name: tensors[name].to_local() for name in split}  # type: ignore[attr-defined]
     if rank == 0:
         own |= {name: tensor for name, tensor in tensors.items() if name not in own}
-
-    def complete() -> None:
-        if rank == 0:
-            shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
-            groups = optimizer.state_dict()["param_groups"]
-            rest = {**progress, "shapes": shapes, "split": split, "param_groups": groups}
-            save_checkpoint(partial / REST, rest)
-            write_json(partial / CHECKSUMS, {file.name: _file_digest(file) for file in sorted(partial.iterdir())})
-            sync_folder(partial)
-            partial.rename(place)
-            sync_folder(folder)
-            for old in sorted(folder.glob(f"*{SHARDED}"))[:-2]:
-                old.rename(partial_name(old))  # a half-deleted checkpoint must not look intact
-                shutil.rmtree(partial_name(old))
-
-    try:
-        _together(lambda: write_weights(partial / f"rank{rank}.safetensors", own))
-        _together(complete)
-    except WriteError:
-        if rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise
-
-
-def _together(work: Callable[[], None]) -> None:
-    """Run the work in every process; if it fails in one, raise that error in all."""
-    error: WriteError | None = None
-    try:
-        work()
-    except WriteError as failure:
-        error = failure
-    errors: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error and str(error))
-    if any(errors):
-        raise error or WriteError(next(filter(None, errors)))
+    # If this fails in one process, the launcher ends the others; the next holder of the lock removes what is left.
+    write_weights(partial / f"rank{rank}.safetensors", own)
+    dist.barrier()
+    if rank == 0:
+        shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+        groups = optimizer.state_dict()["param_groups"]
+        save_checkpoint(partial / REST, {**progress, "shapes": shapes, "split": split, "param_groups": groups})
+        write_json(partial / CHECKSUMS, {file.name: _file_digest(file) for file in sorted(partial.iterdir())})
+        sync_folder(partial)
+        partial.rename(place)
+        sync_folder(folder)
+        for old in sorted(folder.glob(f"*{SHARDED}"))[:-2]:
+            old.rename(partial_name(old))  # a half-deleted checkpoint must not look intact
+            shutil.rmtree(partial_name(old))
 
 
 def _file_digest(file: Path) -> str:
@@ -491,17 +458,14 @@ def _file_digest(file: Path) -> str:
 
 
 def read_sharded(place: Path) -> dict[str, Any]:
-    """Check a sharded checkpoint and return its content, with weights on the meta device."""
+    """Check a sharded checkpoint and return its content without the tensors, which `read_shards` reads."""
     sums = read_json(place / CHECKSUMS, {REST: str, "rank0.safetensors": str, ...: str})
     for name, expected in sums.items():
         if Path(name).name != name or not (place / name).is_file():
             raise RunError(f"{place} is damaged ({name} is missing)")
         if _file_digest(place / name) != expected:
             raise RunError(f"{place} is damaged (the checksum of {name} does not match)")
-    content = read_checkpoint(place / REST, SHARDED_REST)
-    weights = {name.removeprefix("model/"): shape for name, shape in content["shapes"].items() if "model/" in name}
-    content["state_dict"] = {name: torch.empty(shape, device="meta") for name, shape in weights.items()}
-    return content
+    return read_checkpoint(place / REST, SHARDED_REST)
 
 
 def read_shards(place: Path, content: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Tensor]]:
@@ -536,7 +500,7 @@ def load_sharded(
 def export(place: Path, file: Path) -> None:
     """Write the weights that a run would save (the average's, if there is one) to one safetensors file."""
     content = read_sharded(place)
-    has_average = any(name.startswith("averaged.") for name in content["state_dict"])
+    has_average = any(name.startswith("model/averaged.") for name in content["shapes"])
     write_weights(file, dict(read_shards(place, content, "model/averaged." if has_average else "model/model.")))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
@@ -34,6 +34,22 @@ def require(holds: bool, message: str) -> None:
         raise RunError(message)
 
 
+RANGES: dict[str, Callable[[float], bool]] = {
+    "be at least 1": lambda value: value >= 1,
+    "be positive": lambda value: value > 0,
+    "not be negative": lambda value: value >= 0,
+    "lie in [0, 1)": lambda value: 0 <= value < 1,
+    "lie between 0 and 1": lambda value: 0 < value < 1,
+}
+
+
+def require_range(config: Any, group: str, names: str, rule: str) -> None:
+    """Raise a one-line error if one of a configuration's fields is not in its range, a key of `RANGES`."""
+    for name in names.split():
+        value = getattr(config, name)
+        require(RANGES[rule](value), f"{group}.{name.replace('_', '-')} must {rule} (got {value})")
+
+
 @dataclass(frozen=True)
 class OptimConfig:
     """Optimizer and learning-rate schedule."""
@@ -56,12 +72,9 @@ class OptimConfig:
     """Largest norm of the gradient; 0 does not clip."""
 
     def __post_init__(self) -> None:
-        require(self.lr > 0, f"optim.lr must be positive (got {self.lr})")
-        require(self.eps > 0, f"optim.eps must be positive (got {self.eps})")
-        require(0 <= self.beta2 < 1, f"optim.beta2 must lie in [0, 1) (got {self.beta2})")
-        require(self.weight_decay >= 0, f"optim.weight-decay must not be negative (got {self.weight_decay})")
-        require(0 <= self.warmup < 1, f"optim.warmup must lie in [0, 1) (got {self.warmup})")
-        require(self.clip >= 0, f"optim.clip must not be negative (got {self.clip})")
+        require_range(self, "optim", "lr eps", "be positive")
+        require_range(self, "optim", "beta2 warmup", "lie in [0, 1)")
+        require_range(self, "optim", "weight_decay clip", "not be negative")
 
 
 @dataclass(frozen=True)
@@ -106,19 +119,12 @@ class TrainerConfig:
     get the throughput."""
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "accumulate", "devices", "context", "evaluate_every", "checkpoint_every"):
-            value = getattr(self, name)
-            require(value >= 1, f"trainer.{name.replace('_', '-')} must be at least 1 (got {value})")
-        require(0 <= self.ema < 1, f"trainer.ema must lie in [0, 1) (got {self.ema})")
-        require(self.steps_per_epoch >= 0, f"trainer.steps-per-epoch must not be negative (got {self.steps_per_epoch})")
-        require(
-            self.checkpoint_steps >= 0, f"trainer.checkpoint-steps must not be negative (got {self.checkpoint_steps})"
-        )
-        require(
-            self.devices % self.context == 0,
-            f"trainer.context must divide trainer.devices (got {self.context} and {self.devices})",
-        )
-        require(self.early_stop >= 0, f"trainer.early-stop must not be negative (got {self.early_stop})")
+        counts = "epochs batch_size accumulate devices context evaluate_every checkpoint_every"
+        require_range(self, "trainer", counts, "be at least 1")
+        require_range(self, "trainer", "steps_per_epoch checkpoint_steps early_stop", "not be negative")
+        require_range(self, "trainer", "ema", "lie in [0, 1)")
+        is_even = self.devices % self.context == 0
+        require(is_even, f"trainer.context must divide trainer.devices (got {self.context} and {self.devices})")
         for name in ("graph", "compile"):
             value = getattr(self, name)
             require(value in ("auto", "on", "off"), f"trainer.{name} must be auto, on or off (got {value!r})")
@@ -175,12 +181,13 @@ class NetworkConfig:
     def __post_init__(self) -> None:
         require(len(self.attention) > 0, "model.attention must name at least one attention")
         for f in dataclasses.fields(self):
-            value, flag = getattr(self, f.name), f"model.{f.name.replace('_', '-')}"
+            value = getattr(self, f.name)
             if isinstance(value, float):
-                require(0 <= value < 1, f"{flag} must lie in [0, 1) (got {value})")
+                require_range(self, "model", f.name, "lie in [0, 1)")
             elif isinstance(value, int) and not isinstance(value, bool):
-                least = 0 if f.name in self.MAY_BE_ZERO else 1
-                require(value >= least, f"{flag} must be at least {least} (got {value})")
+                require_range(
+                    self, "model", f.name, "not be negative" if f.name in self.MAY_BE_ZERO else "be at least 1"
+                )
 
     @property
     def is_primal_plus(self) -> bool:
@@ -189,10 +196,13 @@ class NetworkConfig:
 
 
 def current_fields(kind: type, data: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Translate the fields of an older version: `RENAMED` ones, and `REMOVED` ones at the value that still holds."""
+    """Translate the fields of an older version: `RENAMED` ones, and `REMOVED` ones at the value that still holds.
+
+    A removed field with the value `...` changes no result: any value is left out.
+    """
     renamed, removed = getattr(kind, "RENAMED", {}), getattr(kind, "REMOVED", {})
     for key, value in data.items():
-        require(removed.get(key, value) == value, f"{where}{key} {value!r} was removed in this version")
+        require(removed.get(key, value) in (value, ...), f"{where}{key} {value!r} was removed in this version")
     return {renamed.get(key, key): value for key, value in data.items() if key not in removed}
 
 

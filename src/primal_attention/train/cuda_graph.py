@@ -20,7 +20,12 @@ from torch import Tensor
 from primal_attention.nn.baselines.random_buffers import RandomBuffers
 from primal_attention.nn.objective import primal_layers
 from primal_attention.train.config import Recipe, require
-from primal_attention.train.optimizer import Number, average_share, set_learning_rate, update_average
+from primal_attention.train.optimizer import (
+    RecordableRAdam,
+    average_share,
+    set_learning_rate,
+    update_average,
+)
 from primal_attention.train.task import Batch, TrainingModule, precision_context
 
 WARMUP = 3  # eager steps per shape: whatever is set up on first use must exist before the capture
@@ -74,15 +79,17 @@ class RecordedStep:
         self.on_gpu = self.records = self.device.type == "cuda"
         self.recordings: dict[Any, Recording] = {}
         self.seen: dict[Any, int] = {}
-        self.random = [m for m in module.model.modules() if isinstance(m, RandomBuffers) and m.redraw_every]
-        self.rates: list[Number] = []
-        self.share: Number | float = 0.0
+        layers = [layer for layer in module.model.modules() if isinstance(layer, RandomBuffers)]
+        self.redraws = {layer: layer.redraw_every for layer in layers if layer.redraw_every is not None}
+        for layer in self.redraws:  # `_prepare` redraws, the layer itself does not
+            layer.redraw_every = None
+        # What changes between steps; on a GPU in tensors, which a captured step reads.
+        self.lr: Tensor | float = 0.0
+        self.share: Tensor | float = 0.0
         if self.on_gpu:
             self.stream = torch.cuda.Stream(self.device)
             self.pool = torch.cuda.graph_pool_handle()
-            self.share = Number(self.device)
-            if not hasattr(optimizer, "prepare"):
-                self.rates = [Number(self.device) for _ in optimizer.param_groups]
+            self.lr, self.share = (torch.zeros((), device=self.device) for _ in range(2))
 
     @contextlib.contextmanager
     def own_stream(self) -> Iterator[None]:
@@ -110,40 +117,35 @@ class RecordedStep:
         self.module.count_step(batch)
 
     def _prepare(self) -> None:
-        """Write the numbers of the next step to the device."""
-        module = self.module
-        set_learning_rate(self.optimizer, self.rate(module.global_step))
-        if hasattr(self.optimizer, "prepare"):
-            self.optimizer.prepare()
-        for number, group in zip(self.rates, self.optimizer.param_groups, strict=False):
-            number.put(group["lr"])
-        if module.averaged is not None:
-            share = average_share(module.recipe.trainer.ema, module.global_step + 1)
-            if isinstance(self.share, Number):
-                self.share.put(share)
-            else:
-                self.share = share
-        for layer in self.random:
-            redraw_in_place(layer)
+        """Set the numbers of the next step."""
+        module, config = self.module, self.module.recipe
+        lr, share = self.rate(module.global_step), average_share(config.trainer.ema, module.global_step + 1)
+        if isinstance(self.optimizer, RecordableRAdam):
+            lr = self.optimizer.rectify(lr, module.global_step + 1)
+        if isinstance(self.lr, Tensor) and isinstance(self.share, Tensor):
+            self.lr.fill_(lr)
+            self.share.fill_(share)
+        else:
+            self.lr, self.share = lr, share
+        set_learning_rate(self.optimizer, self.lr)
+        for layer, every in self.redraws.items():
+            redraw_in_place(layer, every)
 
     def work(self, batch: Batch) -> None:
         """Run one step eagerly: everything that a replay repeats."""
         module, config = self.module, self.module.recipe
         self.optimizer.zero_grad(set_to_none=True)
-        with frozen_draws(self.random):
-            # No autocast cache: a weight cast inside a capture is filled by replays only.
-            with precision_context(config.trainer.precision, self.device, cache=False):
-                parts = module.losses(batch)
-            module.add_to_sums(parts)
-            parts["loss"].backward()
-            if config.optim.clip:
-                weights = [p for group in self.optimizer.param_groups for p in group["params"]]
-                torch.nn.utils.clip_grad_norm_(weights, config.optim.clip)
-            with rates_on_device(self.optimizer, [rate.tensor for rate in self.rates]):
-                self.optimizer.step()
-            if module.averaged is not None:
-                share = self.share.tensor if isinstance(self.share, Number) else self.share
-                update_average(module.averaged, module.model, share)
+        # No autocast cache: a weight cast inside a capture is filled by replays only.
+        with precision_context(config.trainer.precision, self.device, cache=False):
+            parts = module.losses(batch)
+        module.add_to_sums(parts)
+        parts["loss"].backward()
+        if config.optim.clip:
+            weights = [p for group in self.optimizer.param_groups for p in group["params"]]
+            torch.nn.utils.clip_grad_norm_(weights, config.optim.clip)
+        self.optimizer.step()
+        if module.averaged is not None:
+            update_average(module.averaged, module.model, self.share)
         for layer in primal_layers(module.model).values():
             # The objective's graph would pin the stream that it was made on.
             layer._objective = None if layer.objective is None else layer.objective.detach()
@@ -153,7 +155,7 @@ class RecordedStep:
         shape = tuple((tuple(t.shape), t.dtype) for t in batch)
         if shape not in self.recordings:
             self.seen[shape] = self.seen.get(shape, 0) + 1
-            is_steady = getattr(self.optimizer, "steady", True)  # all later steps launch the kernels of this one
+            is_steady = not getattr(self.optimizer, "is_first", False)  # later steps launch the kernels of this one
             if self.seen[shape] <= WARMUP or len(self.recordings) >= SHAPES or not is_steady:
                 return None
             try:
@@ -190,40 +192,13 @@ class RecordedStep:
         self._capture(lambda: torch.zeros((), device=self.device).add_(1))
 
 
-@contextlib.contextmanager
-def rates_on_device(optimizer: torch.optim.Optimizer, rates: list[Tensor]) -> Iterator[None]:
-    """Give the optimizer its learning rates as tensors. Outside the context they are floats."""
-    groups = optimizer.param_groups
-    floats = [group["lr"] for group in groups]
-    for group, rate in zip(groups, rates, strict=False):
-        group["lr"] = rate
-    try:
-        yield
-    finally:
-        for group, rate in zip(groups, floats, strict=True):
-            group["lr"] = rate
-
-
-def redraw_in_place(layer: RandomBuffers) -> None:
+def redraw_in_place(layer: RandomBuffers, every: int) -> None:
     """Count a forward pass in training; new random buffers are copied into the tensors that recordings read."""
-    before, draws = dict(layer.named_buffers(recurse=False)), layer.draws
+    before = dict(layer.named_buffers(recurse=False))
+    layer.redraw_every = every
     layer.count_forward()
-    if layer.draws == draws:
-        return
+    layer.redraw_every = None
     for name, old in before.items():
         new = getattr(layer, name)
         if new is not old:
             setattr(layer, name, old.copy_(new))
-
-
-@contextlib.contextmanager
-def frozen_draws(layers: list[RandomBuffers]) -> Iterator[None]:
-    """Keep layers from redrawing by themselves."""
-    intervals = [layer.redraw_every for layer in layers]
-    for layer in layers:
-        layer.redraw_every = None
-    try:
-        yield
-    finally:
-        for layer, interval in zip(layers, intervals, strict=True):
-            layer.redraw_every = interval

@@ -3,7 +3,7 @@
     primal train d4rl/hopper-medium                                     Primal.+DT, the paper's settings
     primal train d4rl/walker2d-medium-expert --model.attention softmax  Decision Transformer
     primal train d4rl/hopper-medium --data.minari mujoco/hopper/medium-v0
-    primal evaluate RUN --streaming rolling --video hopper.gif          play episodes again, and film one
+    primal evaluate RUN --episodes 20                                   play episodes again
 
 A training sample is a window of K steps that starts at a random row of the data, as Decision Transformer trains; rows
 are drawn uniformly, so episodes in proportion to their length. A window at an episode's end is padded on the right,
@@ -15,13 +15,11 @@ pass per step.
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -29,10 +27,10 @@ from torch import Tensor
 
 from primal_attention.data import d4rl
 from primal_attention.data.d4rl import HORIZON, Trajectories, normalized_score
-from primal_attention.models.d4rl import DecisionTransformer, Memory, select
+from primal_attention.models.d4rl import DecisionTransformer
 from primal_attention.train.batches import Batches, derive_seed
-from primal_attention.train.config import NetworkConfig, OptimConfig, Recipe, TrainerConfig, require
-from primal_attention.train.task import Batch, Experiment, TrainingModule, precision_context
+from primal_attention.train.config import NetworkConfig, OptimConfig, Recipe, TrainerConfig, require_range
+from primal_attention.train.task import Batch, Experiment, TrainingModule, hash_data, precision_context
 from primal_attention.utils.errors import RunError
 
 ETA = 0.05
@@ -48,7 +46,6 @@ PAPER = {
 ENVIRONMENTS = {"halfcheetah": "HalfCheetah-v4", "hopper": "Hopper-v4", "walker2d": "Walker2d-v4"}
 # The returns that D4RL tables ask for.
 TARGETS = {"halfcheetah": 12000.0, "hopper": 3600.0, "walker2d": 5000.0}
-Streaming = Literal["off", "rolling", "whole"]
 INSTALL = "pip install 'primal-attention[rl]'"
 
 
@@ -90,18 +87,15 @@ class EvaluationConfig:
     """Episodes, all at once; 0 plays none, for machines without the environments ('primal evaluate' plays later)."""
     target: float | None = None
     """Return to ask for; None is the paper's: 3600 (hopper), 5000 (walker2d), 12000 (halfcheetah)."""
-    streaming: Streaming = "off"
-    """Keep the layers' state instead of reading the last K steps again at each step: of the last K/2 to K steps
-    (rolling), or of the whole episode, which is longer than the training windows."""
     while_training: bool = False
     """Play after every trainer.evaluate-every epochs too; the best of them is labelled as chosen on test."""
     env: str | None = None
     """Name of the environment in gymnasium; None is the -v4 of the data set's."""
-    video: Path | None = None
-    """Film the first episode into this file (.gif)."""
+
+    REMOVED: ClassVar[Mapping[str, Any]] = {"streaming": "off", "video": ...}
 
     def __post_init__(self) -> None:
-        require(self.episodes >= 0, f"evaluation.episodes must not be negative (got {self.episodes})")
+        require_range(self, "evaluation", "episodes", "not be negative")
 
 
 @dataclass(frozen=True)
@@ -170,7 +164,7 @@ def make_model(config: DecisionModel, state_dim: int, action_dim: int) -> Decisi
 
 def build_from(recipe: D4RLRecipe, data: Trajectories) -> Experiment:
     """The experiment of a resolved recipe on data in memory."""
-    episodes, config = Episodes(recipe), recipe.trainer
+    episodes, config = Batches([torch.empty(0)], 1), recipe.trainer  # the model is evaluated by playing
     state_dim, action_dim = data.observations.shape[1], data.actions.shape[1]
     model = make_model(recipe.model, state_dim, action_dim)
     model.set_state_moments(*(torch.from_numpy(moment) for moment in data.state_moments()))
@@ -181,6 +175,7 @@ def build_from(recipe: D4RLRecipe, data: Trajectories) -> Experiment:
         watched={"test": episodes} if recipe.evaluation.while_training else {},
         facts={
             "set": data.name,
+            "sha256": hash_data(data),
             "source": data.source,
             "environment": recipe.environment,
             "transitions": len(data),
@@ -215,14 +210,6 @@ class ContextBatches(Batches):
         return (*(w.masked_fill(padding.reshape(*padding.shape, *[1] * (w.ndim - 2)), 0) for w in windows), padding)
 
 
-class Episodes(Batches):
-    """Takes the place of the test set: the model is evaluated by playing."""
-
-    def __init__(self, recipe: D4RLRecipe) -> None:
-        super().__init__([torch.empty(0)], 1)
-        self.recipe = recipe
-
-
 class DecisionModule(TrainingModule):
     """A Decision Transformer in training on `ContextBatches`."""
 
@@ -242,8 +229,9 @@ class DecisionModule(TrainingModule):
 
     def evaluate(self, batches: Batches) -> dict[str, float]:
         """Returns of the episodes and D4RL's normalised score of their mean; empty without episodes."""
-        assert isinstance(batches, Episodes)
-        return measure(self.final_model, batches.recipe) if batches.recipe.evaluation.episodes else {}
+        recipe = self.recipe
+        assert isinstance(recipe, D4RLRecipe)
+        return measure(self.final_model, recipe) if recipe.evaluation.episodes else {}
 
 
 def measure(model: Any, recipe: D4RLRecipe) -> dict[str, float]:
@@ -254,158 +242,73 @@ def measure(model: Any, recipe: D4RLRecipe) -> dict[str, float]:
     was_training = model.training
     model.eval()
     with precision_context(recipe.trainer.precision, model.state_mean.device):
-        played = play(model, recipe.environment, recipe.target, seeds, config.streaming, config.video, title)
+        returns, lengths = play(model, recipe.environment, recipe.target, seeds, title)
     model.train(was_training)
     return {
-        "score": normalized_score(name, float(played.returns.mean())),
-        "return_mean": float(played.returns.mean()),
-        "return_std": float(played.returns.std()),
-        "length_mean": float(played.lengths.mean()),
+        "score": normalized_score(name, float(returns.mean())),
+        "return_mean": float(returns.mean()),
+        "return_std": float(returns.std()),
+        "length_mean": float(lengths.mean()),
         "episodes": config.episodes,
         "target": recipe.target,
     }
 
 
-class Window:
-    """Reads the last K steps again at every step, as the paper does."""
-
-    def __init__(self, model: DecisionTransformer) -> None:
-        self.model = model
-        self.past: list[Tensor] = []
-
-    def act(self, states: Tensor, togo: Tensor, step: int) -> Tensor:
-        """The next action of each episode, (n, action_dim)."""
-        stamp = torch.full((len(states), 1), step, device=states.device)
-        unknown = states.new_zeros(len(states), 1, self.model.action_dim)  # no causal layer sees it
-        now = [states.unsqueeze(1), unknown, togo.unsqueeze(1), stamp]
-        joined = [torch.cat([a, b], dim=1) for a, b in zip(self.past, now, strict=True)] if self.past else now
-        self.past = [column[:, -self.model.context :] for column in joined]
-        action = self.model.predict(*self.past)[:, -1].float()
-        self.past[1] = torch.cat([self.past[1][:, :-1], action.unsqueeze(1)], dim=1)
-        return action
-
-    def keep(self, rows: Tensor) -> None:
-        """Continue with these episodes; the others have ended."""
-        self.past = [column[rows] for column in self.past]
-
-
-class Stream:
-    """Reads each step once: the layers' state holds the steps before.
-
-    States overlap: a new one starts every context/2 steps, and the oldest acts until it has read `context` steps. So
-    the context has between context/2 and context steps, as the training windows have, and no step is read again.
-    """
-
-    def __init__(self, model: DecisionTransformer, context: int) -> None:
-        self.model, self.context = model, context
-        self.states: list[tuple[int, Memory]] = []  # first step, and the layers' state
-        self.previous: Tensor | None = None  # the last action
-
-    def act(self, states: Tensor, togo: Tensor, step: int) -> Tensor:
-        if self.states and step - self.states[0][0] == self.context:
-            del self.states[0]
-        if not self.states or [step - start for start, _ in self.states] == [(self.context + 1) // 2]:
-            self.states.append((step, self.model.initial_state(len(states))))
-        stamps = torch.full((len(states),), step, device=states.device)
-        actions = []
-        for i, (start, memory) in enumerate(self.states):
-            previous = self.previous if start < step else None
-            action, memory = self.model.act(states, togo, stamps, previous, memory)
-            self.states[i] = (start, memory)
-            actions.append(action.float())
-        self.previous = actions[0]
-        return actions[0]
-
-    def keep(self, rows: Tensor) -> None:
-        self.states = [(start, select(memory, rows)) for start, memory in self.states]
-        self.previous = None if self.previous is None else self.previous[rows]
-
-
-def make_reader(model: DecisionTransformer, streaming: Streaming) -> Window | Stream:
-    """The reader for a streaming mode, if every layer supports it."""
-    if streaming == "off":
-        return Window(model)
-    tokens = 3 * (model.context if streaming == "rolling" else HORIZON)
-    for i, (name, block) in enumerate(zip(model.attention_names, model.blocks, strict=True)):
-        max_length = getattr(block.attention, "max_length", None)
-        if not block.streams:
-            reason = "has no streaming state: play with streaming off"
-        elif max_length is not None and max_length < tokens:
-            reason = f"is built for {max_length} tokens, and an episode has up to {tokens}: play with streaming rolling"
-        else:
-            continue
-        raise RunError(f"layer {i + 1}'s attention {name!r} {reason}")
-    return Stream(model, model.context if streaming == "rolling" else 2 * HORIZON)
-
-
-@dataclass
-class Played:
-    """Results of episodes."""
-
-    returns: np.ndarray
-    lengths: np.ndarray
-    actions: list[np.ndarray] = field(repr=False)
-    """Per step the actions of the running episodes."""
-
-
 @torch.no_grad()
 def play(
-    model: DecisionTransformer,
-    environment: str,
-    target: float,
-    seeds: Sequence[int],
-    streaming: Streaming = "off",
-    video: Path | None = None,
-    title: str | None = None,
-) -> Played:
-    """Play one episode per seed, all in parallel, each asked for the return `target`.
+    model: DecisionTransformer, environment: str, target: float, seeds: Sequence[int], title: str | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Play one episode per seed, all in parallel; each step reads the last K steps again, as the paper does.
 
-    video: a file for a film of the first episode. title: of a progress bar; None shows none.
+    Args:
+        model: In evaluation mode.
+        environment: Its name in gymnasium.
+        target: The return that every episode is asked for.
+        seeds: Of the initial states.
+        title: Of a progress bar; None shows none.
+
+    Returns:
+        The returns and the lengths of the episodes.
     """
     from tqdm import tqdm
 
     device, count = model.state_mean.device, len(seeds)
     with contextlib.ExitStack() as stack:
-        envs = [
-            stack.enter_context(contextlib.closing(make_environment(environment, film=i == 0 and video is not None)))
-            for i in range(count)
-        ]
+        envs = [stack.enter_context(contextlib.closing(make_environment(environment))) for _ in seeds]
         check_fit(model, envs[0], environment)
         bar = stack.enter_context(tqdm(desc=title, total=HORIZON, leave=False, disable=None if title else True))
-        reader = make_reader(model, streaming)
         states = np.stack([env.reset(seed=seed)[0] for env, seed in zip(envs, seeds, strict=True)])
         returns, lengths, running = np.zeros(count), np.zeros(count, int), np.arange(count)
-        taken: list[np.ndarray] = []
-        frames: list[np.ndarray] = []
+        window: list[Tensor] = []  # states, actions, returns to go and time stamps of the last K steps
+        step = 0
         while len(running):
+            state = torch.as_tensor(states, dtype=torch.float32, device=device)
             togo = torch.as_tensor(target - returns[running], dtype=torch.float32, device=device)
-            seen = torch.as_tensor(states, dtype=torch.float32, device=device)
-            actions = reader.act(seen, togo, len(taken)).cpu().numpy()
-            taken.append(actions)
-            steps = [envs[i].step(action) for i, action in zip(running, actions, strict=True)]
-            returns[running] += [reward for _, reward, *_ in steps]
+            unknown = state.new_zeros(len(state), model.action_dim)  # no causal layer sees it
+            now = [column.unsqueeze(1) for column in (state, unknown, togo, torch.full_like(togo, step).long())]
+            joined = [torch.cat(pair, dim=1) for pair in zip(window, now, strict=True)] if window else now
+            window = [column[:, -model.context :] for column in joined]
+            window[1][:, -1] = model.predict(*window)[:, -1].float()
+            actions = window[1][:, -1].cpu().numpy()
+            played = [envs[i].step(action) for i, action in zip(running, actions, strict=True)]
+            returns[running] += [reward for _, reward, *_ in played]
             lengths[running] += 1
-            if video is not None and running[0] == 0:
-                frames.append(envs[0].render())
-            left = np.flatnonzero([not (fell or timed_out) for _, _, fell, timed_out, _ in steps])
+            left = np.flatnonzero([not (fell or timed_out) for _, _, fell, timed_out, _ in played])
             if len(left) < len(running):
-                reader.keep(torch.as_tensor(left, device=device))
-            running, states = running[left], np.stack([state for state, *_ in steps])[left]
+                window = [column[torch.as_tensor(left, device=device)] for column in window]
+            running, states = running[left], np.stack([after for after, *_ in played])[left]
+            step += 1
             bar.set_postfix_str(f"{len(running)} running, mean return {returns.mean():.0f}", refresh=False)
             bar.update()
-    if video is not None:
-        write_video(video, frames)
-    return Played(returns, lengths, taken)
+    return returns, lengths
 
 
-def make_environment(name: str, *, film: bool = False) -> Any:
+def make_environment(name: str) -> Any:
     """A gymnasium environment by its name."""
     try:
         import gymnasium
     except ImportError:
         raise RunError(f"playing episodes needs gymnasium with MuJoCo: {INSTALL}") from None
-    if film and sys.platform == "linux" and "DISPLAY" not in os.environ:
-        os.environ.setdefault("MUJOCO_GL", "egl")  # render without a screen
     with contextlib.suppress(ImportError, AttributeError):
         import mujoco
 
@@ -413,7 +316,7 @@ def make_environment(name: str, *, film: bool = False) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # gymnasium recommends -v5, which has other rewards
-            return gymnasium.make(name, render_mode="rgb_array" if film else None)
+            return gymnasium.make(name)
     except gymnasium.error.DependencyNotInstalled as error:
         raise RunError(f"environment {name!r} is not installed ({_one_line(error)}): {INSTALL}") from None
     except (gymnasium.error.Error, ImportError) as error:
@@ -429,17 +332,6 @@ def check_fit(model: DecisionTransformer, env: Any, environment: str) -> None:
                 f"environment {environment!r} has {what} of shape {tuple(space.shape)} where the data has ({width},): "
                 "name the data's own with --evaluation.env"
             )
-
-
-def write_video(file: Path, frames: Sequence[np.ndarray]) -> None:
-    """Write an animated picture of every fourth frame."""
-    import imageio
-
-    file.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        imageio.mimsave(file, list(frames[::4]), duration=40, loop=0)
-    except (ValueError, OSError) as error:
-        raise RunError(f"cannot write a video to {file} ({_one_line(error)}): try a name that ends in .gif") from error
 
 
 def _one_line(error: Exception) -> str:

@@ -19,7 +19,6 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +31,6 @@ from primal_attention.utils.errors import RunError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from primal_attention.parallel import Context
     from primal_attention.train.config import TrainerConfig
 
 FOLDER = "PRIMAL_RUN_FOLDER"
@@ -151,50 +149,29 @@ def pick_device(config: TrainerConfig) -> torch.device:
     return torch.device("mps" if config.accelerator != "cpu" and torch.backends.mps.is_available() else "cpu")
 
 
-@dataclass(frozen=True)
-class Layout:
-    """The processes of a run as a mesh of ("data", "context"), and this process's place in it."""
+def make_mesh(device_type: str, world: int, context: int) -> DeviceMesh:
+    """Return the processes of a run as a mesh of ("data", "context")."""
+    from torch.distributed.device_mesh import init_device_mesh
 
-    mesh: DeviceMesh
-    everyone: Context
+    return init_device_mesh(device_type, (world // context, context), mesh_dim_names=("data", "context"))
 
-    @classmethod
-    def of(cls, device_type: str, world: int, context: int) -> Layout:
-        from torch.distributed.device_mesh import init_device_mesh
 
-        from primal_attention.parallel import Context
+def adapt(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Make a model work on its shard of the sequences, with batch statistics of all processes."""
+    from primal_attention.models.uea import MaskedBatchNorm
+    from primal_attention.parallel import Context, context_parallel
 
-        mesh = init_device_mesh(device_type, (world // context, context), mesh_dim_names=("data", "context"))
-        assert dist.group.WORLD is not None
-        return cls(mesh, Context(dist.group.WORLD))
-
-    @property
-    def sequence(self) -> DeviceMesh:
-        """The processes that share this one's sequences."""
-        return self.mesh["context"]
-
-    @property
-    def splits(self) -> bool:
-        return self.sequence.size() > 1
-
-    @property
-    def data(self) -> tuple[int, int]:
-        """This process's share of a batch: its index and the number of shares."""
-        return self.mesh.get_local_rank("data"), self.mesh["data"].size()
-
-    def adapt(self, model: nn.Module) -> None:
-        """Make a model work on its shard of the sequences, with batch statistics of all processes."""
-        from primal_attention.models.uea import MaskedBatchNorm
-        from primal_attention.parallel import context_parallel
-
-        if self.splits:
-            try:
-                context_parallel(model, self.sequence)
-            except ValueError as error:
-                raise RunError(f"trainer.context {self.sequence.size()}: {error}") from error
-        for module in model.modules():
-            if isinstance(module, MaskedBatchNorm):
-                module.context = self.everyone
+    sequence = mesh["context"]
+    if sequence.size() > 1:
+        try:
+            context_parallel(model, sequence)
+        except ValueError as error:
+            raise RunError(f"trainer.context {sequence.size()}: {error}") from error
+    assert dist.group.WORLD is not None
+    everyone = Context(dist.group.WORLD)
+    for module in model.modules():
+        if isinstance(module, MaskedBatchNorm):
+            module.context = everyone
 
 
 def shard(model: nn.Module, device_type: str) -> None:

@@ -200,11 +200,8 @@ def _run_on_ray(jobs: Sequence[Job], workers: int) -> Iterable[Outcome]:
         import ray
     except ImportError:
         raise RunError("the ray launcher needs ray: pip install 'primal-attention[ray]'") from None
-    is_own = not ray.is_initialized()
-    if is_own:
-        local: dict[str, Any] = {} if "RAY_ADDRESS" in os.environ else {"num_cpus": workers, "include_dashboard": False}
-        ray.init(log_to_driver=False, **local)
-    try:
+    local: dict[str, Any] = {} if "RAY_ADDRESS" in os.environ else {"num_cpus": workers, "include_dashboard": False}
+    with ray.init(log_to_driver=False, **local):
         gpus = min(1.0, ray.cluster_resources().get("GPU", 0) / workers)
         remote = ray.remote(num_cpus=1, num_gpus=gpus)(_run_in_folder)
         waiting, running = list(reversed(jobs)), dict[Any, Job]()
@@ -222,9 +219,6 @@ def _run_on_ray(jobs: Sequence[Job], workers: int) -> Iterable[Outcome]:
             if outcome.summary is not None and not job.result.exists():  # the worker has another disk
                 write_json(job.result, outcome.summary)
             yield Outcome(job, outcome.summary, outcome.error)
-    finally:
-        if is_own:
-            ray.shutdown()
 
 
 def _run_in_folder(folder: Path, job: Job) -> Outcome:

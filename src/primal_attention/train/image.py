@@ -39,9 +39,8 @@ from primal_attention.data.image import ImageData, ImageFiles, ImageSplit, colla
 from primal_attention.data.uea import stratified_holdout
 from primal_attention.models.image import ImageClassifier, deit
 from primal_attention.train.batches import Batches, derive_seed, set_seed
-from primal_attention.train.config import NetworkConfig, OptimConfig, Recipe, TrainerConfig, require
-from primal_attention.train.task import Batch, Experiment, TrainingModule
-from primal_attention.train.uea import classification_scores
+from primal_attention.train.config import NetworkConfig, OptimConfig, Recipe, TrainerConfig, require_range
+from primal_attention.train.task import Batch, Experiment, TrainingModule, classification_scores, hash_data
 
 ETA, RANK = 0.05, 96  # the paper's
 NO_LABEL = -1  # of a row that only fills a batch
@@ -94,9 +93,9 @@ class ImageFolder:
     """An image that does not decode is an error; else it is skipped with a warning."""
 
     def __post_init__(self) -> None:
-        require(0 < self.holdout < 1, f"data.holdout must lie between 0 and 1 (got {self.holdout})")
-        require(self.size >= 1, f"data.size must be at least 1 (got {self.size})")
-        require(self.workers >= 0, f"data.workers must not be negative (got {self.workers})")
+        require_range(self, "data", "holdout", "lie between 0 and 1")
+        require_range(self, "data", "size", "be at least 1")
+        require_range(self, "data", "workers", "not be negative")
 
 
 @dataclass(frozen=True)
@@ -184,9 +183,10 @@ def build_from(recipe: ImageRecipe, data: ImageData) -> Experiment:
         select=("val", "accuracy"),
         facts={
             "set": data.folder.name,
-            "train_cases": train.samples,
-            "validation_cases": val.samples,
-            "test_cases": test.samples,
+            "sha256": hash_data((data.train, data.test, data.classes)),
+            "train_samples": train.samples,
+            "validation_samples": val.samples,
+            "test_samples": test.samples,
             "images_per_epoch": train.steps * min(train.batch_size, train.samples),
             "classes": len(data.classes),
             "max_length": (recipe.data.size // recipe.model.patch_size) ** 2 + 1,

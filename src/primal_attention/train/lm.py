@@ -30,10 +30,10 @@ from primal_attention.data import lm as text
 from primal_attention.data.lm import TextData, TextSplit, Vocabulary, load_vocabulary
 from primal_attention.models.lm import LanguageConfig, LanguageModel
 from primal_attention.train.batches import Batches, derive_seed
-from primal_attention.train.checkpoint import read_run, read_weights
-from primal_attention.train.config import NetworkConfig, OptimConfig, Recipe, TrainerConfig, require
+from primal_attention.train.checkpoint import read_run
+from primal_attention.train.config import NetworkConfig, OptimConfig, Recipe, TrainerConfig, require, require_range
 from primal_attention.train.loop import load_weights, read_summary
-from primal_attention.train.task import Batch, Experiment, TrainingModule
+from primal_attention.train.task import Batch, Experiment, TrainingModule, hash_data
 from primal_attention.utils.errors import DataError, RunError
 from primal_attention.utils.files import check, write_text
 
@@ -56,7 +56,7 @@ class LanguageData:
     """Tokens in a window."""
 
     def __post_init__(self) -> None:
-        require(self.context >= 1, f"data.context must be at least 1 (got {self.context})")
+        require_range(self, "data", "context", "be at least 1")
         require(
             self.vocabulary is None or self.vocabulary >= SMALLEST_VOCABULARY,
             f"data.vocabulary must be at least {SMALLEST_VOCABULARY}, one for each byte and the end "
@@ -208,6 +208,7 @@ def build_from(recipe: LanguageRecipe, data: TextData) -> Experiment:
         watched={"val": MeasuredWindows(data.valid, context, batch)},
         facts={
             "set": recipe.data.text,
+            "sha256": hash_data((data.train, data.valid, data.test)),
             "vocabulary": len(data.vocabulary),
             "vocabulary_sha256": data.vocabulary.digest,
             "train_bytes": data.train.bytes,
@@ -313,22 +314,14 @@ class LanguageModule(TrainingModule):
 
 def load_language(folder: Path) -> tuple[LanguageModel, Vocabulary]:
     """Read the model of a run folder, in evaluation mode, and its vocabulary; the two must belong together."""
-    summary, file = read_summary(folder), folder / "model.safetensors"
+    summary = read_summary(folder)
     _, recipe = read_run(folder)
     if not isinstance(recipe, LanguageRecipe):
         raise RunError(f"{folder} is a run of {recipe.benchmark}, not of a language model")
     vocabulary = load_vocabulary(folder / VOCABULARY)
-    weights = read_weights(file)
-    if "embedding.weight" not in weights:
-        raise RunError(f"{file} has no tensor embedding.weight: it is not a language model's")
-    rows = len(weights["embedding.weight"])
-    if len(vocabulary) != rows:
-        raise RunError(
-            f"{folder / VOCABULARY} has {len(vocabulary)} tokens and the checkpoint {rows}: not the run's own"
-        )
     check(summary, {"data": {"vocabulary_sha256": str}}, folder / "summary.json")
     if vocabulary.digest != summary["data"]["vocabulary_sha256"]:
         raise RunError(f"{folder / VOCABULARY} is not the vocabulary that the run was trained with")
     model = LanguageModel(network(recipe.resolved(), len(vocabulary)))
-    load_weights(model, file)
+    load_weights(model, folder / "model.safetensors")
     return model.eval(), vocabulary

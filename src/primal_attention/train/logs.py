@@ -80,9 +80,11 @@ class RunLog:
     """
 
     def __init__(self, title: str, config: TrainerConfig, folder: Path | None) -> None:
+        from tqdm import tqdm
+
         self.title, self.config, self.folder = title, config, folder
         self.loggers: dict[str, Any] = {}
-        self.bar: Any = None
+        self.make_bar, self.bar = tqdm, tqdm(disable=True)
         self.is_started = False
         self.written = 0.0  # when metrics.csv was
 
@@ -92,21 +94,13 @@ class RunLog:
         if self.folder is not None:
             self.loggers = make_loggers(self.config.logger, self.folder, self.title, state.logger_ids, step)
         if self.config.progress:
-            from tqdm import tqdm
-
             total, done = self.config.epochs * batches, len(state.rows) * batches
-            self.bar = tqdm(desc=self.title, total=total, initial=done, unit="batch", disable=None)
-
-    def advance(self) -> None:
-        """Move the bar by one batch."""
-        if self.bar is not None:
-            self.bar.update()
+            self.bar = self.make_bar(desc=self.title, total=total, initial=done, unit="batch", disable=None)
 
     def write(self, rows: Sequence[Row], samples_per_second: float, *, at_once: bool) -> None:
         """Log the last row. metrics.csv is written at once, or once per second: epochs may be shorter than a write."""
         row = rows[-1]
-        if self.bar is not None:
-            self.bar.set_postfix_str(describe(row), refresh=False)
+        self.bar.set_postfix_str(describe(row), refresh=False)
         if self.folder is None or not self.is_started:
             return
         if at_once or time.monotonic() - self.written > 1:
@@ -119,8 +113,7 @@ class RunLog:
                 raise write_error(self.folder / name, error) from error
 
     def close(self, *, finished: bool) -> None:
-        if self.bar is not None:
-            self.bar.close()
+        self.bar.close()
         for logger in self.loggers.values():
             with contextlib.suppress(Exception):  # a full disk or a lost server: metrics.csv has the same numbers
                 logger.finalize("success" if finished else "failed")

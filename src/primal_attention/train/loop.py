@@ -30,7 +30,7 @@ from primal_attention.train.optimizer import (
 )
 from primal_attention.train.task import Experiment, compile_failure
 from primal_attention.utils.errors import Preempted, RunError
-from primal_attention.utils.files import write_json, write_weights
+from primal_attention.utils.files import write_csv, write_json, write_weights
 
 
 def train(
@@ -171,7 +171,7 @@ class Training:
         module.to(self.device).train()
         module.global_rank = fabric.global_rank
         if fabric.world_size > 1:
-            module.adopt(distributed.Layout.of(self.device.type, fabric.world_size, config.context))
+            module.adopt(distributed.make_mesh(self.device.type, fabric.world_size, config.context))
         if config.strategy == "fsdp":
             for model in (module.model, module.averaged):
                 if model is not None:
@@ -191,7 +191,7 @@ class Training:
         """Load the newest intact checkpoint, if there is one."""
         if self.folder is None:
             return
-        found = checkpoint.load_newest(self.folder / "checkpoints", self.module, main=self.is_main)
+        found = checkpoint.load_newest(self.folder / "checkpoints", main=self.is_main)
         if found is None:
             if self.is_main and (self.folder / "metrics.csv").exists():
                 warnings.warn(f"{self.folder / 'checkpoints'} is empty: the training starts again", stacklevel=2)
@@ -237,14 +237,14 @@ class Training:
                 is_last = done + 1 == len(batches)
                 updated = self.train_step(batch, done, is_last)
                 done += 1
-                self.log.advance()
+                self.log.bar.update()
                 if updated and not is_last:
                     self.save_within_epoch(done, time.perf_counter() - started)
         if self.device.type == "cuda":
             torch.cuda.synchronize()
             state.peak_bytes = max(state.peak_bytes or 0, torch.cuda.max_memory_allocated())
         state.seconds.append(time.perf_counter() - started)
-        row = {"epoch": len(state.rows) + 1, "step": module.global_step, "lr": self.optimizer.param_groups[0]["lr"]}
+        row = {"epoch": len(state.rows) + 1, "step": module.global_step, "lr": self.rate(module.global_step - 1)}
         state.unmeasured = {**row, **module.epoch_means()}
 
     def train_step(self, batch: Any, number: int, is_last: bool) -> bool:
@@ -254,7 +254,7 @@ class Training:
             return True
         module, fabric, accumulate = self.module, self.fabric, self.config.accumulate
         updates = is_last or (number + 1) % accumulate == 0
-        if module.layout is not None:
+        if module.mesh is not None:
             module.batch_weight = self.batches.part(number)
         with self.wrapped.no_sync() if not updates and self.wrapped is not module else nullcontext():
             with fabric.autocast():
@@ -365,6 +365,7 @@ class Training:
         test = self.module.evaluate(self.experiment.test.to(self.device))
         weights = distributed.gather_full(model.state_dict())
         if self.is_main:
+            write_csv(self.folder / "metrics.csv", self.state.rows)  # a kill after the last checkpoint may have lost it
             write_weights(self.folder / "model.safetensors", weights)
         return summarize(self.recipe, self.experiment, self.state, test, self.device)
 

@@ -31,9 +31,8 @@ from primal_attention.data.lra.tokens import TokenData, TokenSplit
 from primal_attention.models.lra import LRAClassifier
 from primal_attention.models.uea import without_r_scores
 from primal_attention.train.batches import Batches, derive_seed
-from primal_attention.train.config import NetworkConfig, OptimConfig, Recipe, TrainerConfig, require
-from primal_attention.train.task import Batch, Experiment, TrainingModule
-from primal_attention.train.uea import classification_scores
+from primal_attention.train.config import NetworkConfig, OptimConfig, Recipe, TrainerConfig, require_range
+from primal_attention.train.task import Batch, Experiment, TrainingModule, classification_scores, hash_data
 
 READERS = {
     "listops": listops.load,
@@ -118,7 +117,7 @@ class LRAData:
     RENAMED: ClassVar[Mapping[str, str]] = {"kinds": "length_buckets"}
 
     def __post_init__(self) -> None:
-        require(self.length_buckets >= 1, f"data.length-buckets must be at least 1 (got {self.length_buckets})")
+        require_range(self, "data", "length_buckets", "be at least 1")
 
 
 @dataclass(frozen=True)
@@ -262,9 +261,10 @@ def build_from(recipe: LRARecipe, data: TokenData) -> Experiment:
         select=("val", "accuracy"),
         facts={
             "set": data.name,
-            "train_cases": len(data.train),
-            "validation_cases": len(data.valid),
-            "test_cases": len(data.test),
+            "sha256": hash_data(data.splits),
+            "train_samples": len(data.train),
+            "validation_samples": len(data.valid),
+            "test_samples": len(data.test),
             "classes": data.classes,
             "vocabulary": data.vocabulary,
             "max_length": data.length,

@@ -3,110 +3,55 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.radam import radam
 
 from primal_attention.nn.baselines.random_buffers import drawn_buffers
 from primal_attention.train.config import OptimConfig
 
-LATE_STEP = 1e9  # a step number at which βᵗ is 0
 
+class RecordableRAdam(torch.optim.Adam):
+    """RAdam whose steps can be captured in a CUDA graph: fused Adam with the learning rate lr · r_t.
 
-class Number:
-    """A scalar on the device that a captured step reads. It is written only when its value changes."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.tensor, self.value = torch.zeros((), device=device), 0.0
-
-    def put(self, value: float) -> None:
-        if value != self.value:
-            self.tensor.fill_(value)
-            self.value = value
-
-
-class RecordableRAdam(torch.optim.Optimizer):
-    """`torch.optim.RAdam` whose steps can be captured in a CUDA graph. Call `prepare` before each `step`.
-
-    RAdam's step sizes depend on the step number through the rectification r_t. torch's capturable form computes them
-    on the device in float32, where ρ_t = ρ_∞ − 2tβ₂ᵗ / (1 − β₂ᵗ) loses its leading digits in the early steps, with two
-    small kernels per parameter. Here the host computes them in float64 and writes one number to the device:
-
-        p ← p − size · m / (√v + ε),   and   p ← p − size · m   in the first steps, while Var(1/√v) is unknown
-
-    The first form is Adam's at a late step, where its corrections of m and v are 1: one pass of torch's fused Adam.
+    torch's capturable RAdam launches several small kernels per parameter. Here the host computes the rectification r_t.
+    In the first steps, which have no r_t, RAdam is SGD with momentum: `step` runs torch's RAdam on the state of Adam,
+    and cannot be captured.
     """
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "step": 0})
-        # Not in the groups: these are values of a step, and loading a checkpoint must not replace them.
-        self._sizes: list[tuple[Number, Tensor]] = []
-        self._adaptive: list[bool] = []
+    is_first = False  # the next step has no r_t
 
-    @property
-    def steady(self) -> bool:
-        """True if the prepared step has the form of all later ones."""
-        return all(self._adaptive)
-
-    def prepare(self) -> None:
-        """Count a step and write its size to the device."""
-        if not self._sizes:
-            for group in self.param_groups:
-                device = group["params"][0].device
-                self._sizes.append((Number(device), torch.full((), LATE_STEP, device=device)))
-        self._adaptive = []
-        for group, (size, _) in zip(self.param_groups, self._sizes, strict=True):
-            group["step"] += 1
-            number, adaptive = step_size(group["lr"], group["betas"], group["step"])
-            size.put(number)
-            self._adaptive.append(adaptive)
+    def rectify(self, lr: float, step: int) -> float:
+        """Return the learning rate of a step, which is the next one."""
+        factor = rectification(self.param_groups[0]["betas"][1], step)
+        self.is_first = factor is None
+        return lr * (factor or 1.0)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        for group, (size, late), adaptive in zip(self.param_groups, self._sizes, self._adaptive, strict=True):
-            params = [p for p in group["params"] if p.grad is not None]
-            if not params:
-                continue
-            for p in params:
-                if not self.state[p]:
-                    self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        if not self.is_first:
+            super().step(closure)
+            return
+        for group in self.param_groups:
+            state: list[list[Tensor]] = [[], [], [], [], [], []]
+            self._init_group(group, *state)
+            params, grads, means, squares, _, steps = state
+            options = {name: group[name] for name in ("weight_decay", "eps", "maximize")}
             beta1, beta2 = group["betas"]
-            grads = [p.grad for p in params if p.grad is not None]
-            means = [self.state[p]["exp_avg"] for p in params]
-            squares = [self.state[p]["exp_avg_sq"] for p in params]
-            if adaptive:
-                steps = [late] * len(params)
-                options = {"weight_decay": group["weight_decay"], "eps": group["eps"], "amsgrad": False}
-                options |= {"lr": size.tensor, "beta1": beta1, "beta2": beta2, "maximize": False}
-                torch._fused_adam_(params, grads, means, squares, [], steps, **options)
-                continue
-            if group["weight_decay"]:
-                grads = list(torch._foreach_add(grads, params, alpha=group["weight_decay"]))
-            torch._foreach_lerp_(means, grads, 1 - beta1)
-            torch._foreach_mul_(squares, beta2)
-            torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
-            torch._foreach_add_(params, means, alpha=-size.value)
+            options |= {"beta1": beta1, "beta2": beta2, "lr": float(group["lr"]), "foreach": True}
+            radam(params, grads, means, squares, steps, **options)
 
 
-def step_size(lr: float, betas: tuple[float, float], step: int) -> tuple[float, bool]:
-    """Return RAdam's factor on m, and whether m is divided by √v + ε."""
-    beta1, beta2 = betas
+def rectification(beta2: float, step: int) -> float | None:
+    """Return RAdam's factor r_t on the learning rate of Adam; None in the first steps, where Var(1/√v) is unknown."""
     longest = 2 / (1 - beta2) - 1
     length = longest - 2 * step * beta2**step / (1 - beta2**step)
-    first = lr / (1 - beta1**step)
     if length <= 5:
-        return first, False
-    rectification = (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
-    return first * ((1 - beta2**step) * rectification) ** 0.5, True
+        return None
+    return math.sqrt((length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length))
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig, *, recordable: bool = False) -> torch.optim.Optimizer:
@@ -124,15 +69,24 @@ def make_optimizer(model: nn.Module, config: OptimConfig, *, recordable: bool = 
     ]
     groups = [g for g in groups if g["params"]]
     betas = (0.9, config.beta2)
-    if config.name == "radam":
-        radam = RecordableRAdam if recordable else torch.optim.RAdam
-        return radam(groups, lr=config.lr, betas=betas, eps=config.eps)
-    kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[config.name]
+    kinds = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "radam": torch.optim.RAdam}
+    kind = RecordableRAdam if recordable and config.name == "radam" else kinds[config.name]
     options = {"fused": True, "capturable": True} if recordable else {}
     optimizer = kind(groups, lr=config.lr, betas=betas, eps=config.eps, **options)
     # The eager steps before the capture are intended; torch would warn about them.
     optimizer._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]
     return optimizer
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load an optimizer's state. RAdam of an earlier version counted its steps per group and had fewer options."""
+    for own, saved in zip(optimizer.param_groups, state["param_groups"], strict=False):
+        if (step := saved.pop("step", None)) is not None:
+            saved |= {name: option for name, option in own.items() if name not in saved}
+            for index in saved["params"]:
+                if index in state["state"]:
+                    state["state"][index]["step"] = torch.tensor(float(step))
+    optimizer.load_state_dict(state)
 
 
 def learning_rate(config: OptimConfig, total: int, warmup_total: int = 0) -> Callable[[int], float]:
@@ -156,7 +110,7 @@ def learning_rate(config: OptimConfig, total: int, warmup_total: int = 0) -> Cal
     return lambda step: config.lr * factor(step)
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float | Tensor) -> None:
     for group in optimizer.param_groups:
         group["lr"] = rate
 

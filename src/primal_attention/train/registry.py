@@ -49,9 +49,6 @@ class Family:
     takes_files: bool = False
     """The name without a member trains on data of your own, named by --data.file."""
 
-    def make(self, member: str) -> Recipe:
-        return _load(self.function)(member)
-
 
 FAMILIES = {
     "uea": Family("uea:paper_recipe", "the paper's time-series classifiers", UEA_SETS, is_open=True, takes_files=True),
@@ -94,10 +91,8 @@ def get(name: str) -> Recipe:
         return _get_own(Path(name if name.endswith(".py") else f"{file}.py"), attribute)
     family_name, _, member = name.partition("/")
     family = FAMILIES.get(family_name)
-    if family is not None and (family.takes_files if name == family_name else member in family.members):
-        return family.make(member)
-    if family is not None and member and family.is_open:
-        return family.make(member)
+    if family is not None and (member in family.members or (family.is_open if member else family.takes_files)):
+        return _load(family.function)(member)
     near = difflib.get_close_matches(name, names(), n=1, cutoff=0.7)
     if not near:  # the nearest family, with the member as typed where any is allowed
         families = difflib.get_close_matches(family_name, FAMILIES, n=1)

@@ -9,6 +9,8 @@ and the epoch's number, so a resumed run repeats what an uninterrupted one does.
 from __future__ import annotations
 
 import copy
+import dataclasses
+import hashlib
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -17,18 +19,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from primal_attention.nn.baselines.random_buffers import RandomBuffers
 from primal_attention.nn.objective import ksvd_loss, primal_layers
+from primal_attention.train import distributed
 from primal_attention.train.batches import Batches, derive_seed, set_seed
 from primal_attention.train.config import Recipe, TrainerConfig
 from primal_attention.utils.errors import DivergedError, RunError
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from primal_attention.data.uea import Standardizer
-    from primal_attention.train.distributed import Layout
 
 CHECK_EVERY = 50  # steps between two checks of the loss on a device; each check waits for the device
 Batch = tuple[Tensor, ...]
@@ -58,7 +64,7 @@ class TrainingModule(nn.Module):
             torch.compiler.reset()  # torch bounds the number of graphs per function, over all models of a process
             model.compile(**compile_options)
         # Set by the loop.
-        self.layout: Layout | None = None  # of several processes
+        self.mesh: DeviceMesh | None = None  # of several processes
         self.poll: Callable[[], None] | None = None  # called between evaluation batches
         self.batch_weight = 1.0  # this rank's samples of a batch over the ranks' mean
         self.current_epoch = self.global_step = self.global_rank = 0
@@ -84,32 +90,38 @@ class TrainingModule(nn.Module):
 
     # Several processes
 
-    def adopt(self, layout: Layout | None) -> None:
-        """Share batches, and sequences if the layout splits them, with the other processes."""
-        if layout is not None and layout.splits and not self.splits_sequences:
+    def adopt(self, mesh: DeviceMesh) -> None:
+        """Share batches, and sequences if the mesh splits them, with the other processes."""
+        self.mesh = mesh
+        if self.sequence is not None and not self.splits_sequences:
             raise RunError(f"trainer.context must be 1: {self.recipe.benchmark} trains on whole sequences only")
-        self.layout = layout
         for model in (self.model, self.averaged):
-            if layout is not None and model is not None:
-                layout.adapt(model)
+            if model is not None:
+                distributed.adapt(model, mesh)
 
     @property
     def share(self) -> tuple[int, int]:
         """This process's share of every batch: its index and the number of shares."""
-        return (0, 1) if self.layout is None else self.layout.data
+        return (0, 1) if self.mesh is None else (self.mesh.get_local_rank("data"), self.mesh["data"].size())
+
+    @property
+    def sequence(self) -> DeviceMesh | None:
+        """The processes that share this one's sequences; None if it has them alone."""
+        return None if self.mesh is None or self.mesh["context"].size() == 1 else self.mesh["context"]
 
     def tokens(self, *sequences: Tensor | None) -> tuple[Any, ...]:
         """Return this process's shard of (B, N, …) tensors; all of them if sequences are not split.
 
         Random numbers drawn before (augmentation) agree among the processes of a sequence. Later ones are independent.
         """
-        if self.layout is None or not self.layout.splits:
+        sequence = self.sequence
+        if sequence is None:
             return sequences
         if self.training:
             self._seed("tokens", self._steps, self.global_rank)
         from primal_attention.parallel import shard
 
-        return tuple(None if t is None else shard(t, self.layout.sequence) for t in sequences)
+        return tuple(None if t is None else shard(t, sequence) for t in sequences)
 
     # Training
 
@@ -128,13 +140,13 @@ class TrainingModule(nn.Module):
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         """Return the loss and its parts, scaled so that their mean over the ranks is a single process's value."""
-        if self.layout is not None and self.layout.splits:
+        if self.sequence is not None:
             self._seed("batch", self._steps, self.share[0])
         task = self._weighted(self.task_loss(batch))
         parts = {"task_loss": task}
         loss = task
         if self.has_primal:
-            group = None if self.layout is None else self.layout.everyone.group
+            group = None if self.mesh is None else torch.distributed.group.WORLD
             ksvd = ksvd_loss(self.model, self.ksvd_reduction, group=group, part=self.batch_weight)
             loss = torch.add(task, ksvd, alpha=self.recipe.eta or 0.0)
             parts |= {"ksvd_loss": ksvd, "J": self._weighted(layer_objectives(self.model))}
@@ -176,7 +188,7 @@ class TrainingModule(nn.Module):
     def epoch_means(self) -> dict[str, float]:
         """Return the mean over the epoch's batches and the ranks of the losses, of J, and of each layer's J."""
         totals = torch.cat([t.reshape(-1) for t in self._sums.values()]) / max(self._steps, 1)
-        if self.layout is not None:
+        if self.mesh is not None:
             torch.distributed.all_reduce(totals)
             totals /= torch.distributed.get_world_size()
         values = iter(totals.tolist())  # one wait for the device
@@ -283,7 +295,7 @@ class Experiment:
         test: Evaluated at the end.
         watched: Sets evaluated during training, by name ("test" or "val").
         select: The watched set and score that choose an epoch, such as ("val", "accuracy"); None takes the last one.
-        facts: Sizes of the data, for the summary.
+        facts: Name, sizes and SHA-256 of the data, for the summary.
         standardizer: Applied to the series, where there are any.
     """
 
@@ -294,6 +306,42 @@ class Experiment:
     select: tuple[str, str] | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     standardizer: Standardizer | None = None
+
+
+def hash_data(data: Any) -> str:
+    """Return one SHA-256 of data in memory: arrays, plain values, and dataclasses, mappings and sequences of them.
+
+    Files count by folder, name and size, not by content: ImageNet has 140 GB.
+    """
+    digest = hashlib.sha256()
+
+    def add(value: Any) -> None:
+        if isinstance(value, np.ndarray):
+            add((str(value.dtype), *value.shape))
+            digest.update(np.ascontiguousarray(value).data)
+        elif dataclasses.is_dataclass(value):
+            add(vars(value))
+        elif isinstance(value, (Mapping, list, tuple)):
+            add(len(value))
+            for item in value.items() if isinstance(value, Mapping) else value:
+                add(item)
+        elif isinstance(value, Path):
+            add((value.parent.name, value.name, value.stat().st_size))
+        else:
+            digest.update(f"{value!r}\n".encode())
+
+    add(data)
+    return digest.hexdigest()
+
+
+def classification_scores(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """Return sums over a batch: correct predictions, cross-entropy, and samples. Labels below zero do not count."""
+    logits = logits.float()
+    return {
+        "accuracy": (logits.argmax(dim=-1) == labels).sum(),
+        "loss": F.cross_entropy(logits, labels, ignore_index=-1, reduction="sum"),
+        "samples": (labels >= 0).sum(),
+    }
 
 
 def layer_objectives(model: nn.Module) -> Tensor:

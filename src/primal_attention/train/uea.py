@@ -23,8 +23,8 @@ from primal_attention.data import uea
 from primal_attention.data.uea import PrincipalChannels, SeriesData, Split, Standardizer, pad, stratified_holdout
 from primal_attention.models.uea import modern_classifier, paper_classifier, without_r_scores
 from primal_attention.train.batches import Batches
-from primal_attention.train.config import NetworkConfig, OptimConfig, Recipe, TrainerConfig, require
-from primal_attention.train.task import Batch, Experiment, TrainingModule
+from primal_attention.train.config import NetworkConfig, OptimConfig, Recipe, TrainerConfig, require, require_range
+from primal_attention.train.task import Batch, Experiment, TrainingModule, classification_scores, hash_data
 
 EVALUATED_TOKENS = 2**16  # in one evaluation batch
 
@@ -75,7 +75,7 @@ class UEAData:
     REMOVED: ClassVar[Mapping[str, Any]] = {"held": "random"}
 
     def __post_init__(self) -> None:
-        require(0 < self.holdout < 1, f"data.holdout must lie between 0 and 1 (got {self.holdout})")
+        require_range(self, "data", "holdout", "lie between 0 and 1")
         require(self.test_file is None or self.file is not None, "data.test-file needs --data.file beside it")
 
 
@@ -120,11 +120,8 @@ class AugmentConfig:
     REMOVED: ClassVar[Mapping[str, Any]] = {"crop": 0.1, "unequal": True}
 
     def __post_init__(self) -> None:
-        for name in ("warp", "scale", "jitter", "mixup"):
-            value = getattr(self, name)
-            require(value >= 0, f"augment.{name} must not be negative (got {value})")
-        smoothing = self.label_smoothing
-        require(0 <= smoothing < 1, f"augment.label-smoothing must lie in [0, 1) (got {smoothing})")
+        require_range(self, "augment", "warp scale jitter mixup", "not be negative")
+        require_range(self, "augment", "label_smoothing", "lie in [0, 1)")
 
 
 @dataclass(frozen=True)
@@ -247,8 +244,9 @@ def build_from(recipe: UEARecipe, data: SeriesData) -> Experiment:
         select=None if validation is None else ("val", "accuracy"),
         facts={
             "set": data.name if recipe.data.file is None else recipe.data.file.name,
-            "train_cases": len(train),
-            "test_cases": len(data.test),
+            "sha256": hash_data((data.train, data.test, data.classes)),
+            "train_samples": len(train),
+            "test_samples": len(data.test),
             "channels": data.channels,
             "classes": len(data.classes),
             "max_length": data.max_length,
@@ -295,16 +293,6 @@ class ClassificationModule(TrainingModule):
 
     def scores(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         return classification_scores(model(*self.inputs(batch)), batch[-1])
-
-
-def classification_scores(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
-    """Sums over a batch: correct predictions, cross-entropy, and samples. Labels below zero do not count."""
-    logits = logits.float()
-    return {
-        "accuracy": (logits.argmax(dim=-1) == labels).sum(),
-        "loss": F.cross_entropy(logits, labels, ignore_index=-1, reduction="sum"),
-        "samples": (labels >= 0).sum(),
-    }
 
 
 def warp_time(x: Tensor, mask: Tensor, strength: float, knots: int = 4, crop: float = 0.1) -> Tensor:
