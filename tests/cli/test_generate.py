@@ -83,10 +83,10 @@ def test_seeds_and_several_prompts(run: Path, primal, tmp_path: Path) -> None:
         (["--prompt", "The cat " * 20], "more than max_length=16 of this model: a shorter prompt"),
         (["--prompt", "a", "--top-p", "2"], "top_p must lie in (0, 1] (got 2.0)"),
         (["--prompt", "a", "--temperature", "-1"], "temperature must be at least 0 (got -1.0)"),
-        (["--prompt", "a", "--tokens", "0"], "--tokens must be at least 1 (got 0)"),
+        (["--prompt", "a", "--tokens", "0"], "argument --tokens: must be at least 1 (got 0)"),
         (["--prompt", "a", "--device", "tpuu"], "--device must be cpu, cuda or cuda:N (got 'tpuu')"),
         (["--prompt-file", "nothing.txt"], "nothing.txt does not exist"),
-        (["--prompt", "a", "--temperatur", "1"], "did you mean --temperature?"),
+        (["--prompt", "a", "--temprature", "1"], "did you mean --temperature?"),
     ],
     ids=lambda words: " ".join(words)[:30] if isinstance(words, list) else "",
 )

@@ -19,7 +19,6 @@ hf = pytest.importorskip("transformers", minversion="5")
 from convert.hf_models import SMALL, make  # noqa: E402
 from primal_attention import primalize  # noqa: E402
 from primal_attention.cli import main as cli  # noqa: E402
-from primal_attention.cli.spectrum import layer_groups  # noqa: E402
 from primal_attention.data import uea  # noqa: E402
 from primal_attention.data.uea import SeriesData, Split  # noqa: E402
 from primal_attention.report.results import read_spectrum  # noqa: E402
@@ -67,13 +66,12 @@ def test_runs_give_a_table_numbers_and_plots(workplace: Path, capsys) -> None:
     assert cli.main(["train", "lra/listops", *TRAIN, *steps, "--out", "two"]) == 0
     capsys.readouterr()
     assert run(capsys, "two", "--samples", "2", "--batch", "1")[0] == 0
-    code, out, _ = run(capsys, "one", "--cases", "5", "--map", "1:1")
+    code, out, _ = run(capsys, "one", "--cases", "5")
     assert code == 0
     assert "softmax" in out
     folder = workplace / "results" / "spectrum"
     for name in ("spectrum.csv", "spectrum.png", "spectrum.svg"):
         assert (folder / name).stat().st_size > 0
-    assert sorted(f.suffix for f in folder.glob("spectrum-map-*")) == [".png", ".svg"]
     with (folder / "spectrum.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 2 * 9
@@ -97,19 +95,6 @@ def test_saved_text_models_side_by_side(workplace: Path, capsys) -> None:
     assert (workplace / "o" / "both.svg").stat().st_size > 0
 
 
-def test_images_that_do_not_decode_are_named(workplace: Path, capsys) -> None:
-    image = pytest.importorskip("PIL.Image")
-    make("vit").save_pretrained(workplace / "vit")
-    (workplace / "images").mkdir()
-    for i in range(3):
-        pixels = torch.randint(0, 255, (20, 20, 3), dtype=torch.uint8).numpy()
-        image.fromarray(pixels).save(workplace / "images" / f"{i}.png")
-    (workplace / "images" / "broken.png").write_bytes(b"no image")
-    code, _, err = run(capsys, "vit", "--data", "images")
-    assert code == 0
-    assert "1 of 4 images do not decode and are skipped, first images/broken.png" in err
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -117,8 +102,7 @@ def test_images_that_do_not_decode_are_named(workplace: Path, capsys) -> None:
         (["bert"], "--data FILE of text lines"),
         (["bert", "--data", "missing.txt"], "missing.txt is not a file of text lines"),
         (["bert", "--data", "short.txt"], "no line of twenty words"),
-        (["bert", "--data", "text.txt", "--map", "9"], "layer must be an index into the model's 3 attentions (got 9)"),
-        (["bert", "--data", "text.txt", "--map", "x:y"], "LAYER:HEAD"),
+        (["vit", "--data", "text.txt"], "call primal_attention.spectrum(model, inputs)"),
         (["bert", "--cases", "0"], "must be at least 1"),
         (["bert", "--device", "toaster"], "cpu, cuda or cuda:N"),
         (["odd", "--data", "text.txt"], "names the model 'NoSuchModel'"),
@@ -128,6 +112,8 @@ def test_images_that_do_not_decode_are_named(workplace: Path, capsys) -> None:
 def test_bad_input_is_one_line(workplace: Path, capsys, words, message) -> None:
     (workplace / "odd").mkdir()
     (workplace / "odd" / "config.json").write_text('{"architectures": ["NoSuchModel"]}')
+    (workplace / "vit").mkdir()
+    (workplace / "vit" / "config.json").write_text('{"architectures": ["ViTModel"], "image_size": 224}')
     (workplace / "short.txt").write_text("w1 w2")
     capsys.readouterr()
     code, _, err = run(capsys, *words)
@@ -193,8 +179,3 @@ def test_a_model_that_transformers_has_is_loaded_without_the_folders_code(workpl
     torch.save({"x": Payload()}, workplace / "bert" / "pytorch_model.bin")  # beside the safetensors file: not read
     assert run(capfd, "bert", "--data", "text.txt")[0] == 0
     assert not (workplace / "executed").exists()
-
-
-def test_layers_form_up_to_three_groups() -> None:
-    assert layer_groups(7) == [[0, 1], [2, 3], [4, 5, 6]]
-    assert layer_groups(2) == [[0], [1]]
