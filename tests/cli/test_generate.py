@@ -6,45 +6,25 @@ import json
 from pathlib import Path
 
 import pytest
+import test_lm
 import torch
 
 from primal_attention.cli.generate import MAX_WAITING, TextStream
 from primal_attention.data.lm import Vocabulary
 from primal_attention.train import lm as language
-from primal_attention.train import loop, registry
-from primal_attention.train.config import override
+from primal_attention.train import loop
 from primal_attention.train.lm import load_language
 
 pytest.importorskip("tokenizers")
 
-SMALL = {
-    "data.vocabulary": 280,
-    "data.context": 16,
-    "model.embed_dim": 16,
-    "model.num_heads": 2,
-    "model.layers": 2,
-    "model.ffn_dim": 16,
-    "model.rank": 4,
-    "model.landmarks": 8,
-    "model.primal_mode": "landmarks",  # the mode with a longest context
-    "trainer.epochs": 1,
-    "trainer.steps_per_epoch": 1,
-    "trainer.batch_size": 2,
-    "trainer.precision": "32-true",
-    "trainer.accelerator": "cpu",
-    "trainer.progress": False,
-}
-ARTICLE = " = {0} {1} = \n\nThe cat {1} sat on the mat of {0}, and sat there for days.\n"
+texts = test_lm.folder
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    home = tmp_path_factory.mktemp("wikipedia")
-    for split, count in (("train", 12), ("valid", 3), ("test", 3)):
-        (home / f"wiki.{split}.txt").write_text("".join(ARTICLE.format(split, i) for i in range(count)))
-    changes = {**SMALL, "data.folder": home}
-    loop.train(override(registry.get("lm/wikipedia"), changes), home / "run", name="lm/wikipedia")
-    return home / "run"
+def run(texts: Path) -> Path:
+    changes = {"model__primal_mode": "landmarks", "trainer__steps_per_epoch": 1}  # the mode with a longest context
+    loop.train(test_lm.small(texts, **changes), texts / "run", name="lm/wikipedia")
+    return texts / "run"
 
 
 def test_the_text_is_the_models(run: Path, primal) -> None:
@@ -74,26 +54,25 @@ def test_seeds_and_several_prompts(run: Path, primal, tmp_path: Path) -> None:
     assert text("--greedy", "--prompt-file", str(tmp_path / "begin.txt")) == first + "\n"
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "no prompt: give the beginning of a text"),
-        (["--prompt", ""], "--prompt is empty"),
-        (["--prompt", "The cat", "--tokens", "100"], "more than max_length=16 of this model"),
-        (["--prompt", "The cat " * 20], "more than max_length=16 of this model: a shorter prompt"),
-        (["--prompt", "a", "--top-p", "2"], "top_p must lie in (0, 1] (got 2.0)"),
-        (["--prompt", "a", "--temperature", "-1"], "temperature must be at least 0 (got -1.0)"),
-        (["--prompt", "a", "--tokens", "0"], "argument --tokens: must be at least 1 (got 0)"),
-        (["--prompt", "a", "--device", "tpuu"], "--device must be cpu, cuda or cuda:N (got 'tpuu')"),
-        (["--prompt-file", "nothing.txt"], "nothing.txt does not exist"),
-        (["--prompt", "a", "--temprature", "1"], "did you mean --temperature?"),
-    ],
-    ids=lambda words: " ".join(words)[:30] if isinstance(words, list) else "",
-)
-def test_user_errors_are_one_line(words: list[str], message: str, run: Path, primal) -> None:
-    code, out, err = primal("generate", str(run), *words)
+WRONG = {
+    "": "no prompt: give the beginning of a text",
+    "--prompt=": "--prompt is empty",
+    "--prompt cat --tokens 100": "more than max_length=16 of this model",
+    f"--prompt {20 * 'cat,'}": "more than max_length=16 of this model: a shorter prompt",
+    "--prompt a --top-p 2": "top_p must lie in (0, 1] (got 2.0)",
+    "--prompt a --temperature -1": "temperature must be at least 0 (got -1.0)",
+    "--prompt a --tokens 0": "argument --tokens: must be at least 1 (got 0)",
+    "--prompt a --device tpuu": "--device must be cpu, cuda or cuda:N (got 'tpuu')",
+    "--prompt-file nothing.txt": "nothing.txt does not exist",
+    "--prompt a --temprature 1": "did you mean --temperature?",
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_user_errors_are_one_line(words: str, run: Path, primal) -> None:
+    code, out, err = primal("generate", str(run), *words.split())
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert message in err
+    assert WRONG[words] in err
 
 
 def test_an_unknown_word_is_one_line(run: Path, primal, monkeypatch) -> None:

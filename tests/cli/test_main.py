@@ -8,13 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+import toy
 
 from primal_attention.cli import main as cli
-from primal_attention.data import uea
-from primal_attention.data.uea import SeriesData, Split
 from primal_attention.train import registry
 
 pytest.importorskip("tyro")
@@ -29,16 +27,18 @@ SMALL = """
 @pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with a small data set under data/uea."""
-    rng = np.random.default_rng(0)
-    splits = [Split([rng.standard_normal((9, 2)) for _ in range(n)], np.arange(n, dtype=np.int64) % 2) for n in (16, 8)]
-    uea.save_npz(SeriesData("Toy", *splits, ("a", "b")), tmp_path / "data" / "uea")
+    toy.folder(tmp_path / "data" / "uea")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-@pytest.mark.parametrize("command", cli.COMMANDS)
+PARTS = [f"bench {name}" for name in ("attention", "decode", "model", "lra", "plot")]
+PARTS += ["data listops", "data pathfinder"]
+
+
+@pytest.mark.parametrize("command", [*cli.COMMANDS, *PARTS])
 def test_every_command_has_help_with_an_example(command: str, primal) -> None:
-    code, out, err = primal(command, "--help")
+    code, out, err = primal(*command.split(), "--help")
     assert (code, err) == (0, "")
     assert f"Example: primal {command}" in out
 
@@ -159,6 +159,36 @@ WRONG = {
     "recipes uea lra": "unrecognized arguments: lra",
     "recipes cats": "no recipe has 'cats' in its name",
     "info --nonsense": "unrecognized arguments: --nonsense",
+    "bench": "required: attention | decode | model | lra | plot",
+    "bench atention": "invalid choice: 'atention'",
+    "bench generate": "generate is now called decode",
+    "bench attention --rivals": "--rivals is now called --baselines",
+    "bench attention --lengths -1": "--lengths",
+    "bench attention --lengths 4Q": "4096, 4K or 1M (got '4Q')",
+    "bench attention --widths 512x8": "such as 512:8 (got '512x8')",
+    "bench attention --widths 100:8": "divisible by num_heads",
+    "bench attention --dtype int8": "invalid choice: 'int8'",
+    "bench attention --device tpu": "--device must be cpu, cuda or cuda:N (got 'tpu')",
+    "bench attention --tokens 1024 --batch 2": "exclude each other",
+    "bench attention --batch 0": "argument --batch: must be at least 1 (got 0)",
+    "bench decode --seconds nan": "argument --seconds: must be finite and above 0 (got nan)",
+    "bench attention --rank 0": "argument --rank: must be at least 1 (got 0)",
+    "bench attention --rank few": "argument --rank: must be at least 1 (got few)",
+    "bench attention --decay 2 --causal": "decay must lie in (0, 1] (got 2.0)",
+    "bench attention --decay soon --causal": "--decay must be 'learned' or a number (got 'soon')",
+    "bench attention --decay learned": "--decay needs --causal",
+    "bench attention --only sdpaa": "did you mean 'sdpa'?",
+    "bench decode --only lstm": "there are baseline, cosformer, linear, performer, primal",
+    "bench attention --out /proc/nowhere": "--out /proc/nowhere cannot be written to",
+    "bench model --rows vitt": "no row is called 'vitt': did you mean 'vit'? there are 512x1024, 512x1024-",
+    "bench model --layers 0": "argument --layers: must be at least 1 (got 0)",
+    "bench plot no-such-file.json": "no-such-file.json does not exist",
+    "bench plot other.json": "other.json: hardware is missing",
+    "data imdb": "invalid choice: 'imdb'",
+    "data listops --train 0": "at least one",
+    "data listops --seed -1": "--seed must not be negative (got -1)",
+    "data listops --trian 5": "did you mean --train",
+    "data pathfinder --contour-length 99": "contour_length must lie between",
 }
 
 
@@ -166,6 +196,7 @@ WRONG = {
 def test_user_errors_are_one_line_and_exit_code_2(words: str, workplace: Path, primal, monkeypatch) -> None:
     (workplace / "file").touch()
     (workplace / "own.py").touch()
+    (workplace / "other.json").write_text('{"format": 1, "kind": "attention", "rows": []}')
     (workplace / "broken.py").write_text("undefined")
     (workplace / "damaged").mkdir()
     (workplace / "damaged" / "config.yaml").write_bytes(b"\xff\xfe")

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
+import test_lm
 import toy
 
 from primal_attention.data.lra import listops
@@ -19,6 +20,7 @@ SIZES = "model.embed_dim=8 model.ffn_dim=16 model.rank=3 model.landmarks=4 train
 SMALL = ["--set", *SIZES.split(), "model.num_heads=2"]
 BRIEF = [*SMALL, "trainer.epochs=1", "trainer.batch_size=64"]
 TOY = ["--sets", "Toy", "--seeds", "1"]
+texts = test_lm.folder
 
 
 class Launched(list):
@@ -127,6 +129,16 @@ def test_long_range_arena_and_trainings_of_another_length(launched: Launched, pr
     assert len(list(Path("other/lra/listops").glob("*.json"))) == 4
     for text in ("36.8", "37.1", "37.3"):
         assert text in out
+
+
+def test_language_models_are_compared_with_softmax(launched: Launched, texts: Path, primal) -> None:
+    skipped = {"data.folder", "seed", "model.attention", *grid.QUIET}
+    settings = [f"{name}={value}" for name, value in test_lm.SMALL.items() if name not in skipped]
+    words = ["lm", "--models", "softmax", "primal-mean", "--seeds", "1", "--data", str(texts), "--set", *settings]
+    code, out, _ = primal("table", *words)
+    assert code == 0
+    for part in ("softmax", "primal-mean", "Runs: 2"):
+        assert part in out
 
 
 def test_the_grid_of_eta_and_s_is_the_papers() -> None:

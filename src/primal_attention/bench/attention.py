@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 
 from primal_attention.bench import measurement
-from primal_attention.bench.measurement import OK, OUT_OF_MEMORY, REFUSED, SKIPPED, Row, ratio
+from primal_attention.bench.measurement import OK, OUT_OF_MEMORY, SKIPPED, Row, WrongResultsError, ratio
 from primal_attention.nn.baselines import attention_names, attention_traits, make_attention
 from primal_attention.nn.primal import PrimalAttention
 from primal_attention.ops.landmarks import landmark_indices
@@ -410,8 +410,14 @@ def run(args: Namespace, implementations: Sequence[Implementation] | None = None
             torch.compiler.reset()  # Dynamo stops compiling at its limit of graphs per function
             excluded: dict[str, tuple[str, str]] = {}
             for implementation in checked:
-                check_implementation(implementation, shapes[0], args.seed + 1, report["gate"], excluded)
-                status = excluded.get(implementation.name, ("results are correct", ""))[0]
+                status, sizes = "results are correct", {s: getattr(shapes[0], s) for s in ("embed_dim", "num_heads")}
+                try:
+                    verdict = check_layer(implementation.build, shapes[0], args.seed + 1)
+                    report["gate"].append({"name": implementation.name, **sizes, **verdict})
+                    if not verdict["passed"]:
+                        raise WrongResultsError(verdict)
+                except Exception as error:  # becomes the note of the row
+                    excluded[implementation.name] = status, _ = measurement.failure(error)
                 progress.advance(f"{implementation.label}, d {shapes[0].embed_dim}, check: {status}")
             measurement.free_memory(args.device)
             for shape in shapes:
@@ -432,26 +438,6 @@ def run(args: Namespace, implementations: Sequence[Implementation] | None = None
                 add_ratios(rows)
                 measurement.write_report(args.file, report)
     return report
-
-
-def check_implementation(
-    implementation: Implementation,
-    shape: Shape,
-    seed: int,
-    verdicts: list[dict[str, Any]],
-    excluded: dict[str, tuple[str, str]],
-) -> None:
-    """Append the verdict at this width; add status and note if the implementation is not timed."""
-    try:
-        verdict = check_layer(implementation.build, shape, seed)
-    except Exception as error:  # becomes the note of the row
-        excluded[implementation.name] = measurement.failure(error)
-        return
-    sizes = {"embed_dim": shape.embed_dim, "num_heads": shape.num_heads}
-    verdicts.append({"name": implementation.name, **sizes, **verdict})
-    if not verdict["passed"]:
-        where = f"error of {verdict['where']} {verdict['error'] or math.nan:.1e}, allowed {verdict['allowed']:.1e}"
-        excluded[implementation.name] = (REFUSED, f"wrong results: {where}")
 
 
 def measure_layer(implementation: Implementation, shape: Shape, args: Namespace) -> Row:

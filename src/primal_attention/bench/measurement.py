@@ -25,6 +25,14 @@ OK, OUT_OF_MEMORY, REFUSED, UNSUPPORTED, SKIPPED, FAILED = STATUSES = (
 Row = dict[str, Any]
 
 
+class WrongResultsError(Exception):
+    """An implementation failed the check; the argument is the verdict."""
+
+    def __init__(self, verdict: Row) -> None:
+        error = verdict["error"] or math.nan
+        super().__init__(f"wrong results: error of {verdict['where']} {error:.1e}, allowed {verdict['allowed']:.1e}")
+
+
 # Time
 
 
@@ -137,6 +145,8 @@ def failure(error: Exception) -> tuple[str, str]:
         return OUT_OF_MEMORY, "does not fit into the memory"
     if line.startswith(("No available kernel", "No viable backend")):
         return UNSUPPORTED, "torch has no such kernel for this device, dtype and head width"
+    if isinstance(error, WrongResultsError):
+        return REFUSED, line
     if isinstance(error, (ValueError, NotImplementedError, ImportError)):
         return UNSUPPORTED, line
     return FAILED, f"{type(error).__name__}: {line}"

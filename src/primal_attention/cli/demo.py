@@ -9,14 +9,12 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from primal_attention.cli.flags import Parser, positive
 from primal_attention.utils.errors import RunError
 from primal_attention.utils.files import write_json
-from primal_attention.utils.progress import Progress
 
 if TYPE_CHECKING:
     from primal_attention.train.config import Recipe
@@ -29,8 +27,10 @@ Two networks that differ in their attention only:
   [bold]softmax[/]  softmax attention: quadratic in the length
 """
 LENGTHS = tuple(2**k for k in range(7, 15))
-LAYERS: dict[str, dict[str, int]] = {"softmax": {}, "primal": {"rank": 16, "landmarks": 26}}
-MAX_SECONDS = 2.0  # of a timed step; longer sequences are left out then
+NETWORKS = {"sdpa": "softmax", "primal-cpu": "primal"}  # by the name in the benchmark
+TIMING = shlex.split(
+    "attention --device cpu --widths 64:4 --batch 1 --rank 16 --landmarks 26 --only sdpa primal-cpu --seconds 0.2"
+)
 SINGULAR_VALUES = 20
 MIN_CPU_SHARE = 0.8  # of the wall time, below which other programs disturb the timing
 SETTINGS: dict[str, Any] = {
@@ -60,6 +60,8 @@ def main(args: Sequence[str]) -> int:
     import torch
     from rich.console import Console
 
+    from primal_attention.bench import attention
+    from primal_attention.cli import bench
     from primal_attention.train import registry
     from primal_attention.train.config import override
     from primal_attention.utils.provenance import collect
@@ -69,10 +71,16 @@ def main(args: Sequence[str]) -> int:
     torch.set_num_threads(1)  # the networks are small, and one thread is disturbed least by other programs
     base = override(registry.get("uea-modern/JapaneseVowels"), {**SETTINGS, "seed": options.seed})
     epochs = {"trainer.epochs": options.epochs, "trainer.evaluate_every": options.epochs}
-    results = [run(override(base, {**epochs, "model.attention": (name,)}), options.out) for name in LAYERS]
+    settings = [{**epochs, "model.attention": (name,)} for name in NETWORKS.values()]
+    results = [run(override(base, changes), options.out) for changes in settings]
     sigma = {result["attention"]: result.pop("sigma") for result in results}
     wall, cpu = time.perf_counter(), time.process_time()
-    seconds = time_lengths([n for n in LENGTHS if n <= options.max_length])
+    lengths = [str(n) for n in LENGTHS if n <= options.max_length]
+    flags = bench.read_flags([*TIMING, "--lengths", *lengths, "--out", str(options.out)])
+    seconds: dict[str, dict[int, float]] = {name: {} for name in NETWORKS.values()}
+    for row in attention.run(flags)["rows"]:
+        if row["status"] == "ok":
+            seconds[NETWORKS[row["name"]]][row["length"]] = row["seconds"]
     cpu_share = (time.process_time() - cpu) / (time.perf_counter() - wall)
     numbers = {"results": results, "seconds": seconds, "singular_values": sigma, "cpu_share": cpu_share}
     origin = collect(command=shlex.join(["primal", "demo", *args]), device=torch.device("cpu"))
@@ -133,28 +141,6 @@ def show(console: Any, results: Sequence[dict[str, Any]], seconds: dict[str, dic
         f"These series are too short to need a fast attention. At {longest:,} tokens a Primal layer is {factor:.0f} "
         "times as fast as a softmax layer on this machine (left half of the figure)."
     )
-
-
-def time_lengths(lengths: Sequence[int]) -> dict[str, dict[int, float]]:
-    """Seconds of forward and backward of one layer on one sequence, by attention and length."""
-    import torch
-
-    from primal_attention.bench.measurement import time_step
-    from primal_attention.nn.baselines import make_attention
-
-    def run_layer(layer: Any, x: Any) -> None:
-        layer(x).sum().backward()
-
-    seconds: dict[str, dict[int, float]] = {name: {} for name in LAYERS}
-    with Progress(len(LAYERS) * len(lengths), "timing sequences of growing length") as progress:
-        for name, keywords in LAYERS.items():
-            layer = make_attention(name, 64, 4, **keywords)
-            for n in lengths:
-                if max(seconds[name].values(), default=0.0) < MAX_SECONDS:
-                    x = torch.randn(1, n, 64, requires_grad=True)
-                    seconds[name][n] = time_step(partial(run_layer, layer, x), x.device, seconds=0.2)["seconds"]
-                progress.advance()
-    return seconds
 
 
 def draw_figure(file: Path, seconds: dict[str, dict[int, float]], sigma: dict[str, Sequence[float]]) -> None:
