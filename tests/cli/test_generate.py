@@ -1,4 +1,4 @@
-"""`primal generate`: the text of the model, streamed; user errors are one line with exit code 2."""
+"""`primal generate`: the text of the model; user errors are one line with exit code 2."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 import test_lm
 import torch
 
-from primal_attention.cli.generate import MAX_WAITING, TextStream
 from primal_attention.data.lm import Vocabulary
 from primal_attention.train import lm as language
 from primal_attention.train import loop
@@ -88,22 +87,3 @@ def test_an_unknown_word_is_one_line(run: Path, primal, monkeypatch) -> None:
         result = primal("generate", str(run), "--prompt", prompt, "--tokens", "1")
         assert result[0] == code
         assert message in result[2]
-
-
-@pytest.mark.parametrize("text", ["naïve café", "日本語 text 🙂🙂 end", "plain"])
-def test_pieces_add_up_to_the_text(text: str) -> None:
-    vocabulary = Vocabulary.train_byte_pairs(["no such letters"], 260)  # every byte of the text is a token
-    (tokens,) = vocabulary.encode([text])
-    stream = TextStream(vocabulary)
-    pieces = [stream.add(token) for token in tokens]
-    assert "".join(pieces) + stream.rest() == text
-    assert all("\ufffd" not in piece for piece in pieces)
-
-
-def test_bytes_that_never_become_a_character_are_shown() -> None:
-    vocabulary = Vocabulary.train_byte_pairs(["no such letters"], 260)
-    (tokens,) = vocabulary.encode(["é"])
-    stream = TextStream(vocabulary)
-    pieces = [stream.add(tokens[0]) for _ in range(MAX_WAITING)]  # first halves only
-    assert pieces[:-1] == [""] * (MAX_WAITING - 1)
-    assert set(pieces[-1]) == {"\ufffd"}

@@ -1,6 +1,6 @@
 """`primal generate RUN --prompt "…"`: continue a text with a trained language model.
 
-The text goes to stdout as it is generated, its cost to stderr. The end token precedes each prompt, as in training.
+The text goes to stdout, its cost to stderr. The end token precedes each prompt, as in training.
 Generation stops at the end of a document. Word vocabularies have no such token, only line ends.
 """
 
@@ -11,18 +11,13 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from primal_attention.cli.flags import Parser, positive, read_device
 from primal_attention.utils.errors import RunError
 from primal_attention.utils.files import read_text
 
-if TYPE_CHECKING:
-    from primal_attention.data.lm import Vocabulary
-
 EXAMPLE = 'primal generate runs/lm/wikipedia/primal-delta-conv4-gate-seed0 --prompt "The river" --top-p 0.95'
-INCOMPLETE = "\ufffd"  # decoded from bytes that are not a whole character yet
-MAX_WAITING = 8  # tokens to wait for the rest of a character, which has at most four bytes
 
 
 def make_parser() -> Parser:
@@ -64,20 +59,15 @@ def main(args: Sequence[str]) -> int:
         steps = generate(model.to(device), prompts, options.tokens, sampling, stop=stop)
     except (ValueError, RuntimeError, AssertionError) as error:  # torch raises the last two for a device
         raise RunError(str(error).splitlines()[0]) from error
-    start, count = time.perf_counter(), 0
-    streams = [TextStream(vocabulary, prompt) for prompt in prompts]
-    print(texts[0], end="", flush=True)
-    for tokens in steps:
-        for i, token in enumerate(tokens):
-            if token >= 0:  # −1 after the end of a text
-                count += 1
-                texts[i] += (piece := streams[i].add(token))
-                print(piece if i == 0 else "", end="", flush=True)
-    print(streams[0].rest())
-    for text, stream in zip(texts[1:], streams[1:], strict=True):
-        print(f"---\n{text}{stream.rest()}")
+    start = time.perf_counter()
+    columns = list(zip(*steps, strict=True))  # the new tokens of each prompt
     seconds = time.perf_counter() - start
-    print(f"{count} tokens after {sum(map(len, prompts))} in {seconds:.2f} s", file=sys.stderr)
+    new = [[token for token in tokens if token >= 0] for tokens in columns]  # −1 after the end of a text
+    for i, (text, prompt, tokens) in enumerate(zip(texts, prompts, new, strict=True)):
+        added = vocabulary.decode(prompt + tokens)[len(vocabulary.decode(prompt)) :]
+        print(f"---\n{text}{added}" if i else f"{text}{added}")
+    count, before = sum(map(len, new)), sum(map(len, prompts))
+    print(f"{count} tokens after {before} in {seconds:.2f} s", file=sys.stderr)
     return 0
 
 
@@ -94,24 +84,3 @@ def read_prompts(options: argparse.Namespace) -> list[str]:
         name = options.prompt_file if all(options.prompt) else "--prompt"
         raise RunError(f"{name} is empty: give the beginning of a text, at least one word")
     return texts
-
-
-class TextStream:
-    """Turn tokens into pieces of text, holding back incomplete characters."""
-
-    def __init__(self, vocabulary: Vocabulary, before: Sequence[int] = ()) -> None:
-        self.vocabulary = vocabulary
-        self.shown = list(before[-MAX_WAITING:])  # context that decides about spaces between words
-        self.waiting: list[int] = []
-
-    def add(self, token: int) -> str:
-        self.waiting.append(token)
-        text = self.rest()
-        if text.endswith(INCOMPLETE) and len(self.waiting) < MAX_WAITING:
-            return ""
-        self.shown, self.waiting = self.waiting, []
-        return text
-
-    def rest(self) -> str:
-        """Return the text of the tokens that wait."""
-        return self.vocabulary.decode(self.shown + self.waiting)[len(self.vocabulary.decode(self.shown)) :]
