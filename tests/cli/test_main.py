@@ -7,12 +7,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 import toy
 
 from primal_attention.cli import main as cli
+from primal_attention.data.lra import listops, pathfinder
 from primal_attention.train import registry
 
 pytest.importorskip("tyro")
@@ -233,6 +235,19 @@ def test_a_small_demo(workplace: Path, primal) -> None:
     assert numbers["results"][1]["objective"].keys() == {"first", "last"}
     assert (workplace / "demo" / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert "test accuracy" in out
+
+
+@pytest.mark.parametrize("task", [listops, pathfinder], ids=["listops", "pathfinder"])
+def test_a_set_is_made_where_the_recipe_reads_it(task: ModuleType, tmp_path: Path, primal, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = task.__name__.rpartition(".")[2]
+    words = ("data", name, "--train", "4", "--valid", "2", "--test", "2")
+    code, out, _ = primal(*words)
+    assert (code, out.splitlines()[0]) == (0, f"8 samples in data/lra/{name}")
+    assert [len(s) for s in task.load(tmp_path / "data" / "lra" / name).splits.values()] == [4, 2, 2]
+    code, _, err = primal(*words)
+    assert code == 2
+    assert "already holds a set" in err
 
 
 def test_a_terminal_without_unicode_gets_question_marks() -> None:

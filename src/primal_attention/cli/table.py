@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -219,15 +220,8 @@ def step_costs(plan: Plan, options: argparse.Namespace) -> list[Any]:
 
 def table_command(args: Sequence[str]) -> str:
     """The command that makes the same table, without its output files and data folder."""
-    words, skip = [], False
-    for word in args:
-        if skip or word == "--no-run" or word.startswith(("--markdown=", "--csv=", "--data=")):
-            skip = False
-        elif word in ("--markdown", "--csv", "--data"):
-            skip = True
-        else:
-            words.append(word)
-    return shlex.join(["primal", "table", *words])
+    line = shlex.join(["primal", "table", *args])
+    return re.sub(r" (--no-run|--(markdown|csv|data)[ =]('[^']*'|\S+))", "", line)
 
 
 def table_title(kind: TableKind, plan: Plan) -> str:
