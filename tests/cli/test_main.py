@@ -234,6 +234,7 @@ def test_a_small_demo(workplace: Path, primal) -> None:
     assert [r["attention"] for r in numbers["results"]] == ["softmax", "primal"]
     assert numbers["results"][1]["objective"].keys() == {"first", "last"}
     assert (workplace / "demo" / "demo.png").read_bytes().startswith(b"\x89PNG")
+    assert "mathdefault" not in (workplace / "demo" / "demo.svg").read_text(encoding="utf-8")
     assert "test accuracy" in out
 
 

@@ -417,7 +417,8 @@ def run(args: Namespace, implementations: Sequence[Implementation] | None = None
                     if not verdict["passed"]:
                         raise WrongResultsError(verdict)
                 except Exception as error:  # becomes the note of the row
-                    excluded[implementation.name] = status, _ = measurement.failure(error)
+                    excluded[implementation.name] = measurement.failure(error)
+                    status = excluded[implementation.name][0]
                 progress.advance(f"{implementation.label}, d {shapes[0].embed_dim}, check: {status}")
             measurement.free_memory(args.device)
             for shape in shapes:

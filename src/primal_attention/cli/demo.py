@@ -97,20 +97,16 @@ def run(recipe: Recipe, out: Path) -> dict[str, Any]:
     """Train one network; return its row of the table and its singular values."""
     import torch
 
+    from primal_attention.cli.spectrum import load_run
     from primal_attention.convert.spectrum import spectrum
     from primal_attention.train import checkpoint, loop
-    from primal_attention.train.batches import Batches
 
     folder = checkpoint.unused_folder(out / recipe.label())
     summary = loop.train(recipe, folder, name=f"demo/{recipe.label()}")
-    experiment = loop.build(recipe)
-    model = experiment.module.final_model
-    loop.load_weights(model, folder / "model.safetensors")
-    x, mask, _ = next(iter(Batches(experiment.test.tensors, batch_size=64)))
-    series = [sample[~padding] for sample, padding in zip(x, mask, strict=True)]
+    source = load_run(folder, samples=64, batch_size=1)
     # σ_i / σ_1 for i ≤ SINGULAR_VALUES, mean over layers, heads and the series of at least that length.
-    inputs = [(sample.unsqueeze(0),) for sample in series if len(sample) >= SINGULAR_VALUES]
-    layers = spectrum(model, inputs, dtype=torch.float64).values()
+    inputs = [(x, mask) for x, mask in source.batches if int((~mask).sum()) >= SINGULAR_VALUES]
+    layers = spectrum(source.model, inputs, dtype=torch.float64).values()
     sigma = torch.cat([layer.singular_values[..., :SINGULAR_VALUES].flatten(0, 1) for layer in layers])
     return {
         "attention": recipe.label(),
@@ -154,6 +150,7 @@ def draw_figure(file: Path, seconds: dict[str, dict[int, float]], sigma: dict[st
         for name, values in sigma.items():
             shown = [value for value in values if value > 1e-6]  # smaller values are rounding of zero
             right.semilogy(range(1, len(shown) + 1), shown, "o-", label=name)
+        right.yaxis.set_major_formatter("{x:g}")
         right.xaxis.get_major_locator().set_params(integer=True)
         right.set(xlabel="index i", ylabel="σᵢ / σ₁ (mean over layers and heads)")
         right.set_title("Singular values of the trained attention")
