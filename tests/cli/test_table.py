@@ -164,7 +164,6 @@ WRONG = {
     "uea --sets Toy --set epochs": "FIELD=VALUE",
     "uea --sets Toy --set trainer.speed=1": "trainer.speed is not a field",
     "uea --sets Toy --set seed=1": "cannot change seed",
-    "uea --sets Toy --seeds 0": "--seeds: must be at least 1",
     "uea --parts eta-s": "--parts belongs to an ablation",
     "uea-ablation --models flow": "are fixed",
     "lra --any-length": "add --no-run",

@@ -1,6 +1,6 @@
 """`primal generate RUN --prompt "…"`: continue a text with a trained language model.
 
-The text goes to stdout, its cost to stderr. The end token precedes each prompt, as in training.
+The text goes to stdout as it is generated, its cost to stderr. The end token precedes each prompt, as in training.
 Generation stops at the end of a document. Word vocabularies have no such token, only line ends.
 """
 
@@ -18,6 +18,8 @@ from primal_attention.utils.errors import RunError
 from primal_attention.utils.files import read_text
 
 EXAMPLE = 'primal generate runs/lm/wikipedia/primal-delta-conv4-gate-seed0 --prompt "The river" --top-p 0.95'
+INCOMPLETE = "\ufffd"  # decoded from bytes that are not a whole character yet
+CONTEXT = 8  # tokens of the prompt that decide about spaces between words
 
 
 def make_parser() -> Parser:
@@ -59,15 +61,26 @@ def main(args: Sequence[str]) -> int:
         steps = generate(model.to(device), prompts, options.tokens, sampling, stop=stop)
     except (ValueError, RuntimeError, AssertionError) as error:  # torch raises the last two for a device
         raise RunError(str(error).splitlines()[0]) from error
-    start = time.perf_counter()
-    columns = list(zip(*steps, strict=True))  # the new tokens of each prompt
-    seconds = time.perf_counter() - start
-    new = [[token for token in tokens if token >= 0] for tokens in columns]  # −1 after the end of a text
-    for i, (text, prompt, tokens) in enumerate(zip(texts, prompts, new, strict=True)):
-        added = vocabulary.decode(prompt + tokens)[len(vocabulary.decode(prompt)) :]
-        print(f"---\n{text}{added}" if i else f"{text}{added}")
-    count, before = sum(map(len, new)), sum(map(len, prompts))
-    print(f"{count} tokens after {before} in {seconds:.2f} s", file=sys.stderr)
+    start, shown = time.perf_counter(), 0
+    new: list[list[int]] = [[] for _ in prompts]
+
+    def new_text(i: int) -> str:
+        before = prompts[i][-CONTEXT:]
+        return vocabulary.decode(before + new[i])[len(vocabulary.decode(before)) :]
+
+    print(texts[0], end="", flush=True)
+    for tokens in steps:
+        for own, token in zip(new, tokens, strict=True):
+            own += [token] if token >= 0 else []  # −1 after the end of a text
+        text = new_text(0)
+        if not text.endswith(INCOMPLETE):
+            print(text[shown:], end="", flush=True)
+            shown = len(text)
+    print(new_text(0)[shown:])
+    for i in range(1, len(texts)):
+        print(f"---\n{texts[i]}{new_text(i)}")
+    count, seconds = sum(map(len, new)), time.perf_counter() - start
+    print(f"{count} tokens after {sum(map(len, prompts))} in {seconds:.2f} s", file=sys.stderr)
     return 0
 
 
