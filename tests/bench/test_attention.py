@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from primal_attention.bench import attention
-from primal_attention.bench.attention import Case, Gate, Implementation, Step, build_primal
-from primal_attention.bench.measurement import UnsupportedError, format_report, plot_report
-from primal_attention.utils.errors import RunError
+from primal_attention.bench.attention import Implementation, Shape, Step, build_primal, check_layer
+from primal_attention.bench.measurement import format_report, plot_report
 
 SMALL = {"embed_dim": 24, "num_heads": 2, "batch": 1, "length": 1, "rank": 5, "landmarks": 9}
 MODES = {
@@ -24,6 +23,7 @@ ROW = {
     "name", "label", "kind", "embed_dim", "num_heads", "batch", "length", "status", "note", "seconds", "iqr", "runs",
     "method", "peak_bytes", "kept_bytes", "speedup", "peak_ratio", "kept_ratio", "state_bytes",
 }  # fmt: skip
+TINY = "--rank 4 --seconds 0.01 --widths 16:2"
 
 
 # The check
@@ -32,9 +32,9 @@ ROW = {
 class Changed(nn.Module):
     """The reference layer with a function applied to its output and a factor on its objective."""
 
-    def __init__(self, case: Case, change, factor: float = 1.0) -> None:
+    def __init__(self, shape: Shape, change, factor: float = 1.0) -> None:
         super().__init__()
-        self.inner, self.change, self.factor = build_primal("reference", case), change, factor
+        self.inner, self.change, self.factor = build_primal("reference", shape), change, factor
 
     def load_state_dict(self, *args, **keywords):
         return self.inner.load_state_dict(*args, **keywords)
@@ -63,15 +63,15 @@ class WrongGradient(torch.autograd.Function):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mode", MODES)
 def test_correct_implementations_pass(mode, dtype):
-    gate = Gate(Case(**SMALL, **MODES[mode], dtype=dtype))
-    assert gate.check(lambda case: build_primal("reference", case))["passed"]
-    if mode != "landmarks":
-        assert gate.check(lambda case: build_primal("cpu", case))["passed"]
+    shape = Shape(**SMALL, **MODES[mode], dtype=dtype)
+    backends = ("reference",) if mode == "landmarks" else ("reference", "cpu")
+    for backend in backends:
+        assert check_layer(lambda shape, backend=backend: build_primal(backend, shape), shape)["passed"]
     if mode in ("bidirectional", "causal"):
-        assert gate.check(attention.build_authors)["passed"]
+        assert check_layer(attention.build_authors, shape)["passed"]
     else:
-        with pytest.raises(UnsupportedError, match="authors' code"):
-            gate.check(attention.build_authors)
+        with pytest.raises(NotImplementedError, match="authors' code"):
+            check_layer(attention.build_authors, shape)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_correct_implementations_pass(mode, dtype):
     ids=["scaled", "one NaN", "wrong gradient", "wrong objective", "no gradient"],
 )
 def test_wrong_results_fail(change, factor, where):
-    verdict = Gate(Case(**SMALL)).check(lambda case: Changed(case, change, factor))
+    verdict = check_layer(lambda shape: Changed(shape, change, factor), Shape(**SMALL))
     assert not verdict["passed"]
     assert where in verdict["where"]
     assert verdict["error"] is None or verdict["error"] > verdict["allowed"]
@@ -94,8 +94,8 @@ def test_wrong_results_fail(change, factor, where):
 
 def test_triton_interpreter_is_not_timed(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    with pytest.raises(UnsupportedError, match="interpreter"):
-        build_primal("fused", Case(**SMALL))
+    with pytest.raises(NotImplementedError, match="interpreter"):
+        build_primal("fused", Shape(**SMALL))
 
 
 # Bytes saved for backward
@@ -113,7 +113,7 @@ class Product(nn.Module):
 
 @pytest.mark.parametrize(("layer", "floats"), [(nn.Linear(8, 8), 8), (Product(), 8 + 16)], ids=["linear", "views"])
 def test_saved_bytes_count_storages_once_without_parameters(layer, floats):
-    step = Step(layer, Case(8, 2, batch=2, length=16))
+    step = Step(layer, Shape(8, 2, batch=2, length=16))
     assert step.saved_bytes() == 2 * 16 * floats * 4
     assert all(grad.isfinite().all() for grad in step.backward(step.forward()))
 
@@ -129,90 +129,69 @@ class FitsShort(nn.Linear):
 
 
 def raising(error: Exception):
-    def build(case):
+    def build(shape):
         raise error
 
     return build
 
 
-IMPLEMENTATIONS = [
-    *attention.list_implementations(only=("sdpa", "sdpa-cudnn", "primal-reference")),
-    Implementation("wrong", "wrong one", "primal", lambda case: Changed(case, lambda y: 2 * y)),
-    Implementation("large", "large one", "baseline", lambda case: FitsShort(case.embed_dim, case.embed_dim)),
-    Implementation("absent", "absent one", "baseline", raising(UnsupportedError("no GPU"))),
-    Implementation("broken", "broken one", "baseline", raising(ZeroDivisionError("by zero"))),
-]
-TINY = "attention --rank 4 --landmarks 7 --seconds 0.01"
-
-
-@pytest.fixture(scope="module")
-def args(flags):
-    return flags(f"{TINY} --lengths 16 64 --widths 16:2 24:2 --tokens 128")
-
-
-@pytest.fixture(scope="module")
-def report(args):
-    return attention.run(args, IMPLEMENTATIONS)
-
-
-def rows(report, name):
-    return [row for row in report["rows"] if row["name"] == name]
-
-
-def test_rows_have_times_memory_and_ratios(report):
-    assert len(report["rows"]) == len(IMPLEMENTATIONS) * 4
-    assert all(set(row) == ROW for row in report["rows"])
-    assert {(r["batch"], r["length"]) for r in report["rows"]} == {(8, 16), (2, 64)}
-    for row, base in zip(rows(report, "primal-reference"), rows(report, "sdpa"), strict=True):
-        assert row["runs"] >= 1
-        assert row["method"] == "torch.utils.benchmark"
-        assert row["peak_bytes"] is None  # on a GPU only
-        assert row["speedup"] == base["seconds"] / row["seconds"]
-        assert row["kept_ratio"] == row["kept_bytes"] / base["kept_bytes"]
-        assert base["speedup"] == 1
-
-
-def test_statuses_and_notes(report):
-    said = {(row["name"], row["length"]): (row["status"], row["note"]) for row in report["rows"]}
-    assert said["wrong", 16][0] == "refused"
-    assert "wrong results: error of" in said["wrong", 16][1]
+def test_every_implementation_has_numbers_or_a_reason(flags, tmp_path):
+    args = flags(f"attention {TINY} 24:2 --landmarks 7 --lengths 16 64 --tokens 128 --only sdpa sdpa-cudnn")
+    report = attention.run(
+        args,
+        [
+            *attention.list_implementations(args),
+            Implementation("primal-reference", "correct one", "primal", lambda s: build_primal("reference", s)),
+            Implementation("wrong", "wrong one", "primal", lambda shape: Changed(shape, lambda y: 2 * y)),
+            Implementation("large", "large one", "baseline", lambda s: FitsShort(s.embed_dim, s.embed_dim)),
+            Implementation("absent", "absent one", "baseline", raising(NotImplementedError("no GPU"))),
+            Implementation("broken", "broken one", "baseline", raising(ZeroDivisionError("by zero"))),
+        ],
+    )
+    rows = {(row["name"], row["embed_dim"], row["length"]): row for row in report["rows"]}
+    assert len(rows) == len(report["rows"]) == 7 * 4
+    assert all(set(row) == ROW for row in rows.values())
+    assert {(row["batch"], row["length"]) for row in rows.values()} == {(8, 16), (2, 64)}
+    primal, base = rows["primal-reference", 24, 64], rows["sdpa", 24, 64]
+    assert primal["runs"] >= 1
+    assert primal["method"] == "torch.utils.benchmark"
+    assert primal["peak_bytes"] is None  # on a GPU only
+    assert primal["speedup"] == base["seconds"] / primal["seconds"]
+    assert primal["kept_ratio"] == primal["kept_bytes"] / base["kept_bytes"]
+    notes = {name: (row["status"], row["note"]) for (name, width, n), row in rows.items() if (width, n) == (16, 64)}
+    assert notes["wrong"][0] == "refused"
+    assert "wrong results: error of" in notes["wrong"][1]
     assert {v["name"]: v["passed"] for v in report["gate"]} == {"primal-reference": True, "wrong": False}
-    assert said["large", 16][0] == "ok"
-    assert said["large", 64][0] == "out of memory"
-    assert said["absent", 16] == ("unsupported", "no GPU")
-    assert said["broken", 16] == ("failed", "ZeroDivisionError: by zero")
-    assert said["sdpa-cudnn", 64] == ("unsupported", "torch has no such kernel for this device, dtype and head width")
+    assert notes["large"] == ("out of memory", "does not fit into the memory")
+    assert notes["absent"] == ("unsupported", "no GPU")
+    assert notes["broken"] == ("failed", "ZeroDivisionError: by zero")
+    assert notes["sdpa-cudnn"] == ("unsupported", "torch has no such kernel for this device, dtype and head width")
 
-
-def test_file_has_provenance(report, args):
     text = args.file.read_text(encoding="utf-8")
     saved = json.loads(text, parse_constant=lambda constant: pytest.fail(f"{constant} is not JSON"))
     assert saved == json.loads(json.dumps(report))
     assert saved["command"].startswith("primal bench attention --rank 4")
     assert saved["versions"]["torch"] == torch.__version__
     assert saved["settings"]["dtype"] == "float32"
-    assert {"commit", "date", "hardware", "gate"} <= set(saved)
-
-
-def test_table_and_plot(report, tmp_path):
-    text = format_report(report)
+    assert {"commit", "dirty", "date", "hardware", "gate"} <= set(saved)
+    table = format_report(report)
     for words in ("softmax (SDPA)", "wrong one", "out of memory", "unsupported, no GPU", "by zero", "IQR ms"):
-        assert words in text
+        assert words in table
     pytest.importorskip("matplotlib")
     files = plot_report(report, tmp_path / "attention")
     assert [f.name for f in files] == ["attention.png", "attention.svg"]
     svg = files[1].read_text(encoding="utf-8")
-    assert all(words in svg for words in ("Primal (reference)", "softmax (SDPA)", "time per token", "d 24, 2 heads"))
+    assert all(words in svg for words in ("correct one", "softmax (SDPA)", "time per token", "d 24, 2 heads"))
 
 
 def test_slow_implementations_are_skipped_at_longer_lengths(flags):
-    report = attention.run(flags(f"{TINY} --lengths 16 32 --widths 16:2 --limit 1e-9 --only sdpa"))
+    report = attention.run(flags(f"attention {TINY} --lengths 16 32 --limit 1e-9 --only sdpa"))
     assert [row["status"] for row in report["rows"]] == ["ok", "skipped"]
 
 
 @pytest.mark.parametrize("mode", ["", "--causal --inference"])
 def test_baselines_run(flags, mode):
-    args = flags(f"{TINY} --lengths 32 --widths 16:2 --batch 2 --only baseline published {mode}")
+    args = flags(f"attention {TINY} --landmarks 7 --lengths 32 --batch 2 --only baseline published {mode}")
     report = attention.run(args)
     causal = {"linear", "performer", "reformer", "cosformer", "flow", "published"}
     ran = {row["name"] for row in report["rows"] if row["status"] == "ok"}
@@ -222,13 +201,29 @@ def test_baselines_run(flags, mode):
     assert all((row["kept_bytes"] is None) == bool(mode) for row in report["rows"] if row["name"] in ran)
 
 
-def test_only_selects_names_and_kinds():
-    names = [i.name for i in attention.list_implementations(only=("softmax", "published"))]
+def test_only_selects_names_and_kinds(flags):
+    names = [i.name for i in attention.list_implementations(flags("attention --only softmax published"))]
     assert names == ["sdpa", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "sdpa-math", "published"]
-    assert all(i.kind != "baseline" for i in attention.list_implementations())
-    assert any(i.kind == "baseline" for i in attention.list_implementations(baselines=True))
-    with pytest.raises(RunError, match="did you mean 'performer'"):
-        attention.list_implementations(only=("perfromer",))
+    for words, expected in (("", False), ("--baselines", True)):
+        chosen = attention.list_implementations(flags(f"attention {words}"))
+        assert any(i.kind == "baseline" for i in chosen) == expected
+
+
+def test_only_the_cache_of_softmax_attention_grows_with_the_tokens_read(flags, tmp_path):
+    report = attention.run(flags(f"decode {TINY} --lengths 32 128 --batch 2 --baselines"))
+    sizes: dict[str, list[int]] = {}
+    for row in report["rows"]:
+        assert (row["seconds"] is not None) == (row["status"] == "ok")
+        assert row["status"] == "ok" or row["note"]
+        sizes.setdefault(row["name"], []).append(row["state_bytes"])
+    for name in ("primal-reference", "primal-cpu", "linear", "performer", "cosformer"):
+        assert sizes[name][0] == sizes[name][1]
+    assert sizes["primal-reference"][0] == 2 * 16 * 4 + 2 * 4  # two sums of d floats, a count per head
+    assert sizes["sdpa"] == [2 * 16 * 4 * (n + 1) for n in (32, 128)]
+    assert sizes["primal-fused"] == [None, None]
+    assert "state kB" in format_report(report)
+    pytest.importorskip("matplotlib")
+    assert len(plot_report(report, tmp_path / "decode")) == 2
 
 
 @pytest.mark.gpu
@@ -239,11 +234,12 @@ def test_gpu_graphs_peaks_and_fallback(flags, eager):
         def forward(self, x):
             return super().forward(x) * float(x.detach().sum() * 0 + 1)
 
-    args = flags(f"{TINY} --lengths 64 256 --widths 64:2 --tokens 512 --repeats 5 {'--eager' if eager else ''}")
+    words = "--lengths 64 256 --widths 64:2 --tokens 512 --repeats 5 --only sdpa primal-reference published"
+    args = flags(f"attention {TINY} --landmarks 7 {words} {'--eager' if eager else ''}")
     args.device, args.dtype = torch.device("cuda"), "bfloat16"
-    chosen = attention.list_implementations(only=("sdpa", "primal-reference", "published"))
-    build = lambda c: Synchronising(64, 64, device=c.device, dtype=c.dtype)  # noqa: E731
-    report = attention.run(args, [*chosen, Implementation("sync", "sync", "baseline", build)])
+    build = lambda s: Synchronising(64, 64, device=s.device, dtype=s.dtype)  # noqa: E731
+    chosen = [*attention.list_implementations(args), Implementation("sync", "sync", "baseline", build)]
+    report = attention.run(args, chosen)
     for row in report["rows"]:
         assert row["status"] == "ok", row["note"]
         graph = not eager and row["name"] != "sync"
@@ -251,5 +247,5 @@ def test_gpu_graphs_peaks_and_fallback(flags, eager):
         assert row["peak_bytes"] > 0
         assert ("no CUDA graph" in row["note"]) == (row["name"] == "sync" and not eager)
     # Memory that one implementation left behind does not count for the next one.
-    peaks = [row["peak_bytes"] for row in rows(report, "sdpa")]
+    peaks = [row["peak_bytes"] for row in report["rows"] if row["name"] == "sdpa"]
     assert max(peaks) <= min(peaks) + 1024**2

@@ -46,12 +46,13 @@ def test_results_are_measured_once(tmp_path, monkeypatch, capsys):
     words = ["lra", "--tasks", "image", "--models", "softmax", "primal+", "--batch-size", "2", "--device", "cpu"]
     assert main([*words, "--results", str(tmp_path)]) == 0
     assert "s eager per 1000 steps" in capsys.readouterr().err
-    softmax, primal = (read_json(lra.result_file(tmp_path, "image", name)) for name in ("softmax", "primal+"))
+    folder = tmp_path / "lra-efficiency" / "image"
+    softmax, primal = (read_json(folder / f"{name}.json") for name in ("softmax", "primal+"))
     assert softmax["eager"] > 0
     assert primal["graph"] is None  # on a GPU only
     assert primal["command"].startswith("primal bench lra --tasks image")
     assert {"commit", "versions", "hardware", "date", "device", "torch"} <= set(primal)
     assert main([*words, "--results", str(tmp_path)]) == 0
     assert capsys.readouterr().err == ""
-    with pytest.raises(RunError, match="--models lstm is unknown"):
+    with pytest.raises(RunError, match="no model is called 'lstm'"):
         main(["lra", "--models", "lstm"])

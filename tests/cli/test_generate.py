@@ -1,4 +1,4 @@
-"""`primal generate`: the text of the model, streamed; user errors are one line with exit code 2."""
+"""`primal generate`: the text of the model; user errors are one line with exit code 2."""
 
 from __future__ import annotations
 
@@ -6,45 +6,24 @@ import json
 from pathlib import Path
 
 import pytest
+import test_lm
 import torch
 
-from primal_attention.cli.generate import MAX_WAITING, TextStream
 from primal_attention.data.lm import Vocabulary
 from primal_attention.train import lm as language
-from primal_attention.train import loop, registry
-from primal_attention.train.config import override
+from primal_attention.train import loop
 from primal_attention.train.lm import load_language
 
 pytest.importorskip("tokenizers")
 
-SMALL = {
-    "data.vocabulary": 280,
-    "data.context": 16,
-    "model.embed_dim": 16,
-    "model.num_heads": 2,
-    "model.layers": 2,
-    "model.ffn_dim": 16,
-    "model.rank": 4,
-    "model.landmarks": 8,
-    "model.primal_mode": "landmarks",  # the mode with a longest context
-    "trainer.epochs": 1,
-    "trainer.steps_per_epoch": 1,
-    "trainer.batch_size": 2,
-    "trainer.precision": "32-true",
-    "trainer.accelerator": "cpu",
-    "trainer.progress": False,
-}
-ARTICLE = " = {0} {1} = \n\nThe cat {1} sat on the mat of {0}, and sat there for days.\n"
+texts = test_lm.folder
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    home = tmp_path_factory.mktemp("wikipedia")
-    for split, count in (("train", 12), ("valid", 3), ("test", 3)):
-        (home / f"wiki.{split}.txt").write_text("".join(ARTICLE.format(split, i) for i in range(count)))
-    changes = {**SMALL, "data.folder": home}
-    loop.train(override(registry.get("lm/wikipedia"), changes), home / "run", name="lm/wikipedia")
-    return home / "run"
+def run(texts: Path) -> Path:
+    changes = {"model__primal_mode": "landmarks", "trainer__steps_per_epoch": 1}  # the mode with a longest context
+    loop.train(test_lm.small(texts, **changes), texts / "run", name="lm/wikipedia")
+    return texts / "run"
 
 
 def test_the_text_is_the_models(run: Path, primal) -> None:
@@ -74,26 +53,34 @@ def test_seeds_and_several_prompts(run: Path, primal, tmp_path: Path) -> None:
     assert text("--greedy", "--prompt-file", str(tmp_path / "begin.txt")) == first + "\n"
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "no prompt: give the beginning of a text"),
-        (["--prompt", ""], "--prompt is empty"),
-        (["--prompt", "The cat", "--tokens", "100"], "more than max_length=16 of this model"),
-        (["--prompt", "The cat " * 20], "more than max_length=16 of this model: a shorter prompt"),
-        (["--prompt", "a", "--top-p", "2"], "top_p must lie in (0, 1] (got 2.0)"),
-        (["--prompt", "a", "--temperature", "-1"], "temperature must be at least 0 (got -1.0)"),
-        (["--prompt", "a", "--tokens", "0"], "--tokens must be at least 1 (got 0)"),
-        (["--prompt", "a", "--device", "tpuu"], "--device must be cpu, cuda or cuda:N (got 'tpuu')"),
-        (["--prompt-file", "nothing.txt"], "nothing.txt does not exist"),
-        (["--prompt", "a", "--temperatur", "1"], "did you mean --temperature?"),
-    ],
-    ids=lambda words: " ".join(words)[:30] if isinstance(words, list) else "",
-)
-def test_user_errors_are_one_line(words: list[str], message: str, run: Path, primal) -> None:
-    code, out, err = primal("generate", str(run), *words)
+def test_characters_of_several_tokens_are_printed_whole(run: Path, primal, monkeypatch) -> None:
+    _, vocabulary = load_language(run)
+    (tokens,) = vocabulary.encode(["日本語 🙂🙂 é"])  # every byte is a token, and the last character is cut
+    monkeypatch.setattr("primal_attention.models.lm.generate", lambda *_, **__: ([token] for token in tokens[:-1]))
+    printed: list[str] = []
+    monkeypatch.setattr("builtins.print", lambda *parts, **_: printed.extend(parts))
+    primal("generate", str(run), "--prompt", "The")
+    assert printed[-2] == "\ufffd"  # bytes that never become a character are shown at the end
+    assert "".join(printed[:-1]) == "The日本語 🙂🙂 \ufffd"
+    assert "\ufffd" not in "".join(printed[:-2])
+
+
+WRONG = {
+    "": "no prompt: give the beginning of a text",
+    "--prompt=": "--prompt is empty",
+    "--prompt cat --tokens 100": "more than max_length=16 of this model",
+    f"--prompt {20 * 'cat,'}": "more than max_length=16 of this model: a shorter prompt",
+    "--prompt a --top-p 2": "top_p must lie in (0, 1] (got 2.0)",
+    "--prompt a --temperature -1": "temperature must be at least 0 (got -1.0)",
+    "--prompt-file nothing.txt": "nothing.txt does not exist",
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_user_errors_are_one_line(words: str, run: Path, primal) -> None:
+    code, out, err = primal("generate", str(run), *words.split())
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert message in err
+    assert WRONG[words] in err
 
 
 def test_an_unknown_word_is_one_line(run: Path, primal, monkeypatch) -> None:
@@ -109,22 +96,3 @@ def test_an_unknown_word_is_one_line(run: Path, primal, monkeypatch) -> None:
         result = primal("generate", str(run), "--prompt", prompt, "--tokens", "1")
         assert result[0] == code
         assert message in result[2]
-
-
-@pytest.mark.parametrize("text", ["naïve café", "日本語 text 🙂🙂 end", "plain"])
-def test_pieces_add_up_to_the_text(text: str) -> None:
-    vocabulary = Vocabulary.train_byte_pairs(["no such letters"], 260)  # every byte of the text is a token
-    (tokens,) = vocabulary.encode([text])
-    stream = TextStream(vocabulary)
-    pieces = [stream.add(token) for token in tokens]
-    assert "".join(pieces) + stream.rest() == text
-    assert all("\ufffd" not in piece for piece in pieces)
-
-
-def test_bytes_that_never_become_a_character_are_shown() -> None:
-    vocabulary = Vocabulary.train_byte_pairs(["no such letters"], 260)
-    (tokens,) = vocabulary.encode(["é"])
-    stream = TextStream(vocabulary)
-    pieces = [stream.add(tokens[0]) for _ in range(MAX_WAITING)]  # first halves only
-    assert pieces[:-1] == [""] * (MAX_WAITING - 1)
-    assert set(pieces[-1]) == {"\ufffd"}

@@ -7,14 +7,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
-import numpy as np
 import pytest
 import torch
+import toy
 
 from primal_attention.cli import main as cli
-from primal_attention.data import uea
-from primal_attention.data.uea import SeriesData, Split
+from primal_attention.data.lra import listops, pathfinder
 from primal_attention.train import registry
 
 pytest.importorskip("tyro")
@@ -29,16 +29,18 @@ SMALL = """
 @pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with a small data set under data/uea."""
-    rng = np.random.default_rng(0)
-    splits = [Split([rng.standard_normal((9, 2)) for _ in range(n)], np.arange(n, dtype=np.int64) % 2) for n in (16, 8)]
-    uea.save_npz(SeriesData("Toy", *splits, ("a", "b")), tmp_path / "data" / "uea")
+    toy.folder(tmp_path / "data" / "uea")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-@pytest.mark.parametrize("command", cli.COMMANDS)
+PARTS = [f"bench {name}" for name in ("attention", "decode", "model", "lra", "plot")]
+PARTS += ["data listops", "data pathfinder"]
+
+
+@pytest.mark.parametrize("command", [*cli.COMMANDS, *PARTS])
 def test_every_command_has_help_with_an_example(command: str, primal) -> None:
-    code, out, err = primal(command, "--help")
+    code, out, err = primal(*command.split(), "--help")
     assert (code, err) == (0, "")
     assert f"Example: primal {command}" in out
 
@@ -129,76 +131,80 @@ def test_recipes_of_a_file_train_and_evaluate(workplace: Path, primal, monkeypat
 
 
 WRONG = {
-    "an unknown command": ("trian",),
-    "no recipe": ("train",),
-    "a flag before the recipe": ("train", "--seed", "3"),
-    "a mistyped recipe": ("train", "uae/Toy"),
-    "a mistyped set": ("train", "uea/Tooy"),
-    "a mistyped flag": ("train", "uea/Toy", "--sed", "3"),
-    "not a number": ("train", "uea/Toy", "--seed", "three"),
-    "out of range": ("train", "uea/Toy", "--trainer.epochs", "0"),
-    "an unknown choice": ("train", "uea/Toy", "--optim.name", "sgd"),
-    "a mistyped attention": ("train", "uea/Toy", "--model.attention", "primel"),
-    "heads that do not divide the width": ("train", "uea/Toy", "--model.num-heads", "7"),
-    "devices without a strategy": ("train", "uea/Toy", *SMALL, "--trainer.devices", "2"),
-    "a GPU where there is none": ("train", "uea/Toy", "--trainer.accelerator", "gpu"),
-    "an unknown member": ("train", "lm/cats"),
-    "a file without that recipe": ("train", "own.py:slow"),
-    "a file without a name": ("train", "own.py"),
-    "a file that does not exist": ("train", "nowhere.py:slow"),
-    "a file that fails": ("train", "broken.py:slow"),
-    "no run": ("evaluate",),
-    "not a run": ("evaluate", "data"),
-    "a run that does not exist": ("evaluate", "nowhere"),
-    "a file as a run": ("evaluate", "file"),
-    "a damaged run": ("evaluate", "damaged"),
-    "a file as a folder": ("data", "listops", "--out", "file"),
-    "no workers": ("table", "uea", "--workers", "0"),
-    "a table's data nowhere": ("table", "uea", "--data", "nowhere"),
-    "an unknown family": ("table", "uea", "--recipe", "eua"),
-    "too many arguments": ("recipes", "uea", "lra"),
-    "no such recipe": ("recipes", "cats"),
-    "a flag that does not exist": ("info", "--nonsense"),
-}
-MESSAGES = {
-    "an unknown command": "did you mean 'train'",
-    "a mistyped recipe": "did you mean uea/",
-    "a mistyped set": "did you mean Toy",
-    "a mistyped flag": "did you mean --seed",
-    "out of range": "trainer.epochs must be at least 1 (got 0)",
-    "a mistyped attention": "did you mean 'primal'",
-    "heads that do not divide the width": "num_heads=7",
-    "devices without a strategy": "--trainer.strategy ddp",
-    "a GPU where there is none": "trainer.accelerator gpu",
-    "an unknown member": "did you mean lm/wikipedia?",
-    "a file without that recipe": "own.py has no recipe 'slow'",
-    "a file without a name": "use own.py:NAME",
-    "a file that does not exist": "nowhere.py is not a file",
-    "a file that fails": "broken.py cannot be run (NameError: name 'undefined' is not defined)",
-    "a run that does not exist": "nowhere is not a run folder",
-    "a file as a run": "file is a file where a folder is needed",
-    "a damaged run": "config.yaml is not UTF-8 text",
-    "a file as a folder": "file is a file where a folder is needed",
-    "no workers": "--workers: must be at least 1 (got 0)",
-    "a table's data nowhere": "--data nowhere is not a folder",
-    "an unknown family": "there are uea, uea-modern, lra",
-    "no such recipe": "no recipe has 'cats' in its name",
+    "trian": "did you mean 'train'",
+    "train": "which recipe?",
+    "train --seed 3": "the recipe comes first",
+    "train uae/Toy": "did you mean uea/",
+    "train uea/Tooy": "did you mean Toy",
+    "train uea/Toy --sed 3": "did you mean --seed",
+    "train uea/Toy --seed three": "",
+    "train uea/Toy --trainer.epochs 0": "trainer.epochs must be at least 1 (got 0)",
+    "train uea/Toy --optim.name sgd": "",
+    "train uea/Toy --model.attention primel": "did you mean 'primal'",
+    "train uea/Toy --model.num-heads 7": "num_heads=7",
+    "train uea/Toy --model.rank 3 --trainer.devices 2": "--trainer.strategy ddp",
+    "train uea/Toy --trainer.accelerator gpu": "trainer.accelerator gpu",
+    "train lm/cats": "did you mean lm/wikipedia?",
+    "train own.py:slow": "own.py has no recipe 'slow'",
+    "train own.py": "use own.py:NAME",
+    "train nowhere.py:slow": "nowhere.py is not a file",
+    "train broken.py:slow": "broken.py cannot be run (NameError: name 'undefined' is not defined)",
+    "evaluate": "required: RUN",
+    "evaluate data": "data is not a run folder",
+    "evaluate nowhere": "nowhere is not a run folder",
+    "evaluate file": "file is a file where a folder is needed",
+    "evaluate damaged": "config.yaml is not UTF-8 text",
+    "data listops --out file": "file is a file where a folder is needed",
+    "table uea --workers 0": "--workers: must be at least 1 (got 0)",
+    "table uea --data nowhere": "--data nowhere is not a folder",
+    "table uea --recipe eua": "there are uea, uea-modern, lra",
+    "recipes uea lra": "unrecognized arguments: lra",
+    "recipes cats": "no recipe has 'cats' in its name",
+    "info --nonsense": "unrecognized arguments: --nonsense",
+    "bench": "required: attention | decode | model | lra | plot",
+    "bench atention": "invalid choice: 'atention'",
+    "bench generate": "generate is now called decode",
+    "bench attention --rivals": "--rivals is now called --baselines",
+    "bench attention --lengths -1": "--lengths",
+    "bench attention --lengths 4Q": "4096, 4K or 1M (got '4Q')",
+    "bench attention --widths 512x8": "such as 512:8 (got '512x8')",
+    "bench attention --widths 100:8": "divisible by num_heads",
+    "bench attention --dtype int8": "invalid choice: 'int8'",
+    "bench attention --device tpu": "--device must be cpu, cuda or cuda:N (got 'tpu')",
+    "bench attention --tokens 1024 --batch 2": "exclude each other",
+    "bench attention --batch 0": "argument --batch: must be at least 1 (got 0)",
+    "bench decode --seconds nan": "argument --seconds: must be finite and above 0 (got nan)",
+    "bench attention --decay 2 --causal": "decay must lie in (0, 1] (got 2.0)",
+    "bench attention --decay soon --causal": "--decay must be 'learned' or a number (got 'soon')",
+    "bench attention --decay learned": "--decay needs --causal",
+    "bench attention --only sdpaa": "did you mean 'sdpa'?",
+    "bench decode --only lstm": "there are baseline, cosformer, linear, performer, primal",
+    "bench attention --out /proc/nowhere": "--out /proc/nowhere cannot be written to",
+    "bench model --rows vitt": "no row is called 'vitt': did you mean 'vit'? there are 512x1024, 512x1024-",
+    "bench plot no-such-file.json": "no-such-file.json does not exist",
+    "bench plot other.json": "other.json: hardware is missing",
+    "data imdb": "invalid choice: 'imdb'",
+    "data listops --train 0": "at least one",
+    "data listops --seed -1": "--seed must not be negative (got -1)",
+    "data listops --trian 5": "did you mean --train",
+    "data pathfinder --contour-length 99": "contour_length must lie between",
 }
 
 
-@pytest.mark.parametrize("mistake", WRONG, ids=lambda mistake: mistake.replace(" ", "-"))
-def test_user_errors_are_one_line_and_exit_code_2(mistake: str, workplace: Path, primal, monkeypatch) -> None:
+@pytest.mark.parametrize("words", WRONG, ids=lambda words: words.replace(" ", "-"))
+def test_user_errors_are_one_line_and_exit_code_2(words: str, workplace: Path, primal, monkeypatch) -> None:
     (workplace / "file").touch()
     (workplace / "own.py").touch()
+    (workplace / "other.json").write_text('{"format": 1, "kind": "attention", "rows": []}')
     (workplace / "broken.py").write_text("undefined")
     (workplace / "damaged").mkdir()
     (workplace / "damaged" / "config.yaml").write_bytes(b"\xff\xfe")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    code, _, err = primal(*WRONG[mistake])
+    code, _, err = primal(*words.split())
     assert code == 2
     assert err.startswith("primal: ")
     assert err.count("\n") == 1, err
-    assert MESSAGES.get(mistake, "") in err
+    assert WRONG[words] in err
 
 
 def test_a_missing_package_names_the_extra(primal, monkeypatch) -> None:
@@ -222,10 +228,24 @@ def test_a_small_demo(workplace: Path, primal) -> None:
     code, out, _ = primal("demo", "--epochs", "1", "--max-length", "128", "--out", "demo")
     assert code == 0
     numbers = json.loads((workplace / "demo" / "demo.json").read_text())
-    assert [r["attention"] for r in numbers["results"]] == ["primal", "softmax"]
-    assert numbers["results"][0]["objective"].keys() == {"first", "last"}
+    assert [r["attention"] for r in numbers["results"]] == ["softmax", "primal"]
+    assert numbers["results"][1]["objective"].keys() == {"first", "last"}
     assert (workplace / "demo" / "demo.png").read_bytes().startswith(b"\x89PNG")
+    assert "mathdefault" not in (workplace / "demo" / "demo.svg").read_text(encoding="utf-8")
     assert "test accuracy" in out
+
+
+@pytest.mark.parametrize("task", [listops, pathfinder], ids=["listops", "pathfinder"])
+def test_a_set_is_made_where_the_recipe_reads_it(task: ModuleType, tmp_path: Path, primal, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = task.__name__.rpartition(".")[2]
+    words = ("data", name, "--train", "4", "--valid", "2", "--test", "2")
+    code, out, _ = primal(*words)
+    assert (code, out.splitlines()[0]) == (0, f"8 samples in data/lra/{name}")
+    assert [len(s) for s in task.load(tmp_path / "data" / "lra" / name).splits.values()] == [4, 2, 2]
+    code, _, err = primal(*words)
+    assert code == 2
+    assert "already holds a set" in err
 
 
 def test_a_terminal_without_unicode_gets_question_marks() -> None:

@@ -7,9 +7,9 @@ import json
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+import toy
 
 pytest.importorskip("tyro")
 pytest.importorskip("lightning")
@@ -18,10 +18,6 @@ hf = pytest.importorskip("transformers", minversion="5")
 
 from convert.hf_models import SMALL, make  # noqa: E402
 from primal_attention import primalize  # noqa: E402
-from primal_attention.cli import main as cli  # noqa: E402
-from primal_attention.cli.spectrum import layer_groups  # noqa: E402
-from primal_attention.data import uea  # noqa: E402
-from primal_attention.data.uea import SeriesData, Split  # noqa: E402
 from primal_attention.report.results import read_spectrum  # noqa: E402
 
 TRAIN = """
@@ -51,63 +47,32 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved_bert: Path)
     return tmp_path
 
 
-def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    code = cli.main(["spectrum", *words])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
-
-
-def test_runs_give_a_table_numbers_and_plots(workplace: Path, capsys) -> None:
-    rng = np.random.default_rng(0)
-    splits = [Split([rng.standard_normal((9, 2)) for _ in range(n)], np.arange(n, dtype=np.int64) % 2) for n in (16, 8)]
-    uea.save_npz(SeriesData("Toy", *splits, ("a", "b")), workplace / "data" / "uea")
-    assert cli.main(["train", "uea/Toy", *TRAIN, "--model.attention", "primal+", "--out", "one"]) == 0
-    assert cli.main(["data", "listops", "--train", "8", "--valid", "2", "--test", "4"]) == 0
+def test_runs_give_a_table_numbers_and_plots(workplace: Path, primal) -> None:
+    toy.folder(workplace / "data" / "uea")
+    assert primal("train", "uea/Toy", *TRAIN, "--model.attention", "primal+", "--out", "one")[0] == 0
+    assert primal("data", "listops", "--train", "8", "--valid", "2", "--test", "4")[0] == 0
     steps = ["--trainer.steps-per-epoch", "1", "--trainer.precision", "32-true"]
-    assert cli.main(["train", "lra/listops", *TRAIN, *steps, "--out", "two"]) == 0
-    capsys.readouterr()
-    assert run(capsys, "two", "--samples", "2", "--batch", "1")[0] == 0
-    code, out, _ = run(capsys, "one", "--cases", "5", "--map", "1:1")
+    assert primal("train", "lra/listops", *TRAIN, *steps, "--out", "two")[0] == 0
+    assert primal("spectrum", "two", "--samples", "2", "--batch", "1")[0] == 0
+    code, out, _ = primal("spectrum", "one", "--cases", "5")
     assert code == 0
     assert "softmax" in out
     folder = workplace / "results" / "spectrum"
     for name in ("spectrum.csv", "spectrum.png", "spectrum.svg"):
         assert (folder / name).stat().st_size > 0
-    assert sorted(f.suffix for f in folder.glob("spectrum-map-*")) == [".png", ".svg"]
     with (folder / "spectrum.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 2 * 9
-    assert float(rows[8]["explained_mean"]) == pytest.approx(1)
+    assert len(rows) == 2 * 12  # layers × the longest series
+    assert float(rows[11]["explained_mean"]) == pytest.approx(1)
     assert {row["kind"] for row in rows} == {"softmax", "primal"}
     drawn = read_spectrum(folder / "spectrum.csv")  # as the page of runs reads it
-    assert [len(values) for values in drawn.values()] == [9, 9]
+    assert [len(values) for values in drawn.values()] == [12, 12]
     config = workplace / "two" / "config.yaml"
     head = config.read_text().replace("benchmark: lra", "benchmark: lm").partition("config:")[0]
     config.write_text(head + "config: {}")
-    code, _, err = run(capsys, "two")
+    code, _, err = primal("spectrum", "two")
     assert code == 2
     assert "two is a run of lm: primal spectrum looks at classifiers (uea, lra, image)" in err
-
-
-def test_saved_text_models_side_by_side(workplace: Path, capsys) -> None:
-    shutil.copytree("bert", "other")
-    words = ["--data", "text.txt", "--tokens", "16", "--name", "both", "--out", "o"]
-    code, out, _ = run(capsys, "bert", "other", *words)
-    assert (code, out.count("primal ")) == (0, 2)
-    assert (workplace / "o" / "both.svg").stat().st_size > 0
-
-
-def test_images_that_do_not_decode_are_named(workplace: Path, capsys) -> None:
-    image = pytest.importorskip("PIL.Image")
-    make("vit").save_pretrained(workplace / "vit")
-    (workplace / "images").mkdir()
-    for i in range(3):
-        pixels = torch.randint(0, 255, (20, 20, 3), dtype=torch.uint8).numpy()
-        image.fromarray(pixels).save(workplace / "images" / f"{i}.png")
-    (workplace / "images" / "broken.png").write_bytes(b"no image")
-    code, _, err = run(capsys, "vit", "--data", "images")
-    assert code == 0
-    assert "1 of 4 images do not decode and are skipped, first images/broken.png" in err
 
 
 @pytest.mark.parametrize(
@@ -117,20 +82,15 @@ def test_images_that_do_not_decode_are_named(workplace: Path, capsys) -> None:
         (["bert"], "--data FILE of text lines"),
         (["bert", "--data", "missing.txt"], "missing.txt is not a file of text lines"),
         (["bert", "--data", "short.txt"], "no line of twenty words"),
-        (["bert", "--data", "text.txt", "--map", "9"], "layer must be an index into the model's 3 attentions (got 9)"),
-        (["bert", "--data", "text.txt", "--map", "x:y"], "LAYER:HEAD"),
-        (["bert", "--cases", "0"], "must be at least 1"),
-        (["bert", "--device", "toaster"], "cpu, cuda or cuda:N"),
-        (["odd", "--data", "text.txt"], "names the model 'NoSuchModel'"),
+        (["vit", "--data", "text.txt"], "call primal_attention.spectrum(model, inputs)"),
         ([], "MODEL_OR_RUN"),
     ],
 )
-def test_bad_input_is_one_line(workplace: Path, capsys, words, message) -> None:
-    (workplace / "odd").mkdir()
-    (workplace / "odd" / "config.json").write_text('{"architectures": ["NoSuchModel"]}')
+def test_bad_input_is_one_line(workplace: Path, primal, words, message) -> None:
+    (workplace / "vit").mkdir()
+    (workplace / "vit" / "config.json").write_text('{"architectures": ["ViTModel"], "image_size": 224}')
     (workplace / "short.txt").write_text("w1 w2")
-    capsys.readouterr()
-    code, _, err = run(capsys, *words)
+    code, _, err = primal("spectrum", *words)
     assert code == 2
     assert message in err
     assert sum(line.startswith("primal: ") for line in err.splitlines()) == 1
@@ -173,28 +133,26 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.replace(" ", "-"))
-def test_code_of_a_model_folder_is_never_run(workplace: Path, capfd, case) -> None:
+def test_code_of_a_model_folder_is_never_run(workplace: Path, primal, case) -> None:
     damage, message = REFUSED[case]
     (workplace / "bert" / "own.py").write_text(CODE)
     damage(workplace / "bert")
-    capfd.readouterr()
-    code, out, err = run(capfd, "bert", "--data", "text.txt")
+    code, out, err = primal("spectrum", "bert", "--data", "text.txt")
     assert not (workplace / "executed").exists()
     assert (code, out, err.count("\n")) == (2, "", 1), err
     assert message in err
 
 
-def test_a_model_that_transformers_has_is_loaded_without_the_folders_code(workplace: Path, capfd) -> None:
+def test_saved_models_are_loaded_without_the_folders_code(workplace: Path, primal) -> None:
+    shutil.copytree("bert", "other")
     (workplace / "bert" / "own.py").write_text(CODE)
     own = OWN | {"AutoTokenizer": ["own.Own", "own.Own"]}
     for name in ("config.json", "tokenizer_config.json"):
         edit(workplace / "bert" / name, auto_map=own)
     edit(workplace / "bert" / "tokenizer_config.json", tokenizer_class="Own")
     torch.save({"x": Payload()}, workplace / "bert" / "pytorch_model.bin")  # beside the safetensors file: not read
-    assert run(capfd, "bert", "--data", "text.txt")[0] == 0
+    words = ["--data", "text.txt", "--tokens", "16", "--name", "both", "--out", "o"]
+    code, out, _ = primal("spectrum", "bert", "other", *words)
+    assert (code, out.count("primal ")) == (0, 2)
+    assert (workplace / "o" / "both.svg").stat().st_size > 0
     assert not (workplace / "executed").exists()
-
-
-def test_layers_form_up_to_three_groups() -> None:
-    assert layer_groups(7) == [[0, 1], [2, 3], [4, 5, 6]]
-    assert layer_groups(2) == [[0], [1]]

@@ -10,7 +10,6 @@ from torch import nn
 from closeness import assert_close
 from convert.test_replace import Block, encoder
 from primal_attention import PrimalAttention, make_attention, primalize, spectrum
-from primal_attention.convert.spectrum import kernel_map
 from primal_attention.nn.blocks import Encoder
 
 SMALL = {"rank": 3, "landmarks": 6}
@@ -132,35 +131,8 @@ def test_batches_are_joined_and_curves_end_in_one():
     assert "effective rank" in str(result)
 
 
-def test_kernel_map_has_matrix_and_landmark_shares():
-    layer = PrimalAttention(32, 4, **SMALL, bias=False)
-    x = torch.randn(2, 9, 32)
-    shown = kernel_map(layer, x, head=2)
-    assert_close(shown.matrix, layer.kernel_matrix(x)[0, 2], EXACT)
-    # Without the rows of a landmark in W_e and W_r the output of the head lacks its term.
-    layer.out_proj.weight.data = torch.eye(32)
-    terms = []
-    for j in range(6):
-        other = PrimalAttention(32, 4, **SMALL, bias=False)
-        other.load_state_dict(layer.state_dict())
-        other.w_e.data[:, j] = other.w_r.data[:, j] = 0
-        terms.append((layer(x) - other(x))[0, :, 16:24].norm(dim=1))
-    lengths = torch.stack(terms, dim=1)
-    assert_close(shown.share, lengths / lengths.sum(1, keepdim=True), 1e-4)
-    softmax = kernel_map(encoder(), torch.randn(1, 9, 32), layer=0)
-    assert softmax.share is None
-    torch.testing.assert_close(softmax.matrix.sum(1), torch.ones(9))
-
-
 def test_bad_input_is_one_line():
-    x = torch.randn(1, 9, 32)
     with pytest.raises(ValueError, match="Linear has no softmax attention or Primal-Attention"):
         spectrum(nn.Linear(3, 3), torch.randn(1, 3))
     with pytest.raises(ValueError, match="inputs has no batch"):
         spectrum(encoder(), [])
-    for keywords, message in (
-        ({"layer": 3}, r"layer must be an index into the model's 3 attentions \(got 3\)"),
-        ({"head": 4}, "head must be in 0 … 3"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            kernel_map(encoder(), x, **keywords)

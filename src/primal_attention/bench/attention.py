@@ -1,12 +1,12 @@
-"""`primal bench attention`: one attention layer with its projections against sequence length.
+"""`primal bench attention` and `primal bench decode`: one attention layer with its projections against sequence length.
 
 Implementations of Primal-Attention are checked against the equations in float64 first. Those that fail are not timed.
+Decoding times one more token after N tokens, and measures the state of a causal layer.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 import math
 import warnings
@@ -20,19 +20,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_leaves
 
 from primal_attention.bench import measurement
-from primal_attention.bench.measurement import OK, OUT_OF_MEMORY, REFUSED, SKIPPED, Row, UnsupportedError
+from primal_attention.bench.measurement import OK, OUT_OF_MEMORY, SKIPPED, Row, WrongResultsError, ratio
 from primal_attention.nn.baselines import attention_names, attention_traits, make_attention
-from primal_attention.nn.baselines.softmax import SoftmaxAttention
-from primal_attention.nn.padding import Tokens
 from primal_attention.nn.primal import PrimalAttention
 from primal_attention.ops.landmarks import landmark_indices
 from primal_attention.ops.primal import is_interpreting
-from primal_attention.utils.errors import RunError
+from primal_attention.utils.errors import RunError, check_name
 from primal_attention.utils.progress import Progress
 from primal_attention.utils.provenance import installed
 
+CHUNK = 16384  # tokens that are read at once before decoding
 PRIMAL_BACKENDS = ("fused", "cpu", "compiled", "reference")
 CHECKED = ("primal", "published")  # kinds that must compute Primal-Attention
 SDPA_BACKENDS = {
@@ -44,7 +44,7 @@ SDPA_BACKENDS = {
 
 
 @dataclass(frozen=True)
-class Case:
+class Shape:
     """A layer and the shape of its input."""
 
     embed_dim: int
@@ -66,21 +66,10 @@ class Case:
         grid = {"max_length": self.length} if self.causal and self.data_dependent else {}
         return {name: getattr(self, name) for name in names} | grid
 
-
-def make_grid(args: Namespace, lengths: Sequence[int], tokens: int | None = None) -> list[list[Case]]:
-    """Return one list of cases per width, by length. `lengths` and `tokens` are the defaults of the flags."""
-    names = ("device", "causal", "data_dependent", "decay", "rank", "landmarks")
-    layer: dict[str, Any] = {name: getattr(args, name) for name in names} | {"dtype": getattr(torch, args.dtype)}
-    tokens = args.tokens or tokens or 1
-    for width, heads in args.widths:
-        try:
-            build_primal("reference", Case(width, heads, 1, 1, **layer | {"device": torch.device("cpu")}))
-        except (ValueError, TypeError) as error:
-            raise RunError(f"no Primal layer of width {width}:{heads}: {error}") from None
-    return [
-        [Case(width, heads, args.batch or max(1, tokens // n), n, **layer) for n in sorted(args.lengths or lengths)]
-        for width, heads in args.widths
-    ]
+    @property
+    def factory(self) -> dict[str, Any]:
+        """Device and dtype as the keywords of a tensor or module."""
+        return {"device": self.device, "dtype": self.dtype}
 
 
 # Implementations
@@ -88,70 +77,67 @@ def make_grid(args: Namespace, lengths: Sequence[int], tokens: int | None = None
 
 @dataclass(frozen=True)
 class Implementation:
-    """A layer by name. Those of the kinds "primal" and "published" must pass the check before they are timed.
-
-    `build` takes a case and returns a layer; for decoding it returns a step and the size of the state.
-    """
+    """A layer by name. Those of the kinds "primal" and "published" must pass the check before they are timed."""
 
     name: str
     label: str
     kind: str
-    build: Callable[[Case], Any]
+    build: Callable[[Shape], Any]
 
 
-def list_implementations(baselines: bool = False, only: Sequence[str] = ()) -> list[Implementation]:
-    """Return all implementations, or those that `only` names by name or kind."""
+def list_implementations(args: Namespace) -> list[Implementation]:
+    """Return the implementations that `args.only` names by name or kind, and the baselines with `args.baselines`.
+
+    By default these are all but the baselines.
+    """
+    decodes = args.benchmark == "decode"
     found = [Implementation("sdpa", "softmax (SDPA)", "softmax", partial(build_baseline, "softmax"))]
     for backend in SDPA_BACKENDS:
         label = f"softmax (SDPA, {backend})"
         found.append(Implementation(f"sdpa-{backend}", label, "softmax", partial(build_sdpa, backend)))
     if installed("flash-attn-4"):
         found.append(Implementation("flash-attn-4", "softmax (flash-attn-4)", "softmax", build_flash_attention_4))
+    if decodes:
+        found = [Implementation("sdpa", "softmax (SDPA, KV cache)", "softmax", CachedSoftmax)]
     for backend in PRIMAL_BACKENDS:
-        found.append(
-            Implementation(f"primal-{backend}", f"Primal ({backend})", "primal", partial(build_primal, backend))
-        )
-    found.append(Implementation("published", "Primal (authors' implementation)", "published", build_authors))
-    names = [name for name in attention_names() if name not in ("softmax", "primal")]
-    found += [Implementation(name, name, "baseline", partial(build_baseline, name)) for name in names]
-    return select(found, only, baselines)
-
-
-def select(found: Sequence[Implementation], only: Sequence[str], baselines: bool) -> list[Implementation]:
-    """Return the implementations that `only` names, and the baselines if requested; everything but them by default."""
+        if not (decodes and backend == "compiled"):  # the guards of a compiled function cost more than a step
+            build = partial(build_primal, backend)
+            found.append(Implementation(f"primal-{backend}", f"Primal ({backend})", "primal", build))
+    if not decodes:
+        found.append(Implementation("published", "Primal (authors' implementation)", "published", build_authors))
+    for name in attention_names():
+        if name not in ("softmax", "primal") and (attention_traits(name).streams or not decodes):
+            found.append(Implementation(name, name, "baseline", partial(build_baseline, name)))
     names = {i.name for i in found} | {i.kind for i in found}
-    for name in only:
-        if name not in names:
-            near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise RunError(f"--only {name} is unknown: {hint}choose from {', '.join(sorted(names))}")
-    wanted = set(only or names - ({i.name for i in found if i.kind == "baseline"} | {"baseline"}))
-    return [i for i in found if {i.name, i.kind} & wanted or (baselines and i.kind == "baseline")]
+    for name in args.only:
+        check_name(name, sorted(names), "implementation")
+    wanted = set(args.only or {i.name for i in found if i.kind != "baseline"})
+    return [i for i in found if {i.name, i.kind} & wanted or (args.baselines and i.kind == "baseline")]
 
 
-def build_primal(backend: str, case: Case) -> PrimalAttention:
-    if backend == "fused" and case.device.type == "cpu" and is_interpreting():
-        raise UnsupportedError("Triton's interpreter is not timed")
-    return PrimalAttention(case.embed_dim, case.num_heads, backend=backend, **case.primal_arguments)  # type: ignore[arg-type]
+def build_primal(backend: str, shape: Shape) -> PrimalAttention:
+    if backend == "fused" and shape.device.type == "cpu" and is_interpreting():
+        raise NotImplementedError("Triton's interpreter is not timed")
+    return PrimalAttention(shape.embed_dim, shape.num_heads, backend=backend, **shape.primal_arguments)  # type: ignore[arg-type]
 
 
-def build_baseline(name: str, case: Case) -> nn.Module:
+def build_baseline(name: str, shape: Shape) -> nn.Module:
     """Build a baseline with its paper's settings; random features are drawn once."""
     traits = attention_traits(name)
-    if case.causal and not traits.supports_causal:
-        raise UnsupportedError(f"{name} has no causal form")
-    keywords: dict[str, Any] = {"causal": case.causal, "device": case.device, "dtype": case.dtype}
-    if name == "linformer" or (name == "cosformer" and case.causal):
-        keywords["max_length"] = case.length + 1  # decoding adds a token
+    if shape.causal and not traits.supports_causal:
+        raise NotImplementedError(f"{name} has no causal form")
+    keywords: dict[str, Any] = {"causal": shape.causal, **shape.factory}
+    if name == "linformer" or (name == "cosformer" and shape.causal):
+        keywords["max_length"] = shape.length + 1  # decoding adds a token
     if traits.stochastic:
         keywords |= {"seed": 0, "redraw_every": None}
-    layer = make_attention(name, case.embed_dim, case.num_heads, **keywords)
+    layer = make_attention(name, shape.embed_dim, shape.num_heads, **keywords)
     layer.isolates_non_finite = False  # type: ignore[assignment]  # time the mechanism alone
     return layer
 
 
-def build_sdpa(backend: str, case: Case) -> nn.Module:
-    layer = build_baseline("softmax", case)
+def build_sdpa(backend: str, shape: Shape) -> nn.Module:
+    layer = build_baseline("softmax", shape)
     forward = layer.forward
 
     def forward_with_backend(x: Tensor) -> Tensor:
@@ -162,21 +148,17 @@ def build_sdpa(backend: str, case: Case) -> nn.Module:
     return layer
 
 
-class FlashAttention4(SoftmaxAttention):
-    """Softmax attention by the package flash-attn-4."""
+def build_flash_attention_4(shape: Shape) -> nn.Module:
+    layer: Any = build_baseline("softmax", shape)
+    attend = importlib.import_module("flash_attn.cute").flash_attn_func
 
-    def mix(self, x: Tensor, tokens: Tokens) -> Tensor:
-        function = importlib.import_module("flash_attn.cute").flash_attn_func
-        q, k, v = (t.transpose(1, 2) for t in self.project_in(x))  # (B, N, H, p)
-        y = function(q, k, v, causal=self.causal)
+    def mix(x: Tensor, tokens: object) -> Tensor:
+        q, k, v = (t.transpose(1, 2) for t in layer.project_in(x))  # (B, N, H, p)
+        y = attend(q, k, v, causal=shape.causal)
         return (y[0] if isinstance(y, tuple) else y).transpose(1, 2)  # type: ignore[no-any-return]
 
-
-def build_flash_attention_4(case: Case) -> nn.Module:
-    keywords: dict[str, Any] = {"causal": case.causal, "device": case.device, "dtype": case.dtype}
-    layer = FlashAttention4(case.embed_dim, case.num_heads, **keywords)
-    layer.isolates_non_finite = False
-    return layer
+    layer.mix = mix
+    return layer  # type: ignore[no-any-return]
 
 
 class AuthorsPrimal(PrimalAttention):
@@ -188,7 +170,7 @@ class AuthorsPrimal(PrimalAttention):
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
         if self.decay_logit is not None or (self.causal and self.data_dependent):
-            raise UnsupportedError("the authors' code has neither decay nor a causal data-dependent mode")
+            raise NotImplementedError("the authors' code has neither decay nor a causal data-dependent mode")
         self.core_dtype = torch.promote_types(self.w_e.dtype, torch.float32)
         self.score_proj.to(self.core_dtype)
         for weight in (self.w_e, self.w_r, self.sqrt_lambda):
@@ -217,8 +199,8 @@ class AuthorsPrimal(PrimalAttention):
         return t.to(self.core_dtype).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
 
 
-def build_authors(case: Case) -> nn.Module:
-    return AuthorsPrimal(case.embed_dim, case.num_heads, **case.primal_arguments)
+def build_authors(shape: Shape) -> nn.Module:
+    return AuthorsPrimal(shape.embed_dim, shape.num_heads, **shape.primal_arguments)
 
 
 # The work that is timed
@@ -230,9 +212,9 @@ class Step:
     The gradient of y is given; a layer with an objective J also gets the gradient of mean J². Nothing is accumulated.
     """
 
-    def __init__(self, layer: nn.Module, case: Case, seed: int = 0, inference: bool = False) -> None:
+    def __init__(self, layer: nn.Module, shape: Shape, seed: int = 0, inference: bool = False) -> None:
         self.layer, self.inference = layer.train(not inference), inference
-        self.x, self.grad_y = random_input(case, seed)
+        self.x, self.grad_y = random_input(shape, seed)
         self.inputs = (self.x, *(p for p in layer.parameters() if p.requires_grad))
 
     def forward(self) -> tuple[Tensor, ...]:
@@ -267,14 +249,14 @@ class Step:
         return total
 
 
-def random_input(case: Case, seed: int) -> tuple[Tensor, Tensor]:
+def random_input(shape: Shape, seed: int) -> tuple[Tensor, Tensor]:
     """Return x, which requires its gradient, and the gradient of y."""
-    generator = torch.Generator(case.device).manual_seed(seed)
-    shape = (case.batch, case.length, case.embed_dim)
-    x, grad_y = (torch.empty(shape, device=case.device, dtype=case.dtype) for _ in range(2))
+    generator = torch.Generator(shape.device).manual_seed(seed)
+    size = (shape.batch, shape.length, shape.embed_dim)
+    x, grad_y = (torch.empty(size, **shape.factory) for _ in range(2))
     for t in (x, grad_y):
         for row in t:  # a float32 draw of all tokens would be the largest tensor of the step
-            row.copy_(torch.randn(row.shape, generator=generator, device=case.device))
+            row.copy_(torch.randn(row.shape, generator=generator, device=shape.device))
     return x.requires_grad_(), grad_y
 
 
@@ -285,55 +267,51 @@ SHAPES = ((3, 77), (2, 331))  # odd, below and above the usual number of landmar
 FLOORS = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 1e-5, torch.float64: 1e-12}
 
 
-class Gate:
+def check_layer(build: Callable[[Shape], Any], shape: Shape, seed: int = 1) -> dict[str, Any]:
     """Compare output, objective and all gradients of a layer with the equations in float64.
 
     The RMS error may be 1.2 × that of the eager equations in the same dtype (4 × for results of at most 32 numbers,
     whose errors scatter), or below a few roundings. NaN fails.
+
+    Returns:
+        Whether the layer passes, and the result whose error is largest relative to what is allowed.
     """
+    state = build_primal("reference", shape).state_dict()
+    # Noise breaks the symmetries of the initialisation.
+    weights = {name: value + 0.02 * torch.randn_like(value) for name, value in state.items()}
+    worst, worst_ratio = {}, -math.inf
+    for batch, length in SHAPES:
+        small = dataclasses.replace(shape, batch=batch, length=length)
+        x, grad_y = random_input(small, seed)
+        precise = build_primal("reference", dataclasses.replace(small, dtype=torch.float64))
+        exact = all_results(precise, weights, x.detach().double().requires_grad_(), grad_y.double())
+        eager = all_results(build_primal("reference", small), weights, x, grad_y)
+        results = all_results(build(small), weights, x, grad_y)
+        for name, expected in exact.items():
+            error, factor = rms_error(results[name], expected), 1.2 if expected.numel() > 32 else 4.0
+            allowed = max(factor * rms_error(eager[name], expected), FLOORS[shape.dtype])
+            excess = error / allowed if math.isfinite(error) else math.inf
+            if excess > worst_ratio:
+                worst_ratio = excess
+                shown = error if math.isfinite(error) else None  # JSON has no NaN
+                worst = {"passed": excess <= 1, "where": name, "error": shown, "allowed": allowed}
+    return worst
 
-    def __init__(self, case: Case, seed: int = 1) -> None:
-        self.num_heads = case.num_heads
-        state = build_primal("reference", case).state_dict()
-        # Noise breaks the symmetries of the initialisation.
-        self.weights = {name: value + 0.02 * torch.randn_like(value) for name, value in state.items()}
-        self.samples = []
-        for batch, length in SHAPES:
-            small = dataclasses.replace(case, batch=batch, length=length)
-            x, grad_y = random_input(small, seed)
-            exact = build_primal("reference", dataclasses.replace(small, dtype=torch.float64))
-            exact_results = self._results(exact, x.detach().double().requires_grad_(), grad_y.double())
-            eager_results = self._results(build_primal("reference", small), x, grad_y)
-            self.samples.append((small, x, grad_y, exact_results, eager_results))
 
-    def check(self, build: Callable[[Case], nn.Module]) -> dict[str, Any]:
-        """Return whether the layer passes, and the result whose error is largest relative to what is allowed."""
-        worst, worst_ratio = {}, -math.inf
-        for case, x, grad_y, exact, eager in self.samples:
-            results = self._results(build(case), x, grad_y)
-            for name, expected in exact.items():
-                error, factor = rms_error(results[name], expected), 1.2 if expected.numel() > 32 else 4.0
-                allowed = max(factor * rms_error(eager[name], expected), FLOORS[case.dtype])
-                ratio = error / allowed if math.isfinite(error) else math.inf
-                if ratio > worst_ratio:
-                    worst_ratio = ratio
-                    shown = error if math.isfinite(error) else None  # JSON has no NaN
-                    worst = {"passed": ratio <= 1, "where": name, "error": shown, "allowed": allowed}
-        return worst
-
-    def _results(self, layer: nn.Module, x: Tensor, grad_y: Tensor) -> dict[str, Tensor]:
-        layer.load_state_dict(self.weights, strict=False)
-        y = layer.train()(x)
-        objective: Any = layer.objective
-        tensors = {"x": x, **dict(layer.named_parameters())}
-        # J is a mean over tokens and heads. Undo it, or its gradient drowns in the rounding of the other one.
-        weight = torch.full_like(objective, x.shape[1] * self.num_heads)
-        inputs = tuple(tensors.values())
-        grads = torch.autograd.grad((y, objective), inputs, (grad_y.to(y.dtype), weight), allow_unused=True)
-        results = {"y": y.detach(), "objective": objective.detach()}
-        for (name, value), grad in zip(tensors.items(), grads, strict=True):
-            results[f"∂{name}"] = torch.zeros_like(value) if grad is None else grad
-        return results
+def all_results(layer: Any, weights: dict[str, Tensor], x: Tensor, grad_y: Tensor) -> dict[str, Tensor]:
+    """Return output, objective and the gradients of input and parameters by name."""
+    layer.load_state_dict(weights, strict=False)
+    y = layer.train()(x)
+    objective = layer.objective
+    tensors = {"x": x, **dict(layer.named_parameters())}
+    # J is a mean over tokens and heads. Undo it, or its gradient drowns in the rounding of the other one.
+    weight = torch.full_like(objective, x.shape[1] * weights["w_e"].shape[0])
+    inputs = tuple(tensors.values())
+    grads = torch.autograd.grad((y, objective), inputs, (grad_y.to(y.dtype), weight), allow_unused=True)
+    results = {"y": y.detach(), "objective": objective.detach()}
+    for (name, value), grad in zip(tensors.items(), grads, strict=True):
+        results[f"∂{name}"] = torch.zeros_like(value) if grad is None else grad
+    return results
 
 
 def rms_error(actual: Tensor, expected: Tensor) -> float:
@@ -344,116 +322,154 @@ def rms_error(actual: Tensor, expected: Tensor) -> float:
     return float(error / expected.double().square().mean().sqrt().clamp(min=1e-300))
 
 
+# Decoding
+
+
+class CachedSoftmax(nn.Module):
+    """Softmax attention that decodes from a preallocated cache of keys and values.
+
+    The cache is random: reading is quadratic, and the values do not change the time.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.heads = shape.num_heads
+        self.in_proj = nn.Linear(shape.embed_dim, 3 * shape.embed_dim, **shape.factory)
+        self.out_proj = nn.Linear(shape.embed_dim, shape.embed_dim, **shape.factory)
+        size = (2, shape.batch, shape.num_heads, shape.length + 1, shape.embed_dim // shape.num_heads)
+        self.cache = torch.randn(size, **shape.factory)
+
+    def step(self, x_t: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = (t.unflatten(-1, (self.heads, 1, -1)) for t in self.in_proj(x_t).chunk(3, dim=-1))  # (B, H, 1, p)
+        cache[0, :, :, -1:], cache[1, :, :, -1:] = k, v
+        return self.out_proj(F.scaled_dot_product_attention(q, *cache).flatten(1)), cache
+
+
+@torch.no_grad()
+def measure_decoding(implementation: Implementation, shape: Shape, args: Namespace) -> Row:
+    """Measure the state after N random tokens, then the time of the next one."""
+    layer = implementation.build(shape).eval()
+
+    def draw(n: int) -> Tensor:
+        return torch.randn(shape.batch, n, shape.embed_dim, **shape.factory)
+
+    if isinstance(layer, CachedSoftmax):
+        state: Any = layer.cache
+    else:
+        state = layer.initial_state(shape.batch)
+        for start in range(0, shape.length, CHUNK):
+            _, state = layer(draw(min(CHUNK, shape.length - start)), state=state, return_state=True)
+    token = draw(1)[:, 0]
+    _, after = layer.step(token, state)
+    # Each storage counts once and as a whole: a view keeps all of it alive.
+    storages = [t.untyped_storage() for t in tree_leaves(after) if isinstance(t, Tensor)]
+    size = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    step = partial(layer.step, token, state)
+    timing = measurement.time_step(step, shape.device, args.eager, args.repeats, args.seconds)
+    return {"state_bytes": size // shape.batch, **timing}
+
+
 # The run
+
+
+def make_grid(args: Namespace) -> list[list[Shape]]:
+    """Return one list of shapes per width, by length."""
+    names = ("device", "causal", "data_dependent", "decay", "rank", "landmarks")
+    layer: dict[str, Any] = {name: getattr(args, name) for name in names} | {"dtype": getattr(torch, args.dtype)}
+    is_gpu, decodes = args.device.type == "cuda", args.benchmark == "decode"
+    count = (6 if is_gpu else 4) if decodes else (5 if is_gpu else 3)
+    lengths = args.lengths or [(1024 if decodes else 256) * 4**k for k in range(count)]
+    tokens = args.tokens or (65536 if is_gpu and not decodes else 1)
+    for width, heads in args.widths:
+        try:
+            build_primal("reference", Shape(width, heads, 1, 1, **layer | {"device": torch.device("cpu")}))
+        except (ValueError, TypeError) as error:
+            raise RunError(f"no Primal layer of width {width}:{heads}: {error}") from None
+    return [
+        [Shape(width, heads, args.batch or max(1, tokens // n), n, **layer) for n in sorted(lengths)]
+        for width, heads in args.widths
+    ]
 
 
 def run(args: Namespace, implementations: Sequence[Implementation] | None = None) -> dict[str, Any]:
     """Measure and return the report, which is also written to `args.file` after each length.
 
     Args:
-        args: the flags of `primal bench attention`.
+        args: the flags of `primal bench attention` or `primal bench decode`.
         implementations: instead of those that the flags choose.
     """
-    chosen = implementations or list_implementations(args.baselines, args.only)
-    is_gpu = args.device.type == "cuda"
-    lengths = (256, 1024, 4096, 16384, 65536) if is_gpu else (256, 1024, 4096)
-    grid = make_grid(args, lengths, tokens=65536 if is_gpu else None)
-    return measure_grid("attention", args, chosen, grid, measure_layer)
-
-
-def measure_grid(
-    kind: str,
-    args: Namespace,
-    chosen: Sequence[Implementation],
-    grid: Sequence[Sequence[Case]],
-    measure: Callable[[Implementation, Case, Namespace], Row],
-) -> dict[str, Any]:
-    """Check the implementations at each width, then apply `measure` to each of them at each length."""
-    report = measurement.start_report(kind, args) | {"gate": []}
+    chosen, grid = implementations or list_implementations(args), make_grid(args)
+    measure = measure_decoding if args.benchmark == "decode" else measure_layer
+    report = measurement.start_report(args.benchmark, args) | {"gate": []}
     rows = report["rows"]
-    checked = [i for i in chosen if i.kind in CHECKED] if kind == "attention" else []
-    total = sum(len(checked) + len(chosen) * len(cases) for cases in grid)
+    checked = [i for i in chosen if i.kind in CHECKED and measure is measure_layer]
+    total = sum(len(checked) + len(chosen) * len(shapes) for shapes in grid)
     with Progress(total, "timing") as progress, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a large rank; torch's reasons against each SDPA backend
-        for cases in grid:
+        for shapes in grid:
             torch.compiler.reset()  # Dynamo stops compiling at its limit of graphs per function
-            excluded = check_implementations(checked, cases[0], args.seed + 1, report["gate"], progress)
-            for case in cases:
+            excluded: dict[str, tuple[str, str]] = {}
+            for implementation in checked:
+                status, sizes = "results are correct", {s: getattr(shapes[0], s) for s in ("embed_dim", "num_heads")}
+                try:
+                    verdict = check_layer(implementation.build, shapes[0], args.seed + 1)
+                    report["gate"].append({"name": implementation.name, **sizes, **verdict})
+                    if not verdict["passed"]:
+                        raise WrongResultsError(verdict)
+                except Exception as error:  # becomes the note of the row
+                    excluded[implementation.name] = measurement.failure(error)
+                    status = excluded[implementation.name][0]
+                progress.advance(f"{implementation.label}, d {shapes[0].embed_dim}, check: {status}")
+            measurement.free_memory(args.device)
+            for shape in shapes:
                 # All implementations at one length before the next, so that what is compared is measured together.
                 for implementation in chosen:
-                    reason = excluded.get(implementation.name) or too_slow(implementation.name, case, rows, args.limit)
-                    row = new_row(implementation, case, *reason or (OK,))
+                    reason = excluded.get(implementation.name) or too_slow(implementation.name, shape, rows, args.limit)
+                    row = new_row(implementation, shape, *reason or (OK,))
                     if not reason:
                         torch.manual_seed(args.seed)
                         try:
-                            row |= measure(implementation, case, args)
+                            row |= measure(implementation, shape, args)
                         except Exception as error:  # becomes the note of the row
                             row["status"], row["note"] = measurement.failure(error)
-                        measurement.free_memory(case.device)
+                        measurement.free_memory(shape.device)
                     rows.append(row)
                     result = row["status"] if row["seconds"] is None else f"{1e3 * row['seconds']:.3g} ms"
-                    progress.advance(f"{row['label']}, d {case.embed_dim}, N {case.length}: {result}")
+                    progress.advance(f"{row['label']}, d {shape.embed_dim}, N {shape.length}: {result}")
                 add_ratios(rows)
                 measurement.write_report(args.file, report)
     return report
 
 
-def check_implementations(
-    checked: Sequence[Implementation], case: Case, seed: int, verdicts: list[dict[str, Any]], progress: Progress
-) -> dict[str, tuple[str, str]]:
-    """Append the verdicts at this width; return status and note of the implementations that are not timed."""
-    excluded: dict[str, tuple[str, str]] = {}
-    if not checked:
-        return excluded
-    gate = Gate(case, seed)
-    for implementation in checked:
-        try:
-            verdict = gate.check(implementation.build)
-        except Exception as error:  # becomes the note of the row
-            excluded[implementation.name] = measurement.failure(error)
-        else:
-            width = {"embed_dim": case.embed_dim, "num_heads": case.num_heads}
-            verdicts.append({"name": implementation.name, **width, **verdict})
-            if not verdict["passed"]:
-                where, found, allowed = verdict["where"], verdict["error"] or math.nan, verdict["allowed"]
-                note = f"wrong results: error of {where} {found:.1e}, allowed {allowed:.1e}"
-                excluded[implementation.name] = (REFUSED, note)
-        status = excluded.get(implementation.name, ("results are correct", ""))[0]
-        progress.advance(f"{implementation.label}, d {case.embed_dim}, check: {status}")
-    del gate  # its tensors must not count as memory of a layer
-    measurement.free_memory(case.device)
-    return excluded
-
-
-def measure_layer(implementation: Implementation, case: Case, args: Namespace) -> Row:
+def measure_layer(implementation: Implementation, shape: Shape, args: Namespace) -> Row:
     """Measure memory, then time: the pool of a CUDA graph must not exist while memory is counted."""
     row: Row = {}
-    step = Step(implementation.build(case), case, args.seed, args.inference)
+    step = Step(implementation.build(shape), shape, args.seed, args.inference)
     step()  # compiles and allocates
     if not args.inference:
         row["kept_bytes"] = step.saved_bytes()
-    if case.device.type == "cuda":
-        row["peak_bytes"] = measurement.peak_bytes(step, case.device)
-    return row | measurement.time_step(step, case.device, args.eager, args.repeats, args.seconds)
+    if shape.device.type == "cuda":
+        row["peak_bytes"] = measurement.peak_bytes(step, shape.device)
+    return row | measurement.time_step(step, shape.device, args.eager, args.repeats, args.seconds)
 
 
-def new_row(implementation: Implementation, case: Case, status: str, note: str = "") -> Row:
+def new_row(implementation: Implementation, shape: Shape, status: str, note: str = "") -> Row:
     """Return a row without measurements."""
     names = {"name": implementation.name, "label": implementation.label, "kind": implementation.kind}
-    sizes = {name: getattr(case, name) for name in ("embed_dim", "num_heads", "batch", "length")}
+    sizes = {name: getattr(shape, name) for name in ("embed_dim", "num_heads", "batch", "length")}
     empty = ("seconds", "iqr", "runs", "method", "peak_bytes", "kept_bytes", "state_bytes")
     ratios = ("speedup", "peak_ratio", "kept_ratio")
     return {**names, **sizes, "status": status, "note": note, **dict.fromkeys((*empty, *ratios))}
 
 
-def too_slow(name: str, case: Case, rows: Sequence[Row], limit: float) -> tuple[str, str] | None:
+def too_slow(name: str, shape: Shape, rows: Sequence[Row], limit: float) -> tuple[str, str] | None:
     """Skip what was too slow or too large at a shorter length."""
     for row in rows:
-        same = (row["name"], row["embed_dim"], row["num_heads"]) == (name, case.embed_dim, case.num_heads)
-        if same and row["length"] < case.length:
+        same = (row["name"], row["embed_dim"], row["num_heads"]) == (name, shape.embed_dim, shape.num_heads)
+        if same and row["length"] < shape.length:
             if row["seconds"] is not None and row["seconds"] > limit:
                 return SKIPPED, f"{row['seconds']:.1f} s at {row['length']:,} tokens (--limit {limit:g})"
-            if row["status"] == OUT_OF_MEMORY and row["batch"] == case.batch:
+            if row["status"] == OUT_OF_MEMORY and row["batch"] == shape.batch:
                 return OUT_OF_MEMORY, f"did not fit at {row['length']:,} tokens"
     return None
 
@@ -468,7 +484,3 @@ def add_ratios(rows: Sequence[Row]) -> None:
             row["speedup"] = ratio(sdpa["seconds"], row["seconds"])
             row["peak_ratio"] = ratio(row["peak_bytes"], sdpa["peak_bytes"])
             row["kept_ratio"] = ratio(row["kept_bytes"], sdpa["kept_bytes"])
-
-
-def ratio(above: float | None, below: float | None) -> float | None:
-    return above / below if above is not None and below else None

@@ -6,7 +6,7 @@ exists here only: "published", Primal-Attention as the authors' code computes it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from primal_attention.nn.objective import ksvd_loss, primal_layers
 from primal_attention.train import lra
 from primal_attention.train.config import override
 from primal_attention.train.optimizer import make_optimizer
-from primal_attention.utils.errors import RunError
+from primal_attention.utils.errors import check_name
 from primal_attention.utils.files import write_json
 from primal_attention.utils.progress import Progress
 from primal_attention.utils.provenance import collect
@@ -117,49 +117,43 @@ def use_authors_layers(model: Any) -> None:
         block.attention.load_state_dict(ours.state_dict())
 
 
-def measure(task: str, attention: str, device: torch.device, batch_size: int | None = None, repeats: int = 20) -> Row:
+def measure(task: str, attention: str, args: Namespace) -> Row:
     """Return seconds per 1000 steps (replayed and eager), and the peak of allocated bytes above the start."""
+    device: torch.device = args.device
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    step = Step(task, attention, device, batch_size)
+    step = Step(task, attention, device, args.batch_size)
     row: Row = {"kind": "lra-cost", "task": task, "attention": attention, "length": TASKS[task].length}
     row |= {"batch_size": step.batch_size, "compiled": step.is_compiled, "graph": None, "peak_bytes": None, "note": ""}
     if device.type == "cuda":
         step()
         row["peak_bytes"] = measurement.peak_bytes(step, device) - before
-        timing = measurement.time_step(step, device, repeats=repeats)
+        timing = measurement.time_step(step, device, repeats=args.repeats)
         row |= {"graph": 1000 * timing["seconds"]} if timing["method"] == GRAPH else {"note": timing["note"]}
         measurement.free_memory(device)  # the pool of the graph
     with torch.compiler.set_stance("force_eager" if step.is_compiled else "default"):
-        row["eager"] = 1000 * measurement.time_step(step, device, eager=True, repeats=repeats)["seconds"]
+        row["eager"] = 1000 * measurement.time_step(step, device, eager=True, repeats=args.repeats)["seconds"]
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return row | {"device": name, "torch": torch.__version__, "repeats": repeats}
+    return row | {"device": name, "torch": torch.__version__, "repeats": args.repeats}
 
 
-def result_file(results: Path, task: str, attention: str) -> Path:
-    return results / "lra-efficiency" / task / f"{attention}.json"
+def run(args: Namespace) -> None:
+    """Measure what has no file TASK/ATTENTION.json yet, one after the other.
 
-
-def run(
-    tasks: Sequence[str],
-    attentions: Sequence[str],
-    results: Path,
-    *,
-    device: torch.device,
-    repeats: int = 20,
-    batch_size: int | None = None,
-    commit: str | None = None,
-    command: str | None = None,
-) -> None:
-    """Measure what has no result file yet, one after the other."""
-    for flag, names, known in (("tasks", tasks, TASKS), ("models", attentions, ATTENTIONS)):
-        for name in names:
-            if name not in known:
-                raise RunError(f"--{flag} {name} is unknown: choose from {', '.join(known)}")
-    cells = [(t, a) for t in tasks for a in attentions if not result_file(results, t, a).exists()]
-    with Progress(len(cells), "timing") as progress:
-        for cell in cells:
-            measurement.free_memory(device)
-            row = measure(*cell, device, batch_size, repeats)
-            write_json(result_file(results, *cell), {**row, **collect(command=command, device=device, commit=commit)})
+    Args:
+        args: the flags of `primal bench lra`.
+    """
+    for noun, names, known in (("task", args.tasks, TASKS), ("model", args.models, ATTENTIONS)):
+        for name in names or ():
+            check_name(name, known, noun)
+    files: dict[tuple[str, str], Path] = {}
+    for task in args.tasks or TASKS:
+        for attention in args.models or ATTENTIONS:
+            file = args.results / "lra-efficiency" / task / f"{attention}.json"
+            files |= {} if file.exists() else {(task, attention): file}
+    with Progress(len(files), "timing") as progress:
+        for cell, file in files.items():
+            measurement.free_memory(args.device)
+            row = measure(*cell, args)
+            write_json(file, {**row, **collect(command=args.command, device=args.device, commit=args.commit)})
             graph = "" if row["graph"] is None else f"{row['graph']:.2f} s replayed, "
             progress.advance(f"{' '.join(cell)}: {graph}{row['eager']:.2f} s eager per 1000 steps {row['note']}")

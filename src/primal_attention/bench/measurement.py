@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import math
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from primal_attention.utils.files import COUNT, Number, check, read_json, write_atomically, write_json
+from primal_attention.utils.files import COUNT, Number, check, write_atomically, write_json
 from primal_attention.utils.provenance import collect, device_name, load
 
 GRAPH, EVENTS, HOST = "CUDA graph", "CUDA events, eager", "torch.utils.benchmark"
@@ -24,8 +25,12 @@ OK, OUT_OF_MEMORY, REFUSED, UNSUPPORTED, SKIPPED, FAILED = STATUSES = (
 Row = dict[str, Any]
 
 
-class UnsupportedError(Exception):
-    """This machine or the requested mode rules an implementation out; the message says why."""
+class WrongResultsError(Exception):
+    """An implementation failed the check; the argument is the verdict."""
+
+    def __init__(self, verdict: Row) -> None:
+        error = verdict["error"] or math.nan
+        super().__init__(f"wrong results: error of {verdict['where']} {error:.1e}, allowed {verdict['allowed']:.1e}")
 
 
 # Time
@@ -108,9 +113,9 @@ def _time_on_gpu(step: Callable[[], object], eager: bool, repeats: int) -> Row:
 
 
 def free_memory(device: torch.device) -> None:
-    """Release what earlier measurements left, so that it does not count as the next one's."""
-    gc.collect()
+    """Release what earlier measurements left on a GPU, so that it does not count as the next one's."""
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.synchronize(device)
         clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
         if clear is not None:  # one per stream, and every graph capture has its own stream
@@ -140,7 +145,9 @@ def failure(error: Exception) -> tuple[str, str]:
         return OUT_OF_MEMORY, "does not fit into the memory"
     if line.startswith(("No available kernel", "No viable backend")):
         return UNSUPPORTED, "torch has no such kernel for this device, dtype and head width"
-    if isinstance(error, (UnsupportedError, ValueError, NotImplementedError, ImportError)):
+    if isinstance(error, WrongResultsError):
+        return REFUSED, line
+    if isinstance(error, (ValueError, NotImplementedError, ImportError)):
         return UNSUPPORTED, line
     return FAILED, f"{type(error).__name__}: {line}"
 
@@ -159,6 +166,10 @@ def start_report(kind: str, args: Namespace) -> dict[str, Any]:
 def write_report(file: Path, report: dict[str, Any]) -> None:
     report["hardware"]["load_after"] = load()
     write_json(file, report)
+
+
+def ratio(above: float | None, below: float | None) -> float | None:
+    return above / below if above is not None and below else None
 
 
 # Numbers of a row: heading and scale in the table. Times of whole models are wall times.
@@ -198,13 +209,11 @@ _REPORT = {
 }
 
 
-def read_report(path: Path) -> dict[str, Any]:
-    """Read a report; a `RunError` of one line names what is wrong with the file."""
-    return check_report(read_json(path), path)
-
-
 def check_report(content: Any, path: Path) -> dict[str, Any]:
-    """Check the content of a report and fill in the optional fields of its rows."""
+    """Check the content of a report and fill in the optional fields of its rows.
+
+    A `RunError` of one line names what is wrong with the file.
+    """
     check(content, _REPORT, path)
     check(content, {"rows": [_MODEL_ROW if content["kind"] == "model" else _LAYER_ROW]}, path)
     required = ("seconds", "state_bytes") if content["kind"] == "decode" else ("seconds",)
@@ -216,25 +225,29 @@ def check_report(content: Any, path: Path) -> dict[str, Any]:
 
 def format_report(report: dict[str, Any]) -> str:
     """Return the report as text, one line per row. The last column says why numbers are missing."""
+
+    def show(value: float | None, scale: float) -> str:
+        if value is None:
+            return ""
+        return f"{scale * value:,.0f}" if scale * value >= 1000 else f"{scale * value:.4g}"
+
     names = ("name", "kind") if report["kind"] == "model" else ("label", *_SIZES)
     table = [["", *names[1:], *(heading for heading, _ in _NUMBERS.values()), ""]]
     for row in report["rows"]:
         cells = [str(row[name]) for name in names]
-        cells += [show_number(row.get(name), scale) for name, (_, scale) in _NUMBERS.items()]
+        cells += [show(row.get(name), scale) for name, (_, scale) in _NUMBERS.items()]
         problems = (row.get("status", OK), row.get("note"), row.get("error"))
         table.append([*cells, ", ".join(text for text in problems if text not in (OK, "", None))])
     columns = [column for column in zip(*table, strict=True) if any(column[1:])]
-    widths = [max(map(len, column)) for column in columns]
-    lines = []
-    for line in zip(*columns, strict=True):
-        lines.append("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
-    return "\n\n".join(part for part in (title(report), "\n".join(lines), busy(report["hardware"])) if part)
-
-
-def show_number(value: float | None, scale: float) -> str:
-    if value is None:
-        return ""
-    return f"{scale * value:,.0f}" if scale * value >= 1000 else f"{scale * value:.4g}"
+    padded = [[cell.rjust(max(map(len, column))) for cell in column] for column in columns]
+    text = f"{title(report)}\n\n" + "\n".join("  ".join(line) for line in zip(*padded, strict=True))
+    hardware = report["hardware"]
+    before, after = hardware.get("load_before") or 0.0, hardware.get("load_after") or 0.0
+    cores = hardware["cores"] or 1
+    if hardware["device"] != "cpu" or (before < 0.5 * cores and after < hardware["threads"] + 0.5):
+        return text
+    load = f"load {before:g} before, {after:g} after, {cores} cores"
+    return f"{text}\n\nthe machine was busy ({load}): times are too long"
 
 
 def title(report: dict[str, Any]) -> str:
@@ -245,20 +258,45 @@ def title(report: dict[str, Any]) -> str:
     elif report["kind"] == "attention":
         passes = "forward" if settings.get("inference") else "forward + backward"
         subject = f"One {'causal ' if settings.get('causal') else ''}attention layer, {passes}"
-        tokens = {row["batch"] * row["length"] for row in report["rows"]}
-        subject += f", {tokens.pop():,} tokens per step" if len(tokens) == 1 else ""
     torch_version = report["versions"]["torch"].split("+")[0]
     parts = (device_name(report["hardware"]), settings.get("dtype"), f"torch {torch_version}")
     return f"{subject}\n{', '.join(part for part in parts if part)}"
 
 
-def busy(hardware: dict[str, Any]) -> str:
-    """Return a warning if other programs used the cores of a CPU benchmark."""
-    before, after = hardware.get("load_before") or 0.0, hardware.get("load_after") or 0.0
-    cores, threads = hardware["cores"] or 1, hardware["threads"]
-    if hardware["device"] != "cpu" or (before < 0.5 * cores and after < threads + 0.5):
-        return ""
-    return f"the machine was busy (load {before:g} before, {after:g} after, {cores} cores): times are too long"
+# Figures
+
+
+@contextlib.contextmanager
+def new_figure(file: Path, rows: int, columns: int, height: float = 4.0) -> Iterator[tuple[Any, Any]]:
+    """Yield a figure and its axes, then write FILE.png and FILE.svg; raise ImportError without matplotlib."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    # The same numbers give the same bytes, and names with dollar signs are no formulas.
+    with matplotlib.rc_context({"svg.hashsalt": "primal", "svg.fonttype": "none", "text.parse_math": False}):
+        figure = Figure(figsize=(4.4 * columns + 3.0, height * rows), layout="constrained")
+        axes = figure.subplots(rows, columns, squeeze=False)
+        yield figure, axes
+        for axis in axes.flat:
+            axis.grid(alpha=0.25)
+            axis.spines[["top", "right"]].set_visible(False)
+        for kind, metadata in (("png", None), ("svg", {"Date": None})):
+            path = file.with_name(f"{file.name}.{kind}")
+            write_atomically(path, partial(figure.savefig, format=kind, dpi=150, metadata=metadata))
+
+
+def draw_lengths(axis: Any, lines: Mapping[str, Mapping[int, float | None]], label: str, unit: str) -> None:
+    """Draw one line per name against the sequence length, both axes logarithmic."""
+    from matplotlib.ticker import EngFormatter
+
+    for name, points in lines.items():
+        lengths = sorted(points)
+        axis.loglog(lengths, [points[n] or math.nan for n in lengths], "o-", label=name)
+    ticks = sorted({n for points in lines.values() for n in points})
+    axis.set_xticks(ticks, [f"{n:,}" for n in ticks], rotation=30)
+    axis.minorticks_off()
+    axis.yaxis.set_major_formatter(EngFormatter(unit))
+    axis.set(xlabel="sequence length (tokens)", ylabel=label)
 
 
 _MEMORY = {
@@ -266,57 +304,27 @@ _MEMORY = {
     "peak_bytes": "peak memory of a step",
     "kept_bytes": "memory saved for backward",
 }
-_COLOURS = {
-    "primal-fused": "#c2410c",
-    "primal-cpu": "#ea7a1f",
-    "primal-compiled": "#eab308",
-    "primal-reference": "#a8896c",
-    "published": "#44403c",
-    "sdpa": "#1d4ed8",
-}
 
 
 def plot_report(report: dict[str, Any], file: Path) -> list[Path]:
-    """Plot time and memory against length as FILE.png and FILE.svg; raise ImportError without matplotlib."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from matplotlib.ticker import EngFormatter
-
-    rows = [row for row in report["rows"] if row.get("status") == OK]
+    """Plot time and memory against length, a row of panels per width, and return the files."""
+    rows: Sequence[Row] = [row for row in report["rows"] if row.get("status") == OK]
     if not rows:  # or training steps, which have no lengths
         return []
-    is_decode = report["kind"] == "decode"
     memory = next((name for name in _MEMORY if any(row.get(name) for row in rows)), "kept_bytes")
     widths = list(dict.fromkeys((row["embed_dim"], row["num_heads"]) for row in rows))
-    with plt.rc_context({"svg.hashsalt": "primal", "svg.fonttype": "none", "text.parse_math": False}):
-        size = (12.4, 3.7 * len(widths) + 0.5)
-        figure, grid = plt.subplots(len(widths), 2, figsize=size, squeeze=False, layout="constrained")
-        for axes, (width, heads) in zip(grid, widths, strict=True):
-            own = [row for row in rows if (row["embed_dim"], row["num_heads"]) == (width, heads)]
-            for name in dict.fromkeys(row["name"] for row in own):
-                line = sorted((row for row in own if row["name"] == name), key=lambda row: row["length"])
-                lengths = [row["length"] for row in line]
-                # A step of decoding is one token.
-                times = [row["seconds"] / (1 if is_decode else row["batch"] * row["length"]) for row in line]
-                sizes = [row.get(memory) or math.nan for row in line]
-                for axis, values in zip(axes, (times, sizes), strict=True):
-                    axis.plot(lengths, values, label=line[0]["label"], color=_COLOURS.get(name), marker="o")
-            ticks = sorted({row["length"] for row in own})
-            for axis, label, unit in zip(axes, ("time per token", _MEMORY[memory]), "sB", strict=True):
-                axis.set(xscale="log", yscale="log", xlabel="sequence length (tokens)", ylabel=label)
-                axis.set_title(f"d {width}, {heads} heads", fontsize=10, loc="left")
-                axis.set_xticks(ticks, [f"{n:,}" for n in ticks])
-                axis.minorticks_off()
-                axis.yaxis.set_major_formatter(EngFormatter(unit))
-                axis.grid(alpha=0.25)
-        lines = {h.get_label(): h for axis in grid.flat for h in axis.get_lines()}
-        figure.legend(lines.values(), lines.keys(), loc="outside right center", frameon=False, fontsize=9)
-        figure.suptitle(title(report), fontsize=11)
-        files = {kind: file.with_name(f"{file.name}.{kind}") for kind in ("png", "svg")}
-        for kind, path in files.items():
-            metadata = {"Date": None} if kind == "svg" else None  # the same report gives the same bytes
-            write_atomically(path, partial(figure.savefig, format=kind, dpi=160, metadata=metadata))
-        plt.close(figure)
-    return list(files.values())
+    with new_figure(file, len(widths), 2) as (figure, grid):
+        for (left, right), (width, heads) in zip(grid, widths, strict=True):
+            times: dict[str, dict[int, float | None]] = {}
+            sizes: dict[str, dict[int, float | None]] = {}
+            for row in rows:
+                if (row["embed_dim"], row["num_heads"]) == (width, heads):
+                    tokens = 1 if report["kind"] == "decode" else row["batch"] * row["length"]
+                    times.setdefault(row["label"], {})[row["length"]] = row["seconds"] / tokens
+                    sizes.setdefault(row["label"], {})[row["length"]] = row.get(memory)
+            draw_lengths(left, times, "time per token", "s")
+            draw_lengths(right, sizes, _MEMORY[memory], "B")
+            left.set_title(f"d {width}, {heads} heads", loc="left")
+            right.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=8)
+        figure.suptitle(title(report))
+    return [file.with_name(f"{file.name}.{kind}") for kind in ("png", "svg")]

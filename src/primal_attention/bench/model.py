@@ -24,11 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from primal_attention.bench import measurement
-from primal_attention.bench.attention import ratio
-from primal_attention.bench.measurement import Row
+from primal_attention.bench.measurement import Row, ratio
 from primal_attention.nn.objective import ksvd_loss
 from primal_attention.nn.primal import PrimalAttention
-from primal_attention.utils.errors import RunError
+from primal_attention.utils.errors import check_name
 from primal_attention.utils.progress import Progress
 
 ETA = 0.1
@@ -85,10 +84,9 @@ SPECS = (
 
 def choose_specs(args: Namespace) -> list[Spec]:
     """Return all rows, or those that `args.rows` names by row or model; few tokens also shorten the sequences."""
-    known = {name: None for spec in SPECS for name in (spec.model, spec.name)}
+    known = dict.fromkeys(name for spec in SPECS for name in (spec.model, spec.name))
     for row in args.rows:
-        if row not in known:
-            raise RunError(f"--rows {row} is unknown: choose from {', '.join(known)}")
+        check_name(row, known, "row")
     chosen = [spec for spec in SPECS if not args.rows or {spec.name, spec.model} & set(args.rows)]
     return [
         dataclasses.replace(s, tokens=args.tokens, layers=args.layers or s.layers, length=min(s.length, args.tokens))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import math
 import re
 import shlex
@@ -23,7 +22,7 @@ COMMANDS = {
     "lra": ("Time training steps on Long-Range Arena.", "--tasks listops text --models softmax primal"),
     "plot": ("Print and plot the report of an earlier run.", "results/bench/attention.json"),
 }
-RENAMED = {"--rivals": "--baselines", "generate": "decode --layers N"}
+RENAMED = {"--rivals": "--baselines", "generate": "decode"}
 NAMING = ("--causal", "--baselines", "--inference", "--eager")  # flags in the default file name
 
 
@@ -96,15 +95,10 @@ def make_parser() -> Parser:
         add("--only", nargs="+", default=[], metavar="NAME", help="sdpa, sdpa-cudnn, primal, primal-fused, published …")
         add("--eager", **yes, help="on a GPU: no CUDA graph, launches by the host included")
         add("--repeats", type=positive, default=100 if decodes else 20, help="runs on a GPU (default %(default)s)")
-        add(
-            "--seconds",
-            type=read_seconds,
-            default=0.3 if decodes else 0.5,
-            help="per row on a CPU (%(default)s)",
-        )
+        seconds = 0.3 if decodes else 0.5
+        add("--seconds", type=read_seconds, default=seconds, help="per row on a CPU (default %(default)s)")
         add("--no-plot", dest="plot", action="store_false", help="no PNG and SVG")
         if decodes:
-            add("--layers", type=positive, help="blocks of a language model, instead of one layer")
             parser.set_defaults(tokens=None, causal=True, data_dependent=False, landmarks=300, limit=60.0)
             continue
         add("--tokens", type=read_length, help="per step, instead of --batch (default 64K on a GPU)")
@@ -113,12 +107,7 @@ def make_parser() -> Parser:
         add("--data-dependent", action="store_const", const=True, help="build Primal's weights from landmarks")
         add("--data-independent", dest="data_dependent", action="store_const", const=False, help="use W_e, W_r as is")
         add("--inference", **yes, help="forward only, without gradients")
-        add(
-            "--limit",
-            type=read_seconds,
-            default=2.0,
-            help="seconds of a step that end a row (default 2)",
-        )
+        add("--limit", type=read_seconds, default=2.0, help="seconds of a step that end a row (default 2)")
     return top
 
 
@@ -157,28 +146,21 @@ def main(words: Sequence[str]) -> int:
     if args.benchmark == "lra":
         from primal_attention.bench import lra
 
-        sizes = {"repeats": args.repeats, "batch_size": args.batch_size, "device": args.device}
-        tasks, models = args.tasks or tuple(lra.TASKS), args.models or lra.ATTENTIONS
-        lra.run(tasks, models, args.results, **sizes, commit=args.commit, command=args.command)
-    elif args.benchmark == "plot":
-        from primal_attention.bench.measurement import read_report
+        lra.run(args)
+        return 0
+    from primal_attention.bench import attention, measurement, model
+    from primal_attention.utils.files import read_json
 
-        show(read_report(args.file), args)
+    if args.benchmark == "plot":
+        report, written = measurement.check_report(read_json(args.file), args.file), []
     else:
-        show(importlib.import_module(f"primal_attention.bench.{args.benchmark}").run(args), args)
-    return 0
-
-
-def show(report: dict[str, Any], args: argparse.Namespace) -> None:
-    """Print the table, draw the plot and print the files."""
-    from primal_attention.bench.measurement import format_report, plot_report
-
-    written = [] if args.benchmark == "plot" else [args.file]
-    print(format_report(report))
+        report, written = (model if args.benchmark == "model" else attention).run(args), [args.file]
+    print(measurement.format_report(report))
     if getattr(args, "plot", True):
         try:
-            written += plot_report(report, args.file.with_suffix(""))
+            written += measurement.plot_report(report, args.file.with_suffix(""))
         except ImportError:
             hint = f"pip install 'primal-attention[report]', then primal bench plot {args.file}"
             print(f"no plot: matplotlib is not installed ({hint})", file=sys.stderr)
     print("\nwritten: " + ", ".join(map(str, written)))
+    return 0

@@ -27,11 +27,10 @@ def main(args: Sequence[str]) -> int:
     count = sum(settings[split] for split in USES)
     with Progress(count, name) as progress:
         TASKS[name][0].write(out, **settings, progress=lambda done: progress.advance(count=done))
+    print(f"{count:,} samples in {out}")
     if name == "listops":
         share = listops.by_operator(listops.load(out))
-        print(f"{count:,} expressions in {out}; the outermost operator alone predicts {share:.1%} of the labels")
-    else:
-        print(f"{count:,} images in {out}")
+        print(f"the outermost operator alone predicts {share:.1%} of the labels")
     return 0
 
 

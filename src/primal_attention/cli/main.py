@@ -6,7 +6,6 @@ Exit code 0, or 2 with one line on stderr for errors that the user can correct.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import errno
 import importlib
 import io
@@ -15,46 +14,30 @@ import signal
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from primal_attention.utils.errors import DataError, Preempted, RunError, install_hint
+from primal_attention.utils.errors import DataError, Preempted, RunError, check_name, install_hint
 
-
-@dataclass(frozen=True)
-class Command:
-    """A command: its "module:function" in this package, which is imported on use, and a summary."""
-
-    target: str
-    about: str
-    after_interrupt: str = ""
-
-    def run(self, args: Sequence[str]) -> int:
-        module, _, function = self.target.partition(":")
-        return getattr(importlib.import_module(f"primal_attention.cli.{module}"), function)(args)
-
-
+# A command: its "module:function" in this package, which is imported on use, and a summary.
 COMMANDS = {
-    "demo": Command("demo:main", "train on real data and compare with softmax, two minutes"),
-    "train": Command("train:train", "train a recipe", after_interrupt="; continue with --resume"),
-    "evaluate": Command("train:evaluate", "measure a finished run again"),
-    "generate": Command("generate:main", "generate text with a language model"),
-    "recipes": Command("train:recipes", "list the recipes"),
-    "table": Command("table:main", "run a table of the paper beside its published numbers"),
-    "data": Command(
-        "data:main", "make data sets of Long-Range Arena", after_interrupt="; the same command completes the set"
-    ),
-    "bench": Command("bench:main", "time attention layers on this machine"),
-    "spectrum": Command("spectrum:main", "singular values of a model's attention matrices"),
-    "report": Command("report:main", "write an HTML page about runs"),
-    "info": Command("info:main", "versions, devices, the backend that runs here and why, extras"),
+    "demo": ("demo:main", "train on real data and compare with softmax, two minutes"),
+    "train": ("train:train", "train a recipe"),
+    "evaluate": ("train:evaluate", "measure a finished run again"),
+    "generate": ("generate:main", "generate text with a language model"),
+    "recipes": ("train:recipes", "list the recipes"),
+    "table": ("table:main", "run a table of the paper beside its published numbers"),
+    "data": ("data:main", "make data sets of Long-Range Arena"),
+    "bench": ("bench:main", "time attention layers on this machine"),
+    "spectrum": ("spectrum:main", "singular values of a model's attention matrices"),
+    "report": ("report:main", "write an HTML page about runs"),
+    "info": ("info:main", "versions, devices, the backend that runs here and why, extras"),
 }
+AFTER_INTERRUPT = {"train": "; continue with --resume", "data": "; the same command completes the set"}
 
 
 def usage() -> str:
     width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {command.about}" for name, command in COMMANDS.items()]
+    lines = [f"  {name:<{width}}  {about}" for name, (_, about) in COMMANDS.items()]
     ending = ["primal COMMAND --help describes a command.", "Example: primal demo"]
     return "\n".join(["usage: primal COMMAND …", "", *lines, "", *ending])
 
@@ -73,25 +56,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(__version__)
         return 0
-    command = COMMANDS.get(name)
-    if command is None:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        return fail(f"no command is called {name!r}: {hint}primal --help lists them")
-    warnings.showwarning = print_warning
+    warnings.showwarning = lambda message, *details, **more: print(f"primal: note: {message}", file=sys.stderr)
+    advice = AFTER_INTERRUPT.get(name, "")
     try:
-        code = command.run(args)
+        check_name(name, COMMANDS, "command")
+        module, _, function = COMMANDS[name][0].partition(":")
+        code: int = getattr(importlib.import_module(f"primal_attention.cli.{module}"), function)(args)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
-        print(f"interrupted{command.after_interrupt}", file=sys.stderr)
+        print(f"interrupted{advice}", file=sys.stderr)
         return 130
     except (RunError, DataError) as error:
         return fail(str(error))
     except ModuleNotFoundError as missing:
         return fail(f"primal {name} needs {missing.name}: {install_hint(missing.name)}")
     except Preempted as stop:
-        print(f"primal: {stop}{command.after_interrupt}", file=sys.stderr, flush=True)
+        print(f"primal: {stop}{advice}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(128 + signal.SIGTERM)  # everything is saved, and schedulers wait a few seconds only
     except BrokenPipeError:  # the reader of a pipe, such as head, has closed it
@@ -119,8 +100,3 @@ def describe_os_error(error: OSError) -> str:
 def fail(message: str) -> int:
     print(f"primal: {' '.join(message.split())}", file=sys.stderr)
     return 2
-
-
-def print_warning(message: Warning | str, *details: Any, **more: Any) -> None:
-    """Show a warning as one line, without its source line."""
-    print(f"primal: note: {message}", file=sys.stderr)

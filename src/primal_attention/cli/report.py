@@ -5,38 +5,26 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
-import tyro
-
-from primal_attention.cli.flags import parse
+from primal_attention.cli.flags import Parser
 from primal_attention.utils.errors import RunError
 
 ABOUT = """Make one HTML page of runs: scores beside the paper's, sortable tables, learning curves, time and memory
-against length, singular values, and the command and configuration of every run. The page works offline.
-
-Example: primal report runs/uea results/bench -o report.html"""
-
-
-@dataclass(frozen=True)
-class ReportArguments:
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUNS…")] = ()
-    """Run folders, folders of them, results files, JSON files of primal bench."""
-    out: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("report.html")
-    """The page to write. The script plotly.min.js is written beside it."""
-    title: str = "Primal-Attention runs"
-    inline: bool = False
-    """Put plotly's script (5 MB) into the page, so that it is a single file."""
-    skip_broken: bool = False
-    """Leave out what cannot be read, and list it, instead of stopping there."""
+against length, singular values, and the command and configuration of every run. The page works offline."""
 
 
 def main(args: Sequence[str]) -> int:
-    options = parse(ReportArguments, args, prog="primal report", about=ABOUT)
-    if not options.runs:
-        raise RunError("which runs? primal report RUNS… -o report.html, for example primal report runs/uea")
+    example = "Example: primal report runs/uea results/bench -o report.html"
+    parser = Parser(prog="primal report", description=ABOUT, epilog=example)
+    add: Any = parser.add_argument
+    add("runs", nargs="+", type=Path, metavar="RUNS", help="run folders, folders of them, JSON of primal bench")
+    add("-o", "--out", type=Path, default=Path("report.html"), help="the page; plotly.min.js is written beside it")
+    add("--title", default="Primal-Attention runs", help="of the page")
+    add("--inline", action="store_true", help="put plotly's script (5 MB) into the page, which is then a single file")
+    add("--skip-broken", action="store_true", help="leave out what cannot be read, and list it")
+    options = parser.parse_args(list(args))
     if options.out.is_dir():
         raise RunError(f"{options.out} is a folder: --out must be a file, for example {options.out / 'report.html'}")
     from primal_attention.report.page import make_page, write_page
@@ -50,9 +38,6 @@ def main(args: Sequence[str]) -> int:
     write_page(options.out, page, inline=options.inline)
     for line in found.broken:
         print(f"primal: left out: {line}", file=sys.stderr)
-    left_out = f", {len(found.broken)} left out" if found.broken else ""
-    others = len(found.benches) + len(found.demos)
-    also = f" and {others} file{'' if others == 1 else 's'} of benchmarks" if others else ""
-    runs = f"{len(found.runs)} run{'' if len(found.runs) == 1 else 's'}"
-    print(f"{options.out}: {runs}{also}{left_out}, {options.out.stat().st_size / 1e3:,.0f} kB")
+    counts = f"{len(found.runs)} runs and {len(found.benches) + len(found.demos)} files of benchmarks"
+    print(f"{options.out}: {counts}, {len(found.broken)} left out, {options.out.stat().st_size / 1e3:,.0f} kB")
     return 0

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
+import json
+import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from primal_attention.cli.flags import Parser, positive
-from primal_attention.utils.errors import RunError
+from primal_attention.utils.errors import RunError, check_name
 from primal_attention.utils.files import write_text
 from primal_attention.utils.progress import Progress
 
@@ -66,34 +67,28 @@ def main(args: Sequence[str]) -> int:
     plan = make_plan(kind, options)
     failed: list[Outcome] = []
     if options.name == "lra-efficiency":
-        cells, others = step_costs(plan, options, command), 0
+        cells, others = step_costs(plan, options), 0
     else:
         if not options.no_run:
             failed = run_missing(plan, kind, options)
         index = results.ResultIndex(plan, results.read_summaries(options.results))
         cells, others = tables.make_cells(kind.benchmark, plan, index), len(index.runs)
-    if not any(cell.all_runs for cell in cells):
-        if failed:
-            raise RunError(failure(failed))
+    if any(cell.all_runs for cell in cells):
+        title = kind.title if options.name == "lra-efficiency" else table_title(kind, plan)
+        table = tables.make_table(kind, title, cells, command)
+        tables.to_terminal(table)
+        if options.markdown:
+            write_text(options.markdown, tables.to_markdown(table))
+        if options.csv:
+            tables.to_csv(table, options.csv)
+    elif not failed:
         absent = "no result of this table" + (f" ({others} with other settings)" if others else "")
         raise RunError(f"{options.results} has {absent}: run '{command}' first, or name another folder with --results")
-    title = kind.title if options.name == "lra-efficiency" else table_title(kind, plan)
-    table = tables.make_table(kind, title, cells, command)
-    tables.to_terminal(table)
-    if options.markdown:
-        write_text(options.markdown, tables.to_markdown(table))
-    if options.csv:
-        tables.to_csv(table, options.csv)
     if failed:
-        raise RunError(failure(failed))
+        count = "1 run" if len(failed) == 1 else f"{len(failed)} runs"
+        job = failed[0].job
+        raise RunError(f"{count} failed, the first was {job.recipe} {job.run.name}: {failed[0].error}")
     return 0
-
-
-def check_name(name: str, known: Sequence[str], noun: str) -> None:
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise RunError(f"no {noun} is called {name!r}: {hint}there are {', '.join(known)}")
 
 
 def make_plan(kind: TableKind, options: argparse.Namespace) -> Plan:
@@ -108,7 +103,7 @@ def make_plan(kind: TableKind, options: argparse.Namespace) -> Plan:
     if options.any_length and not options.no_run:
         raise RunError("--any-length only shows stored results: add --no-run")
     family = options.recipe or kind.benchmark
-    check_name(family, list(registry.FAMILIES), "family of recipes")
+    check_name(family, registry.FAMILIES, "family of recipes")
     changes = {**kind.changes, **dict(read_change(item) for item in options.set)}
     sets, folders = tuple(options.sets or kind.sets), {}
     if options.data is not None and kind.benchmark == "lra":
@@ -128,29 +123,24 @@ def make_plan(kind: TableKind, options: argparse.Namespace) -> Plan:
 
 
 def chosen_variants(kind: TableKind, options: argparse.Namespace) -> list[Any]:
-    from primal_attention.nn.baselines import attention_traits
+    from primal_attention.nn.baselines import attention_names
     from primal_attention.report.tables import ablation_variants, language_variants, model_variants
 
     if kind.parts:
         if options.models:
             raise RunError(f"the models of {options.name} are fixed: choose --parts of {', '.join(kind.parts)}")
         for part in options.parts or ():
-            if part not in kind.parts:
-                raise RunError(f"--parts {part} is not published for {options.name}: choose {', '.join(kind.parts)}")
+            check_name(part, kind.parts, f"part of {options.name}")
         return ablation_variants(dict.fromkeys(options.parts or kind.parts))
     if options.parts:
         raise RunError("--parts belongs to an ablation: this table has --models")
+    known: Iterable[str] = [name + plus for name in attention_names() for plus in ("", "+")]
+    if options.name in ("lm", "lra-efficiency"):
+        known = kind.models
     models = list(dict.fromkeys(options.models or kind.models))
     for model in models:
-        if options.name in ("lm", "lra-efficiency"):
-            check_name(model, kind.models, "model of this table")
-        else:
-            try:
-                attention_traits(model.removesuffix("+"))
-            except ValueError as error:
-                raise RunError(str(error)) from None
-    known = language_variants()
-    return [known[model] for model in models] if kind.benchmark == "lm" else model_variants(models)
+        check_name(model, known, "model of this table")
+    return [language_variants()[model] for model in models] if kind.benchmark == "lm" else model_variants(models)
 
 
 def read_change(item: str) -> tuple[str, Any]:
@@ -160,11 +150,9 @@ def read_change(item: str) -> tuple[str, Any]:
         raise RunError(f"--set takes FIELD=VALUE, for example trainer.epochs=20 (got {item!r})")
     if name in ("seed", "model.attention"):
         raise RunError(f"--set cannot change {name}: the table's grid does")
-    words = {"true": True, "false": False, "none": None}
-    for kind in (int, float):
-        with contextlib.suppress(ValueError):
-            return name, kind(text)
-    return name, words.get(text.lower(), text)
+    with contextlib.suppress(ValueError):
+        return name, json.loads("null" if text.lower() == "none" else text.lower())
+    return name, text
 
 
 def with_available_sets(plan: Plan, kind: TableKind, options: argparse.Namespace) -> Plan:
@@ -216,34 +204,24 @@ def run_missing(plan: Plan, kind: TableKind, options: argparse.Namespace) -> lis
     return [outcome for outcome in outcomes if outcome.summary is None]
 
 
-def step_costs(plan: Plan, options: argparse.Namespace, command: str) -> list[Any]:
+def step_costs(plan: Plan, options: argparse.Namespace) -> list[Any]:
     """`lra-efficiency`: measure the steps that have no file yet, then read the files."""
+    from primal_attention.cli import bench
     from primal_attention.report.results import read_step_cost
     from primal_attention.report.tables import Cell, with_softmax
 
     if not options.no_run:
-        import torch
-
-        from primal_attention.bench import lra
-
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        commit = [] if options.commit is None else ["--commit", options.commit]
         models = [variant.name for variant in plan.variants]
-        lra.run(plan.sets, models, options.results, device=device, commit=options.commit, command=command)
+        bench.main(["lra", "--tasks", *plan.sets, "--models", *models, "--results", str(options.results), *commit])
     found = [(name, v, read_step_cost(options.results, name, v.name)) for name, v in plan.cells()]
     return with_softmax([Cell("lra", name, v, {name: runs}) for name, v, runs in found if runs])
 
 
 def table_command(args: Sequence[str]) -> str:
     """The command that makes the same table, without its output files and data folder."""
-    words, skip = [], False
-    for word in args:
-        if skip or word == "--no-run" or word.startswith(("--markdown=", "--csv=", "--data=")):
-            skip = False
-        elif word in ("--markdown", "--csv", "--data"):
-            skip = True
-        else:
-            words.append(word)
-    return shlex.join(["primal", "table", *words])
+    line = shlex.join(["primal", "table", *args])
+    return re.sub(r" (--no-run|--(markdown|csv|data)[ =]('[^']*'|\S+))", "", line)
 
 
 def table_title(kind: TableKind, plan: Plan) -> str:
@@ -252,9 +230,3 @@ def table_title(kind: TableKind, plan: Plan) -> str:
         changed.append("trainings of any length")
     settings = "the paper's settings" if plan.family in ("uea", "lra", "d4rl") else f"recipe {plan.family}"
     return f"{kind.title}: {settings}" + (f", but {', '.join(changed)}" if changed else "")
-
-
-def failure(failed: Sequence[Outcome]) -> str:
-    first = failed[0]
-    count = "1 run" if len(failed) == 1 else f"{len(failed)} runs"
-    return f"{count} failed, the first was {first.job.recipe} {first.job.run.name}: {first.error}"

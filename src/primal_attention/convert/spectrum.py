@@ -131,53 +131,6 @@ def run_model(model: nn.Module, batch: Any) -> Any:
     return model(*map(move, batch)) if isinstance(batch, tuple) else model(move(batch))
 
 
-# One head
-
-
-@dataclass(frozen=True)
-class KernelMap:
-    """The matrix of one head on one sequence, without padding, and the share of each landmark in each output."""
-
-    name: str
-    matrix: Tensor  # (N, N)
-    share: Tensor | None  # (N, landmarks), rows sum to 1; None without landmarks
-
-
-def kernel_map(model: nn.Module, inputs: Any, layer: int = -1, head: int = 0) -> KernelMap:
-    """Return the map of a head in a layer (negative: from the end) on the first sample."""
-    matrices: dict[str, tuple[nn.Module, Matrix]] = {}
-    with record_matrices(model, lambda name, module, matrix: matrices.__setitem__(name, (module, matrix))) as names:
-        run_model(model, next(iter(_batches(inputs))))
-        names = [name for name in names if name in matrices]
-        if not -len(names) <= layer < len(names):
-            raise ValueError(f"layer must be an index into the model's {len(names)} attentions (got {layer})")
-        module, matrix = matrices[names[layer]]
-        dense = matrix.dense()
-        if not 0 <= head < dense.shape[1]:
-            raise ValueError(f"head must be in 0 … {dense.shape[1] - 1} (got {head})")
-        shown = dense[0, head]
-        valid = shown.ne(0).any(dim=0)  # columns of padding are zero
-        share = None
-        if isinstance(module, PrimalAttention) and module.data_dependent:
-            left, right = (factor[0, head][valid] for factor in (matrix.left, matrix.right))
-            share = landmark_share(module, left, right, head).cpu()
-    return KernelMap(names[layer], shown[valid][:, valid].cpu(), share)
-
-
-def landmark_share(layer: PrimalAttention, phi_q: Tensor, phi_k: Tensor, head: int) -> Tensor:
-    """Return the share of landmark j in the output of token i, (N, n), from the kernel factors (N, n) of a head.
-
-    o_i = Σ_j (A_j ⟨f_j, φ_q(x_i)⟩ + B_j ⟨f_j, φ_k(x_i)⟩) with A_j = W_s[:, :s] w_{e,j} and B_j = W_s[:, s:] w_{r,j}.
-    The share is the length of term j over the sum of the lengths. Biases are not counted.
-    """
-    by_e, by_r = layer.score_proj.weight.split(layer.rank, dim=1)  # (p, s) each
-    a, b = layer.w_e[head] @ by_e.T, layer.w_r[head] @ by_r.T  # (n, p): A_j, B_j
-    squares = phi_q**2 * (a * a).sum(1) + phi_k**2 * (b * b).sum(1) + 2 * phi_q * phi_k * (a * b).sum(1)
-    length = squares.clamp(min=0.0).sqrt()
-    total = length.sum(1, keepdim=True)
-    return length / torch.where(total > 0, total, torch.ones_like(total))
-
-
 # Attention matrices, recorded by hooks
 
 
@@ -188,9 +141,6 @@ class Matrix(NamedTuple):
     formed: Any = None
     left: Any = None
     right: Any = None
-
-    def dense(self) -> Tensor:
-        return self.left @ self.right.mT if self.formed is None else self.formed  # type: ignore[no-any-return]
 
     def singular_values(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the singular values, (B, H, N); zeros beyond the rank that the factors allow."""

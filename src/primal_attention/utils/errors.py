@@ -5,7 +5,9 @@ Each message is one line that names the cause and what would work.
 
 from __future__ import annotations
 
+import difflib
 import importlib
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -31,6 +33,15 @@ class FileError(RunError, DataError):
 
 class WriteError(FileError):
     """A file or folder cannot be written, for example because the disk is full."""
+
+
+def check_name(name: str, known: Iterable[str], noun: str) -> None:
+    """Raise a RunError with the nearest known name and all of them if a name is not among them."""
+    names = list(known)
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise RunError(f"no {noun} is called {name!r}: {hint}there are {', '.join(names)}")
 
 
 # The packages of each extra, by the imported name. A package of several extras is listed under the smallest one.
