@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet $(PIP_ARGS)
 EXTRAS := dev ksvd train timeseries report language hf rl docs ray
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench docs lock
+.PHONY: help demo test lint bench docs notebooks lock
 
 help: ## list what make can do
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -30,6 +30,9 @@ bench: $(STAMP) ## time attention against sequence length on this machine
 docs: $(STAMP) ## build the site and check links, code and tables of the documents
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build
 	$(BIN)/python docs/check.py
+
+notebooks: $(STAMP) ## run three examples and write them as notebooks
+	$(BIN)/python docs/notebooks.py
 
 # Everything but torch is installed by hash, from requirements-ci.txt. torch and Triton are pinned by version alone, for
 # their builds differ between machines: GPU builds of torch bring their own Triton, and beside a CPU build the kernels are

@@ -69,6 +69,8 @@ copybutton_prompt_is_regexp = True
 def escape_docstring(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     """Show docstrings as they are written: one backtick marks code, and a bar is a bar."""
     for i, line in enumerate(lines):
+        if line.lstrip().startswith((">>> ", "... ")):
+            continue
         line = re.sub(r"(?<!`)`([^`]+)`(?!`)", r"``\1``", line)
         parts = re.split(r"(``.*?``)", line)
         lines[i] = "".join(p if p.startswith("``") else re.sub(r"(?<!\\)([|*])", r"\\\1", p) for p in parts)

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# One training on several devices of one machine, by torchrun.
+# Train on several devices of one machine with torchrun.
 #
-#   examples/torchrun.sh uea/JapaneseVowels                            # 2 devices, each takes half of every batch
-#   DEVICES=4 CONTEXT=4 examples/torchrun.sh lm/wikipedia              # 4 devices share every sequence
+#   examples/torchrun.sh uea/JapaneseVowels                            # 2 devices share each batch
+#   DEVICES=4 CONTEXT=4 examples/torchrun.sh lm/wikipedia              # 4 devices share each sequence
 #   DEVICES=8 STRATEGY=fsdp OUT=runs/big examples/torchrun.sh lm/wikipedia --trainer.epochs 8
 #
-# A process that dies is started again up to RESTARTS times, and the run goes on from its last whole checkpoint. The same
-# command goes on with a run that was stopped (SIGTERM saves and ends the training's processes with code 143).
+# If a process dies, all are started again, up to RESTARTS times, and the run continues from its last checkpoint. The same
+# command continues a run that was stopped: SIGTERM saves a checkpoint and ends the processes with code 143.
 set -euo pipefail
 
 if [[ $# -eq 0 ]]; then

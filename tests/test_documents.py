@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 import re
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 import primal_attention
+from primal_attention.nn.baselines.base import BaselineAttention
 
 ROOT = Path(__file__).parents[1]
 
@@ -85,7 +87,7 @@ def test_the_first_example_is_short(check: ModuleType) -> None:
 
 def test_help_names_every_target() -> None:
     text = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for target in ("demo", "test", "lint", "bench", "docs", "help"):
+    for target in ("demo", "test", "lint", "bench", "docs", "notebooks", "lock", "help"):
         assert f"\n{target}:" in text
 
 
@@ -101,23 +103,66 @@ def test_the_reference_has_every_public_name() -> None:
         assert f":: primal_attention.{name}\n" in pages, name
 
 
-def test_docstrings_of_public_names_list_every_argument() -> None:
-    for name in set(primal_attention.__all__) - {"__version__"}:
-        public = getattr(primal_attention, name)
-        arguments = set(inspect.signature(public).parameters)
-        missing = [a for a in arguments if not re.search(rf"\b{a}\b", inspect.getdoc(public) or "")]
-        assert not missing, f"{name}: {missing}"
+def reference_names() -> list[tuple[str, list[str]]]:
+    """Classes and functions of the reference, with the methods that it shows."""
+    pages = [page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs" / "reference").glob("*.md"))]
+    found = re.findall(r"\.\. auto(?:class|function):: (\S+)(?:\n   :members: (.+))?", "\n".join(pages))
+    return [(name, members.split(", ") if members else []) for name, members in found]
 
 
-def test_the_readmes_numbers_are_those_of_the_stored_results(check: ModuleType) -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    steps = {(row["name"], row["kind"]): row["wall_ms"] for row in check._read_bench("model")["rows"]}
-    for name in ("512x1024-compile", "512x4096-compile", "768x8192-compile", "512x1024-eager"):
-        primal, sdpa = (steps[f"{name}-autocast", kind] for kind in ("primal", "sdpa"))
-        assert f"{primal:.1f} ms per step, SDPA {sdpa:.1f} ms" in text, name
-    states = {r["name"]: r["state_bytes"] for r in check._read_bench("decode")["rows"] if r["length"] == 2**20}
-    primal, sdpa = states["primal-fused"] / 1e3, states["sdpa"] / 1e9
-    assert f"state of {primal:.1f} kB, softmax cache of {sdpa:.1f} GB" in text
-    results = "\n".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "results").glob("*.md"))
-    for number in ("1.4348", "1.3746", "1.3636", "55.6 ± 0.2", "58.7 ± 0.5", "58.4 ± 1.2", "64.7 ± 1.0", "58.9 ± 0.4"):
-        assert number in results  # generated tables, which the README rounds
+@pytest.mark.parametrize(("name", "members"), reference_names(), ids=lambda value: str(value).rpartition(".")[2])
+def test_docstrings_of_the_reference_list_every_argument(name: str, members: list[str]) -> None:
+    module, _, attribute = name.rpartition(".")
+    public = getattr(importlib.import_module(module), attribute)
+    described = {"self", "cls"}
+    if inspect.isclass(public) and issubclass(public, BaselineAttention) and public is not BaselineAttention:
+        described |= {"common", *inspect.signature(BaselineAttention).parameters}  # described there
+    for function in (public, *(getattr(public, member) for member in members)):
+        if callable(function):
+            doc = inspect.getdoc(function) or ""
+            missing = [
+                argument
+                for argument in set(inspect.signature(function).parameters) - described
+                if not re.search(rf"^\s*([\w*]+, )*\*{{0,2}}{argument}(, \w+)* ?:", doc, re.MULTILINE)
+            ]
+            assert not missing, f"{function.__qualname__}: {missing}"
+
+
+def test_the_readme_has_generated_tables_of_numbers_and_support(check: ModuleType) -> None:
+    names = [name for name, _ in check.TABLE.findall((ROOT / "README.md").read_text(encoding="utf-8"))]
+    assert names == ["situations", "support"]
+
+
+def test_support_without_a_test_is_named_untested(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check.tables, "read_marks", lambda: {("compile", "cpu"): ["tests/test_it.py"]})
+    rows = {row.split(" | ")[0]: row for row in check.tables.support_table().splitlines()}
+    assert "[tested](tests/test_it.py) | untested |" in rows["| `torch.compile(fullgraph=True)`, dynamic shapes"]
+    monkeypatch.setattr(check.tables, "read_marks", lambda: {("compiling", "cpu"): ["tests/test_it.py"]})
+    with pytest.raises(ValueError, match="compiling"):
+        check.tables.support_table()
+
+
+def test_the_guide_has_a_page_for_every_topic() -> None:
+    listed = (ROOT / "docs" / "guide" / "index.md").read_text(encoding="utf-8").split()
+    for page in (ROOT / "docs" / "guide").glob("*.md"):
+        assert page.stem == "index" or page.stem in listed
+    for topic in ("install", "quickstart", "examples", "choosing", "masks-and-packing", "streaming", "objective"):
+        assert topic in listed
+    for topic in ("performance", "distributed", "troubleshooting"):
+        assert topic in listed
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    for file, line in (("pyproject.toml", 'version = "{}"'), ("CITATION.cff", "version: {}")):
+        assert line.format(primal_attention.__version__) in (ROOT / file).read_text(encoding="utf-8").splitlines(), file
+
+
+def test_documents_use_the_terms_of_the_field(check: ModuleType) -> None:
+    odd = re.compile(
+        r"\b(way back|rivals?|opponents?|contenders?|held[- ]out cases|whoever|nobody|somebody|the published way"
+        r"|learn(ed|t)? by heart|told|mends?|stretch(es)?|fading|shelf|shelves)\b",
+        re.IGNORECASE,
+    )
+    for document in check.documents():
+        prose = re.sub(r"`[^`]*`", "", check.ANY_BLOCK.sub("", document.read_text(encoding="utf-8")))
+        assert not odd.search(prose), f"{document}: {odd.search(prose)[0]}"

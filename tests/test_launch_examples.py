@@ -1,8 +1,4 @@
-"""The launch scripts: read by shellcheck, and run as far as one machine allows.
-
-SLURM's runs with stand-ins for `srun` and `scontrol` that do on one machine what they are
-asked to: what the script makes of its environment, and how it hands a signal on, is real.
-"""
+"""The launch scripts pass shellcheck, and the one for SLURM runs with replacements of `srun` and `scontrol`."""
 
 from __future__ import annotations
 

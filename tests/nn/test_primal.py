@@ -69,6 +69,7 @@ def test_every_dtype_equals_float64_up_to_rounding(mode: str, decay: Any, dtype:
         assert_close(grad, exact_grads[name], 8 * ROUNDING[dtype], name)
 
 
+@pytest.mark.supports("autocast", "cpu")
 @every_map
 @every_decay
 def test_autocast_keeps_objective_state_and_gradients_in_float32(mode: str, decay: Any, feature_map: str) -> None:

@@ -68,6 +68,7 @@ class TestCompile:
     def _fresh_compiler(self) -> None:
         torch.compiler.reset()
 
+    @pytest.mark.supports("compile", "cpu")
     @every_mode
     def test_one_graph_trains_at_all_lengths(self, mode: str) -> None:
         block, counter = Block(make(mode)), CompileCounter()
@@ -119,6 +120,7 @@ class TestCompile:
         assert counter.graphs <= 3  # the first position and the general one, not one per token
 
 
+@pytest.mark.supports("export", "cpu")
 @pytest.mark.parametrize("mode", ["data_dependent", "two_sided", "causal_data_dependent"])
 def test_an_exported_program_survives_saving_and_serves_other_shapes(mode: str, tmp_path: Path) -> None:
     layer = make(mode).eval()
@@ -178,6 +180,7 @@ def test_gradcheck(mode: str, decay: Any, feature_map: str) -> None:
     assert torch.autograd.gradcheck(function, (inputs(2, 4).requires_grad_(), *values), fast_mode=True)
 
 
+@pytest.mark.supports("checkpointing", "cpu")
 @every_decay
 def test_activation_checkpointing_gives_the_same_gradients(mode: str, decay: Any) -> None:
     block = Block(make(mode, decay))

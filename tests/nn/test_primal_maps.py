@@ -152,6 +152,8 @@ def assert_same_training(layer: PrimalAttention, plain: PrimalAttention, layout:
         assert_close(actual, expected, ratio, layout)
 
 
+@pytest.mark.supports("PEFT", "cpu")
+@pytest.mark.supports("quantisation", "cpu")
 @pytest.mark.parametrize(
     ("mode", "change"), [*(("causal", change) for change in CHANGES), *((mode, "lora") for mode in MODES)]
 )
@@ -168,6 +170,7 @@ def test_one_changed_map_takes_effect(name: str) -> None:
     assert_close(layer(x), plain(x), SAME[x.dtype])
 
 
+@pytest.mark.supports("PEFT", "cuda")
 @pytest.mark.parametrize(
     ("mode", "backend"), [*((mode, "fused") for mode in MODES), ("data_dependent", "cpu"), ("causal", "cpu")]
 )

@@ -69,6 +69,7 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "BLOCK_SIZE", 1)
 
 
+@pytest.mark.supports("training", "cpu")
 @pytest.mark.parametrize("dtype", SAME)
 @every_mode
 @pytest.mark.usefixtures("_small_blocks")

@@ -35,6 +35,7 @@ def test_the_collectives_and_their_gradients_run(mesh):
     assert torch.equal(collectives.OPS.wait_tensor(collectives.OPS.all_reduce(x.detach(), "max", group.group_name)), x)
 
 
+@pytest.mark.supports("context parallelism", "cuda")
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("data_dependent", [False, True])
 def test_a_mesh_of_one_changes_nothing(mesh, causal: bool, data_dependent: bool):

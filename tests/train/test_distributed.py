@@ -51,6 +51,9 @@ def curves(place: Path) -> dict[str, list[float]]:
     return {key: [row[key] for row in toy.rows(place)] for key in ("loss", "task_loss", "ksvd_loss", "J")}
 
 
+@pytest.mark.supports("DDP", "cpu")
+@pytest.mark.supports("FSDP2", "cpu")
+@pytest.mark.supports("context parallelism", "cpu")
 @pytest.mark.parametrize(
     ("shared", "alone"),
     [

@@ -107,6 +107,14 @@ def primalize(model: nn.Module, layers: Layers = "last", *, copy: bool = False, 
 
     Returns:
         The names of the replaced modules: a list with `.report` (parameters and FLOPs before and after) and `.model`.
+
+    Examples:
+        >>> from torch import nn
+        >>> from primal_attention import primalize
+        >>> layer = nn.TransformerEncoderLayer(64, 4, batch_first=True)
+        >>> encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        >>> list(primalize(encoder, layers="last", rank=8, landmarks=16))
+        ['layers.2.self_attn']
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module (got {type(model).__name__})")

@@ -91,6 +91,14 @@ def spectrum(
 
     Returns:
         A dict of `LayerSpectrum` by layer name.
+
+    Examples:
+        >>> import torch
+        >>> from primal_attention import PrimalAttention, spectrum
+        >>> attn = PrimalAttention(64, 4, rank=8, landmarks=16)
+        >>> for name, layer in spectrum(attn, torch.randn(2, 50, 64)).items():
+        ...     print(layer.kind, tuple(layer.singular_values.shape))  # (samples, heads, tokens)
+        primal (2, 4, 50)
     """
     values: dict[str, list[Tensor]] = {}
     kinds: dict[str, str] = {}

@@ -25,12 +25,33 @@ NAMES = {
 
 
 class PrimalConfig(PreTrainedConfig):
-    """Configuration of `PrimalForCausalLM`. `LanguageConfig` describes the other fields.
+    """Configuration of `PrimalForCausalLM`: the fields of `LanguageConfig` under the names of transformers.
 
     Args:
-        attention: One name for all layers, a name with a plus for the last layer only, or one name per layer.
-        max_context: The longest text in primal_mode "landmarks"; the other modes have no limit.
-        eta: Weight of the KSVD loss, added to the loss in training.
+        vocab_size: number of tokens.
+        attention: one name for all layers, a name with a plus for the last layer only, or one name per layer.
+        hidden_size: width of the tokens.
+        num_attention_heads: heads of each layer.
+        num_hidden_layers: number of layers.
+        intermediate_size: hidden width of the MLPs.
+        hidden_act: activation of the MLPs, "gelu" or "relu".
+        dropout: as in `LanguageConfig`.
+        primal_mode: "mean", "landmarks", "decay" or "delta".
+        primal_heads: heads of the Primal layers; None is `num_attention_heads`.
+        rank: directions of the Primal layers.
+        landmarks: landmarks of the mode "landmarks".
+        max_context: the longest text of the mode "landmarks"; the other modes have no limit.
+        conv: kernel of a short causal convolution at each Primal layer; 0 is none.
+        conv_place: "beside" or "before".
+        gate: multiply each Primal layer's output by a gate.
+        positions: "rotary", "sinusoidal" or "none".
+        eta: weight of the KSVD loss, which is added to the loss in training.
+        use_cache: return the streaming state.
+        bos_token_id: token that begins a text.
+        eos_token_id: token that ends a text.
+        pad_token_id: token at padding.
+        tie_word_embeddings: must be True.
+        kwargs: of `PreTrainedConfig`.
     """
 
     model_type = "primal"

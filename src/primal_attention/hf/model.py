@@ -25,6 +25,9 @@ class PrimalCache(Cache):
 
     A slot has the state of its block and the number of tokens that each sequence has read. Its length includes padding.
     Only the keys and values of softmax layers grow with the text.
+
+    Args:
+        config: the configuration of the model.
     """
 
     layers: list[PrimalSlot]  # type: ignore[assignment]
@@ -49,7 +52,11 @@ class PrimalCache(Cache):
 
 
 class PrimalForCausalLM(PreTrainedModel, GenerationMixin):
-    """`LanguageModel` for transformers. Input and output embeddings are the same tensor."""
+    """`LanguageModel` for transformers. Input and output embeddings are the same tensor.
+
+    Args:
+        config: the configuration.
+    """
 
     config: PrimalConfig
     config_class = PrimalConfig

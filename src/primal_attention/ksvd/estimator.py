@@ -179,7 +179,19 @@ class KernelSVD(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
         return self
 
     def fit_transform(self, X: ArrayLike, y: Any = None, *, Z: ArrayLike | None = None) -> Array:
-        """Fit, and return the e-scores of X; as ``fit(X, Z=Z).transform(X)`` but without evaluating κ again."""
+        """Fit, and return the e-scores of X; as ``fit(X, Z=Z).transform(X)`` but without evaluating κ again.
+
+        Parameters
+        ----------
+        X : array of shape (N, d), or K for ``kernel="precomputed"``
+        y : ignored
+        Z : array of shape (M, d), default=None
+            The keys; X itself by default.
+
+        Returns
+        -------
+        array of shape (N, n_components)
+        """
         return self._fit(X, Z)
 
     def transform(self, X: ArrayLike) -> Array:

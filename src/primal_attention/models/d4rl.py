@@ -179,9 +179,17 @@ class DecisionTransformer(nn.Module):
     def act(
         self, state: Tensor, togo: Tensor, timestep: Tensor, previous: Tensor | None, memory: Memory
     ) -> tuple[Tensor, Memory]:
-        """The next action (B, action_dim) of each episode, and the memory after it.
+        """Choose the next action of each episode.
 
-        state: (B, state_dim); togo, timestep: (B,); previous: The last action, None at an episode's first step.
+        Args:
+            state: (B, state_dim).
+            togo: return to go, (B,).
+            timestep: (B,).
+            previous: the last action, (B, action_dim); None at the first step of an episode.
+            memory: the streaming states of the blocks.
+
+        Returns:
+            The actions, (B, action_dim), and the memory after them.
         """
         action = state.new_zeros(len(state), self.action_dim) if previous is None else previous
         # The previous step and this one; of the previous step only the action is new.

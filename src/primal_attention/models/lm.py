@@ -46,11 +46,32 @@ Positions = Literal["rotary", "sinusoidal", "none"]
 
 @dataclass(frozen=True)
 class LanguageConfig:
-    """The hyperparameters of a `LanguageModel`, in plain values that a file can hold."""
+    """The hyperparameters of a `LanguageModel`, in plain values that a file can hold.
+
+    Args:
+        vocabulary: number of tokens.
+        attention: one name for all layers, a name with a plus for the last layer only, or one name per layer.
+        embed_dim: width of the tokens.
+        num_heads: heads of each layer.
+        layers: number of layers.
+        ffn_dim: hidden width of the MLPs.
+        activation: of the MLPs.
+        dropout: rate on attention, MLP and embeddings.
+        primal_mode: "mean" is the paper's running mean; "landmarks" is causal and data-dependent; "decay" has a
+            learned decay per head; "delta" has projection weights that follow the delta rule.
+        primal_heads: heads of the Primal layers, for more time scales of decay; None is `num_heads`.
+        rank: directions of the Primal layers.
+        landmarks: landmarks of the mode "landmarks".
+        max_length: the longest context of the mode "landmarks"; the other modes have no limit.
+        conv: kernel of a short causal convolution at each Primal layer; 0 is none. In "delta" layers it is on q, k
+            and h.
+        conv_place: "beside" adds the convolution to the layer's output, "before" to its input, through SiLU.
+        gate: multiply each Primal layer's output by a gate; in "delta" layers the scores.
+        positions: "rotary" in the softmax layers, "sinusoidal" added to the embeddings, or "none".
+    """
 
     vocabulary: int
     attention: tuple[str, ...] = ("softmax",)
-    """One name for all layers, a name with a plus for the last layer only, or one name per layer."""
     embed_dim: int = 512
     num_heads: int = 8
     layers: int = 6
@@ -58,22 +79,14 @@ class LanguageConfig:
     activation: Literal["gelu", "relu"] = "gelu"
     dropout: float = 0.0
     primal_mode: PrimalMode = "mean"
-    """mean: the paper's running mean; landmarks: causal and data-dependent; decay: a learned decay per head; delta:
-    projection weights that follow the delta rule."""
     primal_heads: int | None = None
-    """Heads of the Primal layers, for more time scales of decay; None is num_heads."""
     rank: int = 30
     landmarks: int = 300
     max_length: int = 512
-    """The longest context of the landmarks mode, whose grid spans it; the other modes have no limit."""
     conv: int = 0
-    """Kernel of a short causal convolution at each Primal layer; 0 is none. In delta layers it is on q, k and h."""
     conv_place: Literal["beside", "before"] = "beside"
-    """beside: added to the layer's output; before: added to its input, through SiLU."""
     gate: bool = False
-    """A multiplicative gate on each Primal layer's output, in delta layers on the scores."""
     positions: Positions = "rotary"
-    """rotary: in the softmax layers; sinusoidal: added to the embeddings."""
 
 
 def check_primal_mode(mode: str) -> None:
@@ -154,7 +167,11 @@ class LanguageModel(nn.Module):
         return all(block.streams for block in self.blocks)  # type: ignore[union-attr]
 
     def initial_state(self, batch_size: int) -> LanguageState:
-        """The state before the first token of `batch_size` sequences."""
+        """Return the state before the first token.
+
+        Args:
+            batch_size: number of sequences.
+        """
         self._check_streams()
         position = torch.zeros(batch_size, dtype=torch.int64, device=self.embedding.weight.device)
         return LanguageState(tuple(b.initial_state(batch_size) for b in self.blocks), position)  # type: ignore[operator]
@@ -333,13 +350,18 @@ def _nats(x: Tensor, embedding: Tensor, targets: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen: the likeliest one with temperature 0, otherwise a random one by `seed`."""
+    """How a token is chosen: the likeliest one with temperature 0, otherwise a random one.
+
+    Args:
+        temperature: divides the logits; 0 is greedy.
+        top_k: draw among this many of the likeliest tokens; None is all.
+        top_p: draw among the likeliest tokens that together have at least this probability; None is all.
+        seed: of the random numbers.
+    """
 
     temperature: float = 1.0
     top_k: int | None = None
-    """Draw among this many of the likeliest tokens."""
     top_p: float | None = None
-    """Draw among the likeliest tokens that together have at least this probability."""
     seed: int = 0
 
     def __post_init__(self) -> None:

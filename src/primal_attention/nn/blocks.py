@@ -58,7 +58,12 @@ def convolve(conv: nn.Conv1d, x: Tensor, context: Any = None) -> Tensor:
 
 
 class LocalMixing(nn.Module):
-    """Depthwise convolution over time; padding is read as zeros."""
+    """Depthwise convolution over time; padding is read as zeros.
+
+    Args:
+        embed_dim: width of the tokens.
+        kernel_size: odd number of tokens that an output depends on.
+    """
 
     context: Any = None
 
@@ -75,7 +80,12 @@ class LocalMixing(nn.Module):
 
 
 class CausalConv(nn.Module):
-    """Short causal depthwise convolution. Padding has to stand behind the tokens; the state is the last inputs."""
+    """Short causal depthwise convolution. Padding must be after the tokens; the state is the last inputs.
+
+    Args:
+        embed_dim: width of the tokens.
+        kernel_size: number of tokens that an output depends on.
+    """
 
     context: Any = None
 
@@ -219,7 +229,12 @@ class Encoder(nn.Module):
 
 
 class BlockState(NamedTuple):
-    """Streaming state of a block: of its attention, and the last inputs of its convolution."""
+    """Streaming state of a block.
+
+    Args:
+        attention: the state of its attention.
+        conv: the last inputs of its convolution, or None without one.
+    """
 
     attention: Any
     conv: Tensor | None
@@ -311,7 +326,16 @@ class DecoderBlock(EncoderBlock):
 
 
 def masked_mean(x: Tensor, key_padding_mask: Tensor | None = None, context: Any = None) -> Tensor:
-    """Mean over the valid tokens, (B, N, d) → (B, d); zero for an empty sequence."""
+    """Mean over the valid tokens; zero for an empty sequence.
+
+    Args:
+        x: (B, N, d).
+        key_padding_mask: (B, N), True at padding.
+        context: the ranks that hold the other tokens, if the sequence is sharded.
+
+    Returns:
+        (B, d).
+    """
     if key_padding_mask is None:
         return x.mean(dim=1) if context is None else context.sum(x.sum(dim=1)) / context.locate(x).total[:, None]
     valid = ~key_padding_mask
@@ -322,7 +346,16 @@ def masked_mean(x: Tensor, key_padding_mask: Tensor | None = None, context: Any 
 
 
 def masked_max(x: Tensor, key_padding_mask: Tensor | None = None, context: Any = None) -> Tensor:
-    """Maximum over the valid tokens, (B, N, d) → (B, d); zero for an empty sequence."""
+    """Maximum over the valid tokens; zero for an empty sequence.
+
+    Args:
+        x: (B, N, d).
+        key_padding_mask: (B, N), True at padding.
+        context: the ranks that hold the other tokens, if the sequence is sharded.
+
+    Returns:
+        (B, d).
+    """
     if key_padding_mask is not None:
         x = x.masked_fill(key_padding_mask.unsqueeze(-1), -torch.inf)
     best = x.amax(dim=1) if context is None else context.maximum(x)

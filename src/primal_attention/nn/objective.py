@@ -36,6 +36,14 @@ def record_objective(model: nn.Module) -> Iterator[None]:
 
     Args:
         model: the model whose layers are recorded.
+
+    Examples:
+        >>> import torch
+        >>> from primal_attention import PrimalAttention, ksvd_loss, record_objective
+        >>> attn = PrimalAttention(64, 4, rank=8, landmarks=16).eval()
+        >>> with record_objective(attn):
+        ...     left, right = attn(torch.randn(2, 50, 64)), attn(torch.randn(2, 30, 64))
+        ...     loss = ksvd_loss(attn)  # of both calls
     """
     outer = [(layer, layer._last_call) for layer in primal_layers(model).values()]
     for layer, _ in outer:
@@ -66,6 +74,17 @@ def ksvd_loss(
         group: process group of data-parallel training. `reduction="batch"` needs it for the gradients of a single
             process with all samples, because a mean of squares is not the square of a mean.
         part: the number of samples of this rank divided by the mean over the ranks, if they differ.
+
+    Returns:
+        A scalar, differentiable if the forward pass was.
+
+    Examples:
+        >>> import torch
+        >>> from primal_attention import PrimalAttention, ksvd_loss
+        >>> attn = PrimalAttention(64, 4, rank=8, landmarks=16)
+        >>> y = attn(torch.randn(2, 50, 64))
+        >>> loss = y.square().mean() + 0.1 * ksvd_loss(attn)
+        >>> loss.backward()
     """
     if reduction not in ("sample", "batch"):
         raise ValueError(f"reduction must be 'sample' or 'batch' (got {reduction!r})")

@@ -53,6 +53,17 @@ class PrimalAttention(nn.Module):
         objective_trace: "weights" for Tr(W_eᵀ W_r), "projections" for Tr(W_{e|X}ᵀ W_{r|X}).
         device: of the parameters.
         dtype: of the parameters.
+
+    Examples:
+        >>> import torch
+        >>> from primal_attention import PrimalAttention
+        >>> attn = PrimalAttention(embed_dim=64, num_heads=4, rank=8, landmarks=16)
+        >>> x = torch.randn(2, 50, 64)
+        >>> attn(x).shape
+        torch.Size([2, 50, 64])
+        >>> y, scores = attn(x, return_scores=True)
+        >>> scores.e.shape
+        torch.Size([2, 4, 50, 8])
     """
 
     context: Any = None

@@ -98,7 +98,7 @@ class PrimalClassifier(BaseClassifier):
     >>> X = rng.standard_normal((20, 2, 15))
     >>> X[10:] += 3
     >>> y = np.repeat(["low", "high"], 10)
-    >>> PrimalClassifier(epochs=5, embed_dim=16, random_state=0).fit(X, y).predict(X[:1]).shape
+    >>> PrimalClassifier(epochs=5, embed_dim=16, num_heads=2, rank=4, random_state=0).fit(X, y).predict(X[:1]).shape
     (1,)
     """
 
@@ -222,7 +222,11 @@ class PrimalClassifier(BaseClassifier):
         return torch.cat(parts).numpy()
 
     def save(self, file: str | Path) -> Path:
-        """Write the fitted classifier to one safetensors file: arrays and a description, no code."""
+        """Write the fitted classifier to one safetensors file: arrays and a description, no code.
+
+        Args:
+            file: path of the file.
+        """
         from safetensors.numpy import save
 
         self._check_is_fitted()
@@ -248,7 +252,11 @@ class PrimalClassifier(BaseClassifier):
 
     @classmethod
     def load(cls, file: str | Path) -> PrimalClassifier:
-        """Read a classifier that `save` wrote; nothing in the file is executed."""
+        """Read a classifier that `save` wrote; nothing in the file is executed.
+
+        Args:
+            file: path of the file.
+        """
         return _checked(cls._load, Path(file))
 
     @classmethod

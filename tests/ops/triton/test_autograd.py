@@ -97,6 +97,7 @@ def test_frozen_parameters_get_no_gradient_and_change_no_other(device: torch.dev
         assert (parameter.grad is not None) == (parameter.requires_grad and name != "sqrt_lambda"), name
 
 
+@pytest.mark.supports("checkpointing", "cuda")
 @pytest.mark.parametrize("mode", ["data_dependent", "learned_decay", "causal_landmarks"])
 def test_activation_checkpointing_changes_nothing(device: torch.device, mode: str) -> None:
     layer = make(mode, heads=1).to(device)

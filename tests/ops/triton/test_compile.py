@@ -37,6 +37,7 @@ def _fresh_compiler() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.supports("compile", "cuda")
 @pytest.mark.parametrize("mode", ["data_dependent", "learned_decay", "causal_landmarks_decay"])
 def test_one_graph_serves_all_lengths(device: torch.device, mode: str) -> None:
     layer = make(mode, heads=1).to(device)

@@ -99,6 +99,7 @@ def test_where_tf32_is_allowed_the_kernels_lose_nothing_by_it(
         assert_close(value, truth[name], max(allowed[name], CANCELLED.get(name, SAME)), name)
 
 
+@pytest.mark.supports("autocast", "cuda")
 def test_autocast_runs_the_kernels_in_its_dtype(device: torch.device) -> None:
     layer = make("data_dependent").to(device)
     with torch.no_grad():  # the kernels convert W_e and W_r, which the interpreter does by truncation: make it exact

@@ -27,6 +27,7 @@ if not torch.cuda.is_available():  # the interpreter is slow: each mode and each
     SIZES = SIZES[::5] + SIZES[12:24:11]
 
 
+@pytest.mark.supports("training", "cuda")
 @pytest.mark.parametrize(("mode", "batch", "length", "head_dim", "rank", "heads"), SIZES)
 def test_the_kernels_match_the_equations(
     device: torch.device, mode: str, batch: int, length: int, head_dim: int, rank: int, heads: int

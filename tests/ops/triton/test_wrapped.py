@@ -40,6 +40,8 @@ def trained(net: nn.Module, x: Tensor, mask: Tensor) -> Results:
     return found
 
 
+@pytest.mark.supports("DDP", "cuda")
+@pytest.mark.supports("FSDP2", "cuda")
 @pytest.mark.usefixtures("_group")
 @pytest.mark.filterwarnings("ignore:.*barrier.*")
 @pytest.mark.parametrize("way", WAYS)

@@ -53,7 +53,11 @@ def attention_names() -> tuple[str, ...]:
 
 
 def attention_traits(name: str) -> AttentionTraits:
-    """Return the properties of the attention of this name, without building it."""
+    """Return the properties of the attention of this name, without building it.
+
+    Args:
+        name: one of `attention_names()`.
+    """
     _check_name(name)
     return _PRIMAL if name == "primal" else _BASELINES[name].traits
 
@@ -66,6 +70,17 @@ def make_attention(name: str, embed_dim: int, num_heads: int, **settings: Any) -
         embed_dim: width of the tokens.
         num_heads: number of heads.
         settings: passed to the class: causal, bias, dropout, device, dtype, and the class's own arguments.
+
+    Returns:
+        The layer. Every layer takes (x, key_padding_mask) and returns y of the shape of x.
+
+    Examples:
+        >>> import torch
+        >>> from primal_attention import attention_names, make_attention
+        >>> attention_names()[:4]
+        ('softmax', 'primal', 'linear', 'performer')
+        >>> make_attention("performer", 64, 4, features=32)(torch.randn(2, 50, 64)).shape
+        torch.Size([2, 50, 64])
     """
     _check_name(name)
     if name == "primal":

@@ -20,14 +20,23 @@ from ..padding import Padding, Tokens
 
 @dataclass(frozen=True)
 class AttentionTraits:
-    """Properties of an attention, for code that iterates over all of them."""
+    """Properties of an attention, for code that iterates over all of them.
 
-    complexity: str = "O(N)"  # time, in the number of tokens
-    linear_memory: bool = True  # memory saved for backward grows with N, not with N²
+    Args:
+        complexity: time, in the number of tokens.
+        linear_memory: memory saved for backward grows with N, not with N².
+        supports_causal: `causal=True` is available.
+        streams: `causal=True` has `initial_state` and `step`, with a state of constant size.
+        stochastic: draws random numbers from `seed`; the same in every eval forward.
+        exact_gradient: the backward pass is the derivative of the forward pass.
+    """
+
+    complexity: str = "O(N)"
+    linear_memory: bool = True
     supports_causal: bool = False
-    streams: bool = False  # causal=True has initial_state and step, with a state of constant size
-    stochastic: bool = False  # draws random numbers from `seed`; the same in every eval forward
-    exact_gradient: bool = True  # the backward pass is the derivative of the forward pass
+    streams: bool = False
+    stochastic: bool = False
+    exact_gradient: bool = True
 
 
 class BaselineAttention(nn.Module):
@@ -134,7 +143,15 @@ class StreamingAttention(BaselineAttention):
         return self._resume(x, tokens, None, None)[0]
 
     def step(self, x_t: Tensor, state: Any) -> tuple[Tensor, Any]:
-        """Process one token of each sequence: x_t (B, embed_dim) → y_t, row t of the full pass, and the next state."""
+        """Process one token of each sequence.
+
+        Args:
+            x_t: (B, embed_dim).
+            state: the state after the earlier tokens.
+
+        Returns:
+            y_t, which is row t of the full pass, and the next state.
+        """
         y, state = self(x_t.unsqueeze(1), state=state, return_state=True)
         return y[:, 0], state
 

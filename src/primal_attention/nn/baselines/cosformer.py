@@ -22,7 +22,8 @@ CAUSAL_MAX_LENGTH = 4096
 
 
 class CosformerAttention(KernelizedAttention):
-    """
+    """Linear attention with relu features and cosine weights of the distance.
+
     Args:
         max_length: M. None takes each sequence's own length, as the authors do. A causal layer cannot know how long
             its sequence will be, so there M is a number, 4096 by default, and longer inputs are refused. (A stream

@@ -22,7 +22,11 @@ from .linear import causal_linear
 
 
 class FlowAttention(BaselineAttention):
-    """eps: added to both sides of each flow, as in the authors' code."""
+    """Linear attention with flow conservation, competition and allocation.
+
+    Args:
+        eps: added to both sides of each flow, as in the authors' code.
+    """
 
     name = "flow"
     traits = AttentionTraits(supports_causal=True)

@@ -84,7 +84,11 @@ class KernelizedAttention(StreamingAttention):
 
 
 class LinearAttention(KernelizedAttention):
-    """Linear attention with φ(z) = elu(z) + 1. eps: added to the denominator, as in the authors' code."""
+    """Linear attention with φ(z) = elu(z) + 1.
+
+    Args:
+        eps: added to the denominator, as in the authors' code.
+    """
 
     name = "linear"
     order_matters = False

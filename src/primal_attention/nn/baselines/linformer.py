@@ -20,7 +20,8 @@ from .base import BaselineAttention
 
 
 class LinformerAttention(BaselineAttention):
-    """
+    """Softmax attention over keys and values that are projected to a fixed number of rows.
+
     Args:
         projected_length: k.
         max_length: the longest input. The number of parameters grows with it.

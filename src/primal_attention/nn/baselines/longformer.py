@@ -21,7 +21,8 @@ from .base import BaselineAttention
 
 
 class LongformerAttention(BaselineAttention):
-    """
+    """Softmax attention in a sliding window, with a few global tokens.
+
     Args:
         window: w, an even number: each token sees w/2 tokens on either side, and itself.
         global_tokens: how many tokens at the start of each sequence are global; 0 for the window only.

@@ -22,7 +22,8 @@ from .base import BaselineAttention
 
 
 class NystromAttention(BaselineAttention):
-    """
+    """Softmax attention approximated by the Nyström method.
+
     Args:
         landmarks: m.
         pinv_iterations: of the pseudo-inverse.

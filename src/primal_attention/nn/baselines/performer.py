@@ -21,10 +21,12 @@ from .random_buffers import RandomBuffers, orthogonal_gaussian
 
 
 class PerformerAttention(RandomBuffers, KernelizedAttention):
-    """
+    """Softmax attention approximated by positive random features.
+
     Args:
         features: m, random features, shared by the heads.
-        seed, redraw_every: see `RandomBuffers`.
+        seed: of the random numbers.
+        redraw_every: drawn again every so many training forwards; None keeps the first draw.
     """
 
     name = "performer"

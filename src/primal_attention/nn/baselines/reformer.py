@@ -30,11 +30,13 @@ MAX_LOG_BUCKETS = 16
 
 
 class ReformerAttention(RandomBuffers, BaselineAttention):
-    """
+    """Softmax attention among tokens with equal hashes.
+
     Args:
         hashes: rounds of hashing.
         chunk: C, tokens per chunk; there are 2 L / C buckets, rounded down to a power of two.
-        seed, redraw_every: see `RandomBuffers`; new hashes in every training forward by default.
+        seed: of the random numbers.
+        redraw_every: drawn again every so many training forwards; by default in every one.
     """
 
     name = "reformer"

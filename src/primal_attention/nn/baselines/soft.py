@@ -21,7 +21,8 @@ from .nystrom import choose_short, means
 
 
 class SoftAttention(BaselineAttention):
-    """
+    """Attention with a Gaussian kernel, approximated by the Nyström method.
+
     Args:
         landmarks: m, 49 in the paper.
         newton_iterations: of the inverse, 20 in the paper.

@@ -28,12 +28,14 @@ COLUMNS = 8  # value columns whose products with the keys are summed at a time i
 
 
 class YosoAttention(RandomBuffers, BaselineAttention):
-    """
+    """Attention by the probability that the hashes of query and key collide.
+
     Args:
         estimator: "expectation" (YOSO-E), or "sampled": new hashes in every training forward, fixed ones in eval.
         bits: τ, bits of a hash.
         hashes: of the sampled estimator.
-        seed, redraw_every: see `RandomBuffers`; the expectation draws nothing.
+        seed: of the random numbers.
+        redraw_every: drawn again every so many training forwards. The expectation draws nothing.
     """
 
     name = "yoso"

