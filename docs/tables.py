@@ -121,6 +121,22 @@ def model_table() -> str:
     return render(heading, rows, origin(stored, "bench/model.json"), left=3)
 
 
+def layer_table() -> str:
+    """SDPA and the fused kernels on one layer."""
+    stored = read_json("bench/attention-256-4k.json")
+    sizes: dict[tuple[int, int], dict[str, Any]] = {(row["embed_dim"], row["length"]): {} for row in stored["rows"]}
+    for row in stored["rows"]:
+        sizes[row["embed_dim"], row["length"]][row["name"]] = row
+    rows = []
+    for (width, length), found in sizes.items():
+        primal = found["primal-fused"]
+        times = [f"{1e3 * found[name]['seconds']:.2f}" for name in ("sdpa", "primal-fused")]
+        ratios = [f"{primal[key]:.2f}" for key in ("speedup", "peak_ratio", "kept_ratio")]
+        rows.append([f"{width}", f"{length:,}", *times, *ratios])
+    heading = ["width", "tokens", "SDPA ms", "Primal ms", "speedup", "peak memory ratio", "saved for backward ratio"]
+    return render(heading, rows, origin(stored, "bench/attention-256-4k.json"), left=0)
+
+
 def generate_table() -> str:
     """Time of one more token of whole language models against the tokens read before."""
     stored = read_json("bench/generate.json")
@@ -338,6 +354,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "support": support_table,
     "situations": situation_table,
     "bench model": model_table,
+    "bench layer": layer_table,
     "bench generate": generate_table,
     "scaling": scaling_table,
     "link simulation": link_table,
