@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 os.environ.setdefault("TRITON_INTERPRET", "1" if not os.path.exists("/dev/nvidiactl") else "0")
@@ -13,7 +14,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
+import fast_interpreter
+
 torch.set_num_threads(1)
+
+if os.environ["TRITON_INTERPRET"] == "1" and find_spec("triton"):
+    fast_interpreter.install()
 
 
 @pytest.fixture(autouse=True)
