@@ -10,6 +10,7 @@ from pathlib import Path
 os.environ.setdefault("TRITON_INTERPRET", "1" if not os.path.exists("/dev/nvidiactl") else "0")
 # The tensors are tiny: threads would wait for each other. Processes that tests start inherit the limit.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # a pool of compilers would import torch once more
 
 import pytest
 import torch
