@@ -17,7 +17,7 @@ demo: $(STAMP) ## train on real data, print a table and draw one figure
 	$(BIN)/primal demo
 
 test: $(STAMP) ## run the whole test suite
-	$(BIN)/python -m pytest -n $(WORKERS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 lint: $(STAMP) ## lint, formatting and types
 	$(BIN)/ruff check .

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 os.environ.setdefault("TRITON_INTERPRET", "1" if not os.path.exists("/dev/nvidiactl") else "0")
 # The tensors are tiny: threads would wait for each other. Processes that tests start inherit the limit.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # a pool of compilers would import torch once more
 
 import pytest
 import torch
 
+import fast_interpreter
+
 torch.set_num_threads(1)
+
+if os.environ["TRITON_INTERPRET"] == "1" and find_spec("triton"):
+    fast_interpreter.install()
 
 
 @pytest.fixture(autouse=True)

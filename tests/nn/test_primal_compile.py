@@ -79,7 +79,8 @@ class TestCompile:
 
     def test_the_default_compiler_trains(self) -> None:
         block = Block(make("data_dependent"))
-        compiled = torch.compile(block, fullgraph=True, dynamic=True)
+        scalar = {"cpp.simdlen": 1}  # C++ without vector intrinsics compiles in two thirds of the time
+        compiled = torch.compile(block, fullgraph=True, dynamic=True, options=scalar)
         assert_same_step(block, compiled, 2, 9, ratio=1e-11)  # the compiler has its own order of sums
 
     @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from primal_cases import inputs, make
 
 # float64, and sums in another order; a gradient passes through some hundred additions of order one.
 EXACT = 1e-10
-# float32 kernels against float32 kernels with sums in another order.
+# float32 kernels on shards against the reference in float64.
 SINGLE = 1e-5
 
 Differences = dict[str, dict[str, dict[str, float]]]  # by group, comparison and quantity
@@ -34,7 +34,7 @@ Differences = dict[str, dict[str, dict[str, float]]]  # by group, comparison and
 
 @pytest.fixture(scope="session")
 def differences(tmp_path_factory: pytest.TempPathFactory) -> Differences:
-    """Differences from a single process, of four gloo processes."""
+    """Differences of up to four gloo processes from a single one."""
 
     def run_ranks(folder: Path) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import fast_interpreter
 from primal_attention import PrimalAttention, ksvd_loss
 from primal_attention.models.lm import LanguageConfig, LanguageModel
 from primal_attention.models.lra import LRAClassifier
@@ -72,11 +73,12 @@ def gradient_differences(module: nn.Module, single: nn.Module) -> Differences:
 
 
 def compare_layer(mesh: DeviceMesh, layer: PrimalAttention, mask: Tensor | None) -> Differences:
-    """Compare outputs, scores, J and all gradients of one layer."""
+    """Compare outputs, scores, J and all gradients of one layer with the reference in float64 in a single process."""
     x = inputs(3, LENGTH, dtype=layer.w_e.dtype)
-    single, context = copy.deepcopy(layer), Context.over(mesh)
+    single, context = copy.deepcopy(layer).double(), Context.over(mesh)
+    single.backend = "reference"
     aim, weight = torch.randn_like(x), torch.randn(len(x), dtype=x.dtype)
-    x0 = x.clone().requires_grad_()
+    x0 = x.clone().double().requires_grad_()
     with torch.random.fork_rng():
         torch.manual_seed(0)
         y0, scores0 = single(x0, mask, return_scores=True)
@@ -303,6 +305,7 @@ def main(out: Path, rank: int) -> None:
 
 
 if __name__ == "__main__":
+    fast_interpreter.install()
     fork = multiprocessing.get_context("fork")
     ranks = [fork.Process(target=main, args=(Path(sys.argv[1]), rank)) for rank in range(RANKS)]
     for process in ranks:

@@ -47,11 +47,11 @@ def test_a_second_derivative_raises_instead_of_coming_out_as_zero(device: torch.
         torch.autograd.grad(losses[of], x, create_graph=True)
 
 
-@pytest.mark.parametrize("mode", ["data_dependent", "plain", "causal", "learned_decay"])
+@pytest.mark.parametrize("mode", ["data_dependent", "plain", "learned_decay"])
 def test_a_graph_that_is_kept_can_be_walked_again(device: torch.device, mode: str) -> None:
     """The last walk writes gradients over what was kept for it; one with `retain_graph` must not."""
-    layer = make(mode).to(device)
-    x = tokens(layer, 2, 40).requires_grad_()
+    layer = make(mode, heads=1).to(device)
+    x = tokens(layer, 2, 17).requires_grad_()
     wanted = [x, *layer.parameters()]
     loss = layer(x).square().sum() + layer.objective.square().sum()
     first, second, last = (torch.autograd.grad(loss, wanted, retain_graph=keep) for keep in (True, True, False))
@@ -112,12 +112,14 @@ def test_activation_checkpointing_changes_nothing(device: torch.device, mode: st
         assert torch.equal(plain, recomputed)
 
 
-@pytest.mark.parametrize("mode", ["data_dependent", "learned_decay", "causal_landmarks"])
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize(
+    ("mode", "dropout"),
+    [("data_dependent", 0.0), ("data_dependent", 0.3), ("learned_decay", 0.3), ("causal_landmarks", 0.0)],
+)
 def test_recomputing_keeps_less_and_changes_nothing(device: torch.device, mode: str, dropout: float) -> None:
     """Of what has at least the size of x, x alone is kept."""
     layer = make(mode, heads=1, dropout=dropout).to(device)
-    x = tokens(layer, 2, 40).requires_grad_()
+    x = tokens(layer, 2, 20).requires_grad_()
 
     def gradients(recompute: bool) -> tuple[int, list[torch.Tensor]]:
         layer.recompute = recompute
