@@ -6,6 +6,7 @@ import http.client
 import importlib.util
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -60,11 +61,15 @@ def test_the_example_runs_in_its_small_setting(name: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_the_template_runs_where_a_user_copies_it(name: str, tmp_path: Path) -> None:
+def test_the_template_runs_where_a_user_copies_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     template = ROOT / "examples" / "templates" / f"{name}.py"
     assert 60 <= len(template.read_text(encoding="utf-8").splitlines()) <= 100
-    shutil.copy(template, tmp_path / "train.py")
-    assert TEMPLATES[name] in run(tmp_path / "train.py", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PRIMAL_SMALL", "1")
+    runpy.run_path(shutil.copy(template, tmp_path / "train.py"), run_name="__main__")
+    assert TEMPLATES[name] in capsys.readouterr().out
 
 
 def test_every_script_is_tested_short_and_names_its_command() -> None:
