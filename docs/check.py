@@ -30,6 +30,7 @@ COMPLETE = (
     "docs/guide/masks-and-packing.md",
     "docs/guide/streaming.md",
     "docs/guide/objective.md",
+    "docs/guide/kernel-svd.md",
     "docs/guide/benchmarks/lm.md",
 )
 

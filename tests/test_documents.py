@@ -34,7 +34,9 @@ def test_the_readmes_code_runs(check: ModuleType) -> None:
         assert check.run_examples(ROOT / "README.md") >= 3
 
 
-@pytest.mark.parametrize("page", ["quickstart", "masks-and-packing", "streaming", "objective", "benchmarks/lm"])
+@pytest.mark.parametrize(
+    "page", ["quickstart", "masks-and-packing", "streaming", "objective", "kernel-svd", "benchmarks/lm"]
+)
 def test_the_code_of_the_guide_runs(check: ModuleType, page: str, capsys: pytest.CaptureFixture[str]) -> None:
     document = f"docs/guide/{page}.md"
     assert document in check.COMPLETE

@@ -1,16 +1,21 @@
-"""The examples run, are short, and their notebooks are current."""
+"""The examples and templates run, are short, and their notebooks are current."""
 
 from __future__ import annotations
 
+import http.client
 import importlib.util
 import json
 import os
+import runpy
+import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 # What an example prints at its end, and the packages that it needs.
@@ -24,6 +29,10 @@ EXAMPLES = {
 }
 
 
+# What a template prints at its end.
+TEMPLATES = {name: f"saved {name}.safetensors" for name in ("classifier", "lm", "vision")}
+
+
 @pytest.fixture(scope="module")
 def notebooks() -> ModuleType:
     spec = importlib.util.spec_from_file_location("docs_notebooks", ROOT / "docs" / "notebooks.py")
@@ -32,28 +41,121 @@ def notebooks() -> ModuleType:
     return module
 
 
+def run(script: Path, folder: Path) -> str:
+    paths = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
+    small = {"PRIMAL_SMALL": "1", "MPLBACKEND": "Agg", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths}
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=folder, env={**os.environ, **small}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_example_runs_in_its_small_setting(name: str, tmp_path: Path) -> None:
     expected, packages = EXAMPLES[name]
     for package in packages:
         pytest.importorskip(package)
-    paths = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
-    small = {"PRIMAL_SMALL": "1", "MPLBACKEND": "Agg", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths}
-    command = [sys.executable, str(ROOT / "examples" / f"{name}.py")]
-    done = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, **small}, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert expected in done.stdout
+    assert expected in run(ROOT / "examples" / f"{name}.py", tmp_path)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_template_runs_where_a_user_copies_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    template = ROOT / "examples" / "templates" / f"{name}.py"
+    assert 60 <= len(template.read_text(encoding="utf-8").splitlines()) <= 100
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PRIMAL_SMALL", "1")
+    runpy.run_path(shutil.copy(template, tmp_path / "train.py"), run_name="__main__")
+    assert TEMPLATES[name] in capsys.readouterr().out
 
 
 def test_every_script_is_tested_short_and_names_its_command() -> None:
     scripts = sorted((ROOT / "examples").glob("*.py"))
-    assert {script.stem for script in scripts} == set(EXAMPLES)
+    assert {script.stem for script in scripts} == {*EXAMPLES, "server"}
+    assert {script.stem for script in (ROOT / "examples" / "templates").iterdir()} == set(TEMPLATES)
     for script in scripts:
         text = script.read_text(encoding="utf-8")
         assert len(text.splitlines()) <= 120, script
-        assert f"    python examples/{script.name}\n" in text
+        assert f"    python examples/{script.name}" in text
+
+
+# The server
+
+
+@pytest.fixture(scope="module")
+def language_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a small language model."""
+    pytest.importorskip("tokenizers")
+    pytest.importorskip("lightning")
+    import test_lm
+
+    from primal_attention.train import loop
+
+    folder = tmp_path_factory.mktemp("lm")
+    for split in ("train", "valid", "test"):
+        articles = (f" = {split} {i} = \n\nThe cat {i} sat on the mat of {split}, and sat.\n" for i in range(12))
+        (folder / f"wiki.{split}.txt").write_text("".join(articles))
+    loop.train(test_lm.small(folder, trainer__steps_per_epoch=1), folder / "run", name="lm/wikipedia")
+    return folder / "run"
+
+
+def ask(url: str, **request: object) -> tuple[int, str, int]:
+    """The status, the text, and the number of pieces in which it arrived."""
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
+    connection.request("POST", "/generate", json.dumps(request))
+    response = connection.getresponse()
+    pieces = list(iter(lambda: response.read1(), b""))
+    connection.close()
+    return response.status, b"".join(pieces).decode(), len(pieces)
+
+
+def test_sixteen_clients_stream_the_texts_of_sequential_generation(language_run: Path) -> None:
+    from primal_attention.models.lm import Sampling, generate
+    from primal_attention.train.lm import load_language
+
+    model, vocabulary = load_language(language_run)
+
+    def expected(text: str, count: int, seed: int) -> list[int]:
+        prompt = [vocabulary.end, *vocabulary.encode([text])[0]]
+        steps = generate(model, [prompt], count, Sampling(0.7, seed=seed), stop=vocabulary.end)
+        return [token for (token,) in steps if token != vocabulary.end]
+
+    paths = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, str(ROOT / "examples" / "server.py"), str(language_run), "--port", "0"]
+    environment = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
+    server = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        url = server.stdout.readline().strip()
+        prompts = [f"The cat {i} sat" for i in range(16)]
+
+        def stream(i: int) -> tuple[int, str, int]:
+            return ask(url, client=str(i), text=prompts[i], tokens=12, temperature=0.7, seed=i)
+
+        with ThreadPoolExecutor(16) as pool:
+            answers = list(pool.map(stream, range(16)))
+        assert {status for status, _, _ in answers} == {200}
+        assert max(pieces for _, _, pieces in answers) > 1
+        for i, (_, text, _) in enumerate(answers):
+            prompt = vocabulary.encode([prompts[i]])[0]
+            assert vocabulary.decode(prompt) + text == vocabulary.decode(prompt + expected(prompts[i], 12, i))
+        # A second request continues the text of the first one, and a wrong one changes nothing.
+        text = [vocabulary.end]
+        for new in ("The cat", " sat on"):
+            new_tokens = vocabulary.encode([new])[0]
+            text += new_tokens
+            with torch.no_grad():
+                text.append(int(model(torch.tensor([text]))[0, -1].argmax()))
+            status, answer, _ = ask(url, client="reader", text=new, tokens=1)
+            assert (status, new + answer) == (200, vocabulary.decode([*new_tokens, text[-1]]))
+            for wrong in ({"text": "The"}, {"client": "reader", "text": "The", "temperature": -1}, {"client": "y"}):
+                status, message, _ = ask(url, **wrong)
+                assert (status, message.count("\n")) == (400, 1)
+    finally:
+        server.terminate()
+        server.wait(10)
 
 
 def test_notebooks_are_those_of_the_scripts_with_outputs(notebooks: ModuleType) -> None:

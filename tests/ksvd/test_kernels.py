@@ -9,8 +9,7 @@ import pytest
 from sklearn.metrics.pairwise import cosine_similarity, rbf_kernel
 
 from primal_attention.ksvd import KernelSVD
-from primal_attention.ksvd import blocks as blocks_module
-from primal_attention.ksvd.kernels import SNEKernel
+from primal_attention.ksvd.kernels import SNEKernel, row_blocks
 
 
 @pytest.fixture
@@ -111,7 +110,7 @@ def test_scores_do_not_depend_on_the_block_size(points, kernel, monkeypatch) -> 
     X, Z = points
     ksvd = KernelSVD(3, kernel=kernel, solver="nystrom", n_landmarks=10, random_state=0).fit(X, Z=Z)
     expected = ksvd.transform(X), ksvd.transform_keys(Z)
-    monkeypatch.setattr(blocks_module.row_blocks, "__kwdefaults__", {"entries": 32})
+    monkeypatch.setattr(row_blocks, "__kwdefaults__", {"entries": 32})
     refit = KernelSVD(3, kernel=kernel, solver="nystrom", n_landmarks=10, random_state=0).fit(X, Z=Z)
     for model in (ksvd, refit):
         np.testing.assert_allclose(model.transform(X), expected[0], atol=1e-9)

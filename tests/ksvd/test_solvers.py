@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from primal_attention.ksvd import KernelSVD, shifted_eigenvalue_residual
+from primal_attention.ksvd.kernels import row_blocks
 from primal_attention.ksvd.solvers import choose_solver
 
 # The promise of the exact solvers, relative to the largest singular value.
@@ -160,6 +162,102 @@ def test_nystrom_scores_of_precomputed_rows_use_the_sample_alone() -> None:
     np.testing.assert_allclose(ksvd.transform_keys(K.T), ksvd.right_vectors_ * ksvd.singular_values_, atol=tolerance)
     used = [column for column in range(180) if np.any(ksvd.transform(np.eye(180)[column : column + 1]))]
     assert len(used) == 25
+
+
+def errors(ksvd: KernelSVD, exact: KernelSVD) -> tuple[np.ndarray, np.ndarray]:
+    """|σ_i − σ̂_i| and √(‖u_i − û_i‖² + ‖v_i − v̂_i‖²), the sign of a pair chosen for the smaller one."""
+    ours, theirs = (np.vstack([fit.left_vectors_, fit.right_vectors_]) for fit in (ksvd, exact))
+    theirs = theirs * np.sign(np.einsum("is,is->s", ours, theirs))
+    return np.abs(ksvd.singular_values_ - exact.singular_values_), np.linalg.norm(ours - theirs, axis=0)
+
+
+@pytest.mark.parametrize("kernel", ["rbf", "sne", "cosine", "precomputed"])
+@pytest.mark.parametrize("sources", [1, 2])
+def test_nystrom_errors_stay_below_their_bounds(kernel, sources, monkeypatch) -> None:
+    monkeypatch.setattr("primal_attention.ksvd.estimator.row_blocks", partial(row_blocks, entries=5000))
+    X, Z = two_sources(200, 170, 3)
+    Z = Z if sources == 2 else X
+    if kernel == "precomputed":
+        X, Z = KernelSVD(1, kernel="sne").fit(X, Z=Z).kernel_(X, Z), None
+    exact = KernelSVD(4, kernel=kernel, solver="dense").fit(X, Z=Z)
+    for n_landmarks in (4, 30, 120):
+        ksvd = KernelSVD(4, kernel=kernel, solver="nystrom", n_landmarks=n_landmarks, random_state=1).fit(X, Z=Z)
+        bound, (values, vectors) = ksvd.error_bound(X, Z=Z), errors(ksvd, exact)
+        assert (values <= bound.values).all()
+        assert (vectors <= bound.vectors + 1e-9).all()  # a bound of 2 is reached by orthogonal vectors
+    # Once the sample is large the bounds are useful, not only valid.
+    assert bound.values.max() < 1e-4 * ksvd.singular_values_[0]
+    assert bound.vectors[:3].max() < 0.1
+
+
+def test_bounds_need_nystrom_and_the_rows_of_fit() -> None:
+    X, Z = two_sources(60, 50, 3)
+    with pytest.raises(ValueError, match=r"error_bound needs solver='nystrom' \(solver_='dense'\)"):
+        KernelSVD(2, kernel="rbf").fit(X).error_bound(X)
+    ksvd = KernelSVD(2, kernel="rbf", solver="nystrom").fit(X, Z=Z)
+    with pytest.raises(ValueError, match=r"those of fit, 60 queries and 50 keys \(got \(60, 60\)\)"):
+        ksvd.error_bound(X)
+
+
+# More rows than memory
+
+BLOCKS = [slice(0, 40), slice(40, 47), slice(47, 48), slice(48, 120)]
+
+
+@pytest.mark.parametrize("sources", [1, 2])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"kernel": "cosine"},
+        {"kernel": "linear", "transformation": two_sources(9, 1, 5)[0]},
+        {"kernel": "linear", "transformation": two_sources(3, 1, 5)[0]},
+        {"kernel": (np.tanh, lambda rows: rows**2)},
+        {"kernel": "cosine", "n_components": 7},  # more than the rank, which is 5
+    ],
+)
+def test_blocks_of_rows_give_the_decomposition_of_all_rows(settings, sources) -> None:
+    X, Z = two_sources(120, 120, 5)
+    Z = Z if sources == 2 else X
+    whole = KernelSVD(**{"n_components": 3, **settings}).fit(X, Z=Z)
+    streamed = KernelSVD(**{"n_components": 3, **settings})
+    for block in BLOCKS:
+        streamed.partial_fit(X[block], Z=None if sources == 1 else Z[block])
+    np.testing.assert_allclose(streamed.singular_values_, whole.singular_values_, atol=1e-12)
+    assert abs(streamed.objective_) < 1e-10
+    e, expected = streamed.transform(X), whole.transform(X)
+    signs = np.sign(np.einsum("is,is->s", e, expected)) + (whole.singular_values_ < 1e-9)
+    np.testing.assert_allclose(e, expected * signs, atol=1e-10)
+    np.testing.assert_allclose(streamed.transform_keys(Z), whole.transform_keys(Z) * signs, atol=1e-10)
+    np.testing.assert_allclose(streamed.primal_weights_.w_e, whole.primal_weights_.w_e * signs, atol=1e-9)
+
+
+def test_memory_of_partial_fit_is_that_of_one_block() -> None:
+    rng, rows = np.random.default_rng(0), 2000
+    ksvd = KernelSVD(3, kernel="cosine")
+    block_bytes = rng.normal(size=(rows, 8)).nbytes
+    tracemalloc.start()
+    for _ in range(100):
+        ksvd.partial_fit(rng.normal(size=(rows, 8)) + 1)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 12 * block_bytes  # all rows would be 100 blocks
+    assert ksvd.singular_values_[0] > 0.3 * 100 * rows  # the mean direction of all rows
+
+
+def test_partial_fit_starts_again_after_fit_and_refuses_what_it_cannot_stream() -> None:
+    X, Z = two_sources(60, 50, 4)
+    ksvd = KernelSVD(2).partial_fit(X[:30]).fit(X).partial_fit(X[:30])
+    np.testing.assert_allclose(ksvd.singular_values_, KernelSVD(2).fit(X[:30]).singular_values_)
+    assert not hasattr(ksvd, "left_vectors_")
+    with pytest.raises(ValueError, match="n_components must be at most 1"):
+        KernelSVD(2).partial_fit(X[:1])
+    with pytest.raises(ValueError, match="transformation must be an array in partial_fit"):
+        KernelSVD(2, transformation=lambda rows: rows).partial_fit(X)
+    with pytest.raises(ValueError, match="Z has 3 features, but earlier blocks had 4"):
+        KernelSVD(2, kernel=(lambda a: a[:, :2], lambda b: b[:, :2])).partial_fit(X, Z=Z).partial_fit(X, Z=Z[:, :3])
+    with pytest.raises(AttributeError) as caught:
+        _ = KernelSVD(2, kernel="rbf").partial_fit
+    assert "partial_fit needs explicit features (kernel='rbf')" in str(caught.value.__cause__)
 
 
 # The primal solver at size

@@ -9,12 +9,13 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.sparse.linalg import LinearOperator, aslinearoperator
 from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
 from sklearn.utils import check_array, check_random_state
+from sklearn.utils.metaestimators import available_if
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from primal_attention.ksvd.kernels import ExplicitKernel, Kernel, is_explicit, make_kernel
-from primal_attention.ksvd.nystrom import draw_samples, nystrom
+from primal_attention.ksvd.kernels import CallableKernel, ExplicitKernel, Kernel, is_explicit, make_kernel, row_blocks
+from primal_attention.ksvd.nystrom import ErrorBound, Sample, bound_errors, draw_samples, nystrom
 from primal_attention.ksvd.objective import ksvd_objective, positive_singular_values
-from primal_attention.ksvd.primal import primal
+from primal_attention.ksvd.primal import StreamedQR, primal
 from primal_attention.ksvd.representation import (
     DualRepresentation,
     PrecomputedRepresentation,
@@ -33,6 +34,12 @@ from primal_attention.ksvd.validation import (
 )
 
 Array = NDArray[Any]
+
+
+def _has_explicit_features(estimator: KernelSVD) -> bool:
+    if not is_explicit(estimator.kernel):
+        raise AttributeError(f"partial_fit needs explicit features (kernel={estimator.kernel!r})")
+    return True
 
 
 class KernelSVD(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
@@ -64,7 +71,8 @@ class KernelSVD(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
         - ``"lanczos"``: ARPACK, to machine precision; only products with K.
         - ``"randomized"``: subspace iteration; only products with K. Approximate unless the rank is small.
         - ``"nystrom"``: `n_landmarks` sampled rows I and columns J of K, K̂ = K[:, J] G K[I, :] with the core G fitted
-          on a sample four times as large. Approximate unless the sample reaches the rank of K.
+          on a sample four times as large. Approximate unless the sample reaches the rank of K; `error_bound` says by
+          how much at most.
         - ``"primal"``: explicit features only. O((N + M)·p²) time, and nothing but data and singular vectors is N
           long; K is never formed. As accurate as ``"dense"``.
         - ``"auto"``: ``"primal"`` for explicit features; otherwise ``"nystrom"`` when K would have more than 10⁸
@@ -119,6 +127,9 @@ class KernelSVD(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
     J. A. K. Suykens, "SVD revisited: A new variational principle, compatible feature maps and nonlinear extensions",
     Applied and Computational Harmonic Analysis 40 (2016).
 
+    Q. Tao, F. Tonin, A. Lambert, Y. Chen, P. Patrinos, J. A. K. Suykens, "Learning in Feature Spaces via Coupled
+    Covariances: Asymmetric Kernel SVD and Nyström method", ICML 2024.
+
     N. Halko, P. G. Martinsson, J. A. Tropp, "Finding structure with randomness", SIAM Review 53 (2011).
 
     Examples
@@ -136,6 +147,8 @@ class KernelSVD(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
 
     kernel_: Kernel | None
     transformation_: Array | None
+    _samples: tuple[Sample, Sample]
+    _stream: StreamedQR | None
 
     def __init__(
         self,
@@ -228,6 +241,89 @@ class KernelSVD(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
             )
         return self._representation.r(keys)
 
+    @available_if(_has_explicit_features)
+    def partial_fit(self, X: ArrayLike, y: Any = None, *, Z: ArrayLike | None = None) -> KernelSVD:
+        """Add rows to the decomposition, for more rows than fit in memory. Explicit features only.
+
+        Call it once for each block of rows. The result is that of `fit` on all rows, to rounding, but memory holds one
+        block and p × p numbers, so `left_vectors_` and `right_vectors_` do not exist; ``transform(X) /
+        singular_values_`` are the left vectors of a block. The sign of a component may differ from that of `fit`.
+        `fit` starts again.
+
+        Parameters
+        ----------
+        X : array of shape (n, d)
+            Some of the queries. The first blocks need `n_components` rows in all.
+        y : ignored
+        Z : array of shape (m, d), default=None
+            Some of the keys; X itself when absent. The blocks of the two sources may differ in length.
+
+        Returns
+        -------
+        KernelSVD
+        """
+        check_parameters(self)
+        if callable(self.transformation):
+            raise ValueError("transformation must be an array in partial_fit: a callable needs all rows of X at once")
+        stream: StreamedQR | None = getattr(self, "_stream", None)
+        queries = validate_data(self, X, dtype=FLOATS, reset=stream is None)
+        keys = queries if Z is None or Z is X else check_keys(Z, queries, self.kernel, copy=False)
+        if stream is None:
+            self._begin_stream(queries, keys)
+            stream = StreamedQR.empty(self.kernel_.query_map(queries[:1]).shape[1], queries.dtype)  # type: ignore[union-attr]
+        elif keys.shape[1] != self.n_features_keys_:
+            raise ValueError(f"Z has {keys.shape[1]} features, but earlier blocks had {self.n_features_keys_}")
+        kernel = self.kernel_
+        assert isinstance(kernel, ExplicitKernel)
+        stream = stream.add(kernel, queries, keys)
+        check_size(self.n_components, stream.shape)
+        query_sums, values, key_sums = stream.solve(kernel, self.n_components)
+        self._stream, self.singular_values_ = stream, values
+        representation = PrimalRepresentation.from_sums(kernel, query_sums, key_sums)
+        # R has the Gram matrix of the features, and J reads the scores through their squares alone.
+        weights = representation.projection_weights
+        e_scores, r_scores = stream.query_triangle @ weights.w_e, stream.key_triangle @ weights.w_r
+        self._set_representation(representation, e_scores, r_scores, stream.shape)
+        return self
+
+    def error_bound(self, X: ArrayLike, *, Z: ArrayLike | None = None) -> ErrorBound:
+        """Bound the error of ``solver="nystrom"`` against the exact decomposition.
+
+        Reads every entry of K once, in row blocks: N·M kernel values in time, but never in memory.
+
+        Parameters
+        ----------
+        X : array of shape (N, d)
+            The X of `fit`; K when ``kernel="precomputed"``.
+        Z : array of shape (M, d), default=None
+            The Z of `fit`.
+
+        Returns
+        -------
+        ErrorBound (values, vectors)
+            Two arrays of shape (n_components,): bounds of |σ_i − σ̂_i| and of √(‖u_i − û_i‖² + ‖v_i − v̂_i‖²). The
+            second is 2, and says nothing, where the gap between singular values is smaller than the error.
+        """
+        check_is_fitted(self)
+        if self.solver_ != "nystrom":
+            raise ValueError(f"error_bound needs solver='nystrom' (solver_={self.solver_!r})")
+        queries = validate_data(self, X, dtype=FLOATS, reset=False)
+        keys = queries if Z is None or Z is X else check_keys(Z, queries, self.kernel, copy=False)
+        shape = queries.shape if self.kernel_ is None else (len(queries), len(keys))
+        fitted = len(self.left_vectors_), len(self.right_vectors_)
+        if shape != fitted:
+            raise ValueError(f"X and Z must be those of fit, {fitted[0]} queries and {fitted[1]} keys (got {shape})")
+        count = min(len(sample.landmarks) for sample in self._samples)
+        rng = check_random_state(0)  # completes a basis for singular values of zero
+        triplets = nystrom(*self._sampled_parts(queries, keys), self._samples, count, rng).triplets
+        # A user's function sees all rows at once, as everywhere.
+        rows = row_blocks(shape[0], 0 if isinstance(self.kernel_, CallableKernel) else shape[1])
+        if self.kernel_ is None:
+            blocks = ((block, queries[block]) for block in rows)
+        else:
+            blocks = ((block, self.kernel_(queries[block], keys)) for block in rows)
+        return bound_errors(blocks, triplets, self.n_components)
+
     @property
     def primal_weights_(self) -> PrimalWeights:
         """W_e and W_r."""
@@ -259,6 +355,7 @@ class KernelSVD(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
 
     def _fit(self, X: ArrayLike, Z: ArrayLike | None) -> Array:
         check_parameters(self)
+        self._stream = None
         precomputed = isinstance(self.kernel, str) and self.kernel == "precomputed"
         # The dual keeps the fitted points, and a caller may overwrite theirs; the primal keeps weights alone.
         keeps_points = not precomputed and not is_explicit(self.kernel)
@@ -277,10 +374,9 @@ class KernelSVD(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
         self.solver_ = self._choose_solver(K.shape)
         rng = check_random_state(self.random_state)
         if self.solver_ == "nystrom":
-            samples = draw_samples(K.shape, self._sample_size(), rng, paired=K.shape[0] == K.shape[1])
-            rows, columns = samples[0].landmarks, samples[1].landmarks
-            core = K[np.ix_(samples[0].core, samples[1].core)]
-            solution = nystrom(K[:, columns], K[rows], core, samples, self.n_components, rng)
+            self._samples = draw_samples(K.shape, self._sample_size(), rng, paired=K.shape[0] == K.shape[1])
+            rows, columns = (sample.landmarks for sample in self._samples)
+            solution = nystrom(*self._sampled_parts(K, K), self._samples, self.n_components, rng)
             left, values, right = solution.triplets
             # Coefficients on the sample are coefficients on everything, zero elsewhere.
             query_coefficients, key_coefficients = np.zeros_like(left), np.zeros_like(right)
@@ -301,11 +397,10 @@ class KernelSVD(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
         self.solver_ = self._choose_solver((len(X), len(Z)))
         rng = check_random_state(self.random_state)
         if self.solver_ == "nystrom":
-            samples = draw_samples((len(X), len(Z)), self._sample_size(), rng, paired=X is Z)
-            rows, columns = samples[0].landmarks, samples[1].landmarks
-            C, R = kernel(X, Z[columns]), kernel(X[rows], Z)
-            core = kernel(X[samples[0].core], Z[samples[1].core])
-            solution = nystrom(C, R, core, samples, self.n_components, rng)
+            self._samples = draw_samples((len(X), len(Z)), self._sample_size(), rng, paired=X is Z)
+            rows, columns = (sample.landmarks for sample in self._samples)
+            C, R, core = self._sampled_parts(X, Z)
+            solution = nystrom(C, R, core, self._samples, self.n_components, rng)
             representation = self._represent(
                 kernel, X[rows], solution.query_coefficients, Z[columns], solution.key_coefficients
             )
@@ -320,6 +415,15 @@ class KernelSVD(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
         left, values, right = self._decompose(K, rng)
         representation = self._represent(kernel, X, left, Z, right)
         return self._finish((left, values, right), representation, K @ right, K.T @ left)
+
+    def _sampled_parts(self, X: Array, Z: Array) -> tuple[Array, Array, Array]:
+        """C = K[:, J], R = K[I, :] and K[I', J'] of Nyström; X is K when precomputed."""
+        rows, columns = (sample.landmarks for sample in self._samples)
+        core_rows, core_columns = (sample.core for sample in self._samples)
+        if self.kernel_ is None:
+            return X[:, columns], X[rows], X[np.ix_(core_rows, core_columns)]
+        kernel = self.kernel_
+        return kernel(X, Z[columns]), kernel(X[rows], Z), kernel(X[core_rows], Z[core_columns])
 
     def _operator(self, kernel: Kernel, X: Array, Z: Array) -> Array | LinearOperator:
         """K itself, or its products where features and an iterative solver make K unnecessary."""
@@ -358,11 +462,26 @@ class KernelSVD(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
             return PrimalRepresentation.from_dual(kernel, *args)
         return DualRepresentation(kernel, *args)
 
+    def _begin_stream(self, X: Array, Z: Array) -> None:
+        """Set what the first block of `partial_fit` decides."""
+        for name in ("left_vectors_", "right_vectors_"):
+            self.__dict__.pop(name, None)
+        self.n_features_keys_, self.solver_ = Z.shape[1], "primal"
+        self.transformation_ = evaluate_transformation(self.transformation, X)
+        self.kernel_ = make_kernel(self.kernel, gamma=1.0, keys=Z, transformation=self.transformation_)
+        check_features(self.kernel_, X, Z)
+
     def _finish(self, triplets: Triplets, representation: Representation, e_scores: Array, r_scores: Array) -> Array:
         """Keep what is fitted and evaluate the objective on the scores; returns the e-scores."""
         self.left_vectors_, self.singular_values_, self.right_vectors_ = triplets
+        self._set_representation(representation, e_scores, r_scores, (len(e_scores), len(r_scores)))
+        return e_scores
+
+    def _set_representation(
+        self, representation: Representation, e_scores: Array, r_scores: Array, shape: tuple[int, int]
+    ) -> None:
         self._representation = representation
-        positive = positive_singular_values(self.singular_values_, (len(e_scores), len(r_scores)))
+        positive = positive_singular_values(self.singular_values_, shape)
         if isinstance(representation, PrimalRepresentation):
             couplings = np.einsum("ps,ps->s", *representation.weights)  # the diagonal of W_eᵀ W_r
         else:
@@ -373,4 +492,3 @@ class KernelSVD(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
             lam=1 / self.singular_values_[positive],
             coupling=couplings[positive].sum(),
         )
-        return e_scores

@@ -6,7 +6,7 @@ solved in the primal. Implicit kernels only know how to fill a matrix.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,12 +15,19 @@ from numpy.typing import NDArray
 from scipy.special import logsumexp
 from sklearn.metrics.pairwise import euclidean_distances, rbf_kernel
 
-from primal_attention.ksvd.blocks import row_blocks
-
 Array = NDArray[Any]
 FeatureMap = Callable[[Array], Array]
 
 NAMED_KERNELS = ("cosine", "linear", "rbf", "sne", "precomputed")
+# Entries of a temporary block. 2**24 are 128 MiB in float64: large enough for full BLAS speed, small next to the data.
+BLOCK_ENTRIES = 2**24
+
+
+def row_blocks(n_rows: int, width: int, *, entries: int = BLOCK_ENTRIES) -> Iterator[slice]:
+    """Slices that cover `n_rows` rows, each with at most `entries` numbers when a row has `width` of them."""
+    step = max(1, entries // max(1, width))
+    for start in range(0, n_rows, step):
+        yield slice(start, min(start + step, n_rows))
 
 
 class Kernel(Protocol):
@@ -62,13 +69,14 @@ class ExplicitKernel:
 
     def query_features(self, X: Array) -> Array:
         """Features φ'_q(x) whose inner products with `key_features` are the kernel."""
-        return self._folded(self.query_map(X))
+        return self.fold_features(self.query_map(X))
 
     def key_features(self, Z: Array) -> Array:
         """Features φ'_k(z)."""
-        return self._folded(self.key_map(Z))
+        return self.fold_features(self.key_map(Z))
 
-    def _folded(self, features: Array) -> Array:
+    def fold_features(self, features: Array) -> Array:
+        """F φ for rows φ, with the folded F."""
         return features if self.fold is None else features @ self.fold.T
 
     def __call__(self, X: Array, Z: Array, /) -> Array:

@@ -13,12 +13,18 @@ the least-squares one, C⁺ K R⁺, which needs all of K; here it is fitted on a
 the classical formula again when I' = I and J' = J, and K itself when the landmarks reach the rank of K. The singular
 triplets of K̂ follow exactly from those of C, R and a small core, so Theorem 3.2 and Lemma 4.2 hold for K̂ to rounding.
 A new point is compared with the landmarks only: e(x) = κ(x, Z_J) G R H_r and r(z) = κ(X_I, z)ᵀ Gᵀ Cᵀ H_e.
+
+Error bound. The operator A = [[0, K], [Kᵀ, 0]] of Theorem 3.2, the coupled covariances seen from the data, is symmetric
+with eigenvalues ±σ_i and zeros. Weyl: |σ_i − σ̂_i| ≤ δ = ‖K − K̂‖_F. The unit vector (û_i, v̂_i) / √2 has a residual ρ_i.
+So an eigenvalue lies within ρ_i of σ̂_i; all but σ_i are at least g_i = min(σ̂_{i−1} − σ̂_i, σ̂_i − σ̂_{i+1}) − δ away. If
+ρ_i < g_i, Kato–Temple and Davis–Kahan bound σ_i and the angle. `docs/notes/theory.md` has the derivation.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +64,13 @@ class NystromSolution:
     triplets: Triplets
     key_coefficients: Array  # (m, s): e(x) = κ(x, Z_J) @ key_coefficients
     query_coefficients: Array  # (n, s): r(z) = κ(X_I, z)ᵀ @ query_coefficients
+
+
+class ErrorBound(NamedTuple):
+    """Bounds on the error of each Nyström triplet against the exact one."""
+
+    values: Array  # (s,), of |σ_i − σ̂_i|
+    vectors: Array  # (s,), of √(‖u_i − û_i‖² + ‖v_i − v̂_i‖²); 2 where the bound does not separate the triplet
 
 
 def draw_samples(
@@ -102,3 +115,26 @@ def _range(A: Array) -> tuple[Array, Array]:
     basis, values, right_t = svd(A, full_matrices=False, check_finite=False)
     is_large = values > np.finfo(values.dtype).eps ** 0.75 * values[0]
     return basis[:, is_large], right_t[is_large].T / values[is_large]
+
+
+def bound_errors(blocks: Iterable[tuple[slice, Array]], triplets: Triplets, n_components: int) -> ErrorBound:
+    """Bounds for the leading triplets of K̂, given all triplets of K̂ and the rows of K in blocks."""
+    left, values, right = triplets
+    u, v = left[:, :n_components], right[:, :n_components]
+    distance, images, adjoint = 0.0, np.empty_like(u), np.zeros_like(v)
+    for rows, K in blocks:
+        difference = K - (left[rows] * values) @ right.T
+        distance += float(np.vdot(difference, difference))
+        images[rows] = difference @ v  # K v̂ − σ̂ û, because K̂ v̂ = σ̂ û
+        adjoint += difference.T @ u[rows]
+    rounding = max(len(left), len(right)) * np.finfo(values.dtype).eps * values[0]
+    delta = np.sqrt(distance) + rounding
+    rho = np.sqrt((np.square(images).sum(axis=0) + np.square(adjoint).sum(axis=0)) / 2) + rounding
+    shift = np.abs(np.einsum("is,is->s", u, images)) + rounding
+    steps = -np.diff(np.concatenate([[np.inf], values, [0.0]]))  # σ̂_{i−1} − σ̂_i
+    gap = np.minimum(steps[:n_components], steps[1 : n_components + 1]) - delta
+    bounds, sines = np.full(n_components, delta), np.ones(n_components)
+    for i in np.flatnonzero((rho < gap) & (shift < gap)):
+        bounds[i] = min(delta, rho[i], shift[i] + rho[i] ** 2 / (gap[i] - shift[i]))
+        sines[i] = rho[i] / gap[i]
+    return ErrorBound(bounds, 2 * sines / np.sqrt(1 + np.sqrt(1 - sines**2)))

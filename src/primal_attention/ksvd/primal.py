@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,8 +17,7 @@ from numpy.typing import NDArray
 from scipy.linalg import svd
 from threadpoolctl import threadpool_info, threadpool_limits
 
-from primal_attention.ksvd.blocks import row_blocks
-from primal_attention.ksvd.kernels import ExplicitKernel
+from primal_attention.ksvd.kernels import ExplicitKernel, row_blocks
 from primal_attention.ksvd.solvers import Triplets, complete_basis, same_signs
 
 Array = NDArray[Any]
@@ -59,6 +59,51 @@ class TallQR:
 
     def _triangle(self, block: slice) -> Array:
         return np.asarray(np.linalg.qr(self._features(self._rows[block]), mode="r"))
+
+
+@dataclass(frozen=True)
+class StreamedQR:
+    """The triangular factors of features that are read once, in blocks: all that `KernelSVD.partial_fit` stores.
+
+    The factor of [Φ; Φ_new] is that of [R; Φ_new]. With H_e = Q_q Û the sums Φ_qᵀ H_e = R_qᵀ Û need no row again.
+    """
+
+    query_triangle: Array  # (≤ p, p)
+    key_triangle: Array  # the same object while both sides have the same features
+    shape: tuple[int, int]  # rows read
+
+    @classmethod
+    def empty(cls, width: int, dtype: Any) -> StreamedQR:
+        triangle = np.empty((0, width), dtype=dtype)
+        return cls(triangle, triangle, (0, 0))
+
+    def add(self, kernel: ExplicitKernel, X: Array, Z: Array) -> StreamedQR:
+        """The factors with the rows of X and Z added."""
+        queries = _extend(self.query_triangle, kernel.query_map, X)
+        if X is Z and kernel.query_map is kernel.key_map and self.query_triangle is self.key_triangle:
+            keys = queries
+        else:
+            keys = _extend(self.key_triangle, kernel.key_map, Z)
+        return StreamedQR(queries, keys, (self.shape[0] + len(X), self.shape[1] + len(Z)))
+
+    def solve(self, kernel: ExplicitKernel, n_components: int) -> tuple[Array, Array, Array]:
+        """Φ_qᵀ H_e, Σ and Φ_kᵀ H_r. The largest entry of each column of the first is positive."""
+        queries, keys = self.query_triangle, self.key_triangle
+        core = kernel.fold_features(queries) @ kernel.fold_features(keys).T
+        small_left, values, small_right_t = svd(core, full_matrices=False, check_finite=False)
+        count = min(n_components, len(values))
+        padding = (0, n_components - count)
+        query_sums = np.pad(queries.T @ small_left[:, :count], ((0, 0), padding))
+        key_sums = np.pad(keys.T @ small_right_t[:count].T, ((0, 0), padding))
+        signs = same_signs(query_sums)
+        return query_sums * signs, np.pad(values[:count], padding), key_sums * signs
+
+
+def _extend(triangle: Array, features: Callable[[Array], Array], rows: Array) -> Array:
+    width = triangle.shape[1]
+    for block in row_blocks(len(rows), width, entries=max(QR_BLOCK_ENTRIES, 8 * width * width)):
+        triangle = np.asarray(np.linalg.qr(np.vstack([triangle, features(rows[block])]), mode="r"))
+    return triangle
 
 
 def _in_parallel(work: Callable[[Any], T], tasks: list[Any]) -> list[T]:

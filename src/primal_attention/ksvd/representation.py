@@ -13,8 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from primal_attention.ksvd.blocks import row_blocks
-from primal_attention.ksvd.kernels import CallableKernel, ExplicitKernel, FeatureMap, Kernel
+from primal_attention.ksvd.kernels import CallableKernel, ExplicitKernel, FeatureMap, Kernel, row_blocks
 
 Array = NDArray[Any]
 
@@ -61,13 +60,18 @@ class PrimalRepresentation:
         cls, kernel: ExplicitKernel, queries: Array, query_coefficients: Array, keys: Array, key_coefficients: Array
     ) -> PrimalRepresentation:
         """KKT conditions: W_e = Σ_j F φ_k(z_j) h_{r_j}ᵀ and W_r = Σ_i F φ_q(x_i) h_{e_i}ᵀ."""
-        w_e = _feature_sum(kernel.key_map, keys, key_coefficients)
-        w_r = _feature_sum(kernel.query_map, queries, query_coefficients)
+        key_sums = _feature_sum(kernel.key_map, keys, key_coefficients)
+        query_sums = _feature_sum(kernel.query_map, queries, query_coefficients)
+        return cls.from_sums(kernel, query_sums, key_sums)
+
+    @classmethod
+    def from_sums(cls, kernel: ExplicitKernel, query_sums: Array, key_sums: Array) -> PrimalRepresentation:
+        """The same from Φ_qᵀ H_e and Φ_kᵀ H_r, (p, s)."""
         F = kernel.transformation
         if F is None:
-            weights = PrimalWeights(w_e, w_r)
+            weights = PrimalWeights(key_sums, query_sums)
             return cls(kernel, weights, weights)
-        weights = PrimalWeights(F @ w_e, F @ w_r)
+        weights = PrimalWeights(F @ key_sums, F @ query_sums)
         return cls(kernel, weights, PrimalWeights(F.T @ weights.w_e, F.T @ weights.w_r))
 
     def e(self, X: Array) -> Array:

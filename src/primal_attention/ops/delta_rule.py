@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .feature_maps import COSINE, accumulation_dtype, cosine
+from .feature_maps import COSINE, accumulation_dtype, cosine, disabled_autocast
 from .primal import _transform_problem, current_device, fused_problem
 from .reference import score_energy
 
@@ -66,7 +66,7 @@ def recurrence(
     dtype = accumulation_dtype(log_decay.dtype)
     w = _initial(k, v, initial, dtype)
     rows = []
-    with torch.autocast(q.device.type, enabled=False):
+    with disabled_autocast(q.device):
         for i in range(q.shape[-2]):
             key, value = k[..., i, :, None].to(dtype), v[..., i, None, :].to(dtype)
             w = log_decay[..., i, None, None].to(dtype).exp() * w
@@ -93,7 +93,7 @@ def chunked(
     log_decay, beta = (F.pad(t.to(dtype), (0, spare)).unflatten(-1, (-1, size)) for t in (log_decay, beta))
     total, beta = log_decay.cumsum(dim=-1), beta[..., None]
     from_start, to_end = total.exp()[..., None], (total[..., -1:] - total).exp()[..., None]
-    with torch.autocast(q.device.type, enabled=False):
+    with disabled_autocast(q.device):
         eye = torch.eye(size, dtype=dtype, device=q.device)
         overlap = beta * (k @ k.mT) * decay_between(total, -1)
         solve = torch.linalg.solve_triangular(eye + overlap, eye.expand_as(overlap), upper=False, unitriangular=True)

@@ -196,6 +196,8 @@ def device_problem(device: torch.device) -> str | None:
         return "Triton is not installed"
     if device.type != "cuda":
         return None if is_interpreting() else f"x is on {device.type!r}, the kernels run on 'cuda'"
+    if torch.version.hip is not None:
+        return "the kernels are untested on AMD GPUs"
     return _capability_problem(device.index or 0)
 
 

@@ -1,0 +1,108 @@
+"""No CUDA assumption outside the CUDA parts: the equations run on any device that torch knows."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from primal_attention import PrimalAttention, ksvd_loss
+from primal_attention.models.lm import LanguageConfig, LanguageModel
+from primal_attention.nn.delta import DeltaPrimalAttention
+
+SOURCE = Path(__file__).parents[1] / "src" / "primal_attention"
+# What is about CUDA devices by its purpose.
+CUDA_PARTS = ("ops/triton/", "bench/", "train/cuda_graph.py")
+# Questions that torch answers on every machine.
+QUERIES = {"is_available", "device_count"}
+GUARD = re.compile(r"""type [=!]= ["']cuda["']|is_cuda|cuda\.is_available\(\)|cuda\.device_count\(\)""")
+# Functions that are called for CUDA devices only.
+GUARDED_BY_CALLER = {"_capability_problem"}
+
+MODES: dict[str, dict[str, Any]] = {
+    "data-dependent": {},
+    "data-independent": {"data_dependent": False},
+    "two-sided decay": {"data_dependent": False, "decay": "learned"},
+    "causal": {"data_dependent": False, "causal": True},
+    "causal decay": {"data_dependent": False, "causal": True, "decay": "learned"},
+    "causal landmarks": {"causal": True, "max_length": 20},
+    "softmax map": {"feature_map": "softmax"},
+}
+
+
+def make(mode: str, **keywords: Any) -> PrimalAttention:
+    if mode == "delta":
+        return DeltaPrimalAttention(16, 2, rank=4, **keywords)
+    return PrimalAttention(16, 2, rank=4, landmarks=6, **MODES[mode], **keywords)
+
+
+def unguarded(path: Path) -> list[str]:
+    """Uses of torch.cuda.* or .cuda() in a function that has not asked for the kind of device before."""
+    text = path.read_text(encoding="utf-8")
+    if "cuda" not in text:
+        return []
+    lines, tree = text.splitlines(), ast.parse(text)
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    found = []
+    for node in ast.walk(tree):
+        name = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+        is_move = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "cuda"
+        is_module = name.startswith("torch.cuda.") and name.count(".") == 2 and name.split(".")[-1] not in QUERIES
+        if not (is_move or is_module):
+            continue
+        around = [f for f in functions if f.lineno <= node.lineno <= (f.end_lineno or 0)]
+        start = max((f.lineno for f in around), default=node.lineno)
+        is_guarded = GUARD.search("\n".join(lines[start - 1 : node.lineno]))
+        if not is_guarded and not GUARDED_BY_CALLER & {f.name for f in around}:
+            found.append(f"{path.relative_to(SOURCE)}:{node.lineno}: {lines[node.lineno - 1].strip()}")
+    return found
+
+
+def test_cuda_is_used_only_where_the_device_is_one() -> None:
+    files = sorted(SOURCE.rglob("*.py"))
+    general = [path for path in files if not str(path.relative_to(SOURCE)).startswith(CUDA_PARTS)]
+    assert len(general) > 100
+    assert [use for path in general for use in unguarded(path)] == []
+
+
+@pytest.mark.parametrize("mode", [*MODES, "delta"])
+def test_layers_stay_on_a_device_that_is_neither_cpu_nor_cuda(mode: str) -> None:
+    """Meta tensors have a device and no data. An operation between two devices fails."""
+    layer = make(mode, device="meta")
+    x = torch.empty(2, 8, 16, device="meta", requires_grad=True)
+    mask = torch.empty(2, 8, dtype=torch.bool, device="meta")
+    for padding in (None, mask):
+        (layer(x, key_padding_mask=padding).sum() + ksvd_loss(layer)).backward()
+        assert x.grad.is_meta
+        assert layer.qk_proj.weight.grad.is_meta
+    if layer.causal:
+        y_t, state = layer.step(x[:, 0], layer.initial_state(2))
+        assert y_t.is_meta
+        assert state[0].is_meta
+
+
+@pytest.mark.parametrize("primal_mode", ["mean", "decay", "landmarks", "delta"])
+def test_language_models_stay_on_their_device(primal_mode: str) -> None:
+    config = LanguageConfig(9, ("primal", "softmax"), 16, 2, 2, 16, primal_mode=primal_mode, rank=4, conv=3, gate=True)
+    model = LanguageModel(config).to("meta")
+    tokens = torch.empty(2, 8, dtype=torch.int64, device="meta")
+    model(tokens, targets=tokens).backward()
+    logits, state = model(tokens, return_state=True)
+    logits, state = model.step(tokens[:, 0], state)
+    assert logits.is_meta
+    assert all(leaf.is_meta for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
+
+
+@pytest.mark.parametrize("mode", [*MODES, "delta"])
+def test_compiled_code_equals_eager_code_without_a_device_of_its_own(mode: str) -> None:
+    layer = make(mode, dtype=torch.float64, backend="reference").eval()
+    x = torch.randn(2, 8, 16, dtype=torch.float64)
+    compiled: Any = torch.compile(layer, backend="eager", fullgraph=True)
+    y: Tensor = compiled(x)
+    torch.testing.assert_close(y, layer(x), rtol=0, atol=1e-12)
