@@ -1,4 +1,4 @@
-"""Run folders, a benchmark and a demo as the library writes them, with numbers that are easy to find again."""
+"""Run folders, a spectrum and a benchmark as the library writes them, with numbers that are easy to find again."""
 
 from __future__ import annotations
 
@@ -95,9 +95,4 @@ def bench() -> dict[str, Any]:
     }
 
 
-def demo() -> dict[str, Any]:
-    return {
-        "results": [],
-        "seconds": {"primal": {"128": 0.001, "256": 0.002}, "softmax": {"128": 0.001, "256": 0.004}},
-        "singular_values": {"primal": [1.0, 0.1, 1e-12], "softmax": [1.0, 0.5, 0.2]},
-    }
+SPECTRUM = "layer,index,value\n0,1,2.0\n0,2,1.0\n0,3,1e-12\n"
