@@ -99,6 +99,7 @@ def make_parser() -> Parser:
         add("--seconds", type=read_seconds, default=seconds, help="per row on a CPU (default %(default)s)")
         add("--no-plot", dest="plot", action="store_false", help="no PNG and SVG")
         if decodes:
+            add("--layers", type=positive, help="time a language model of this many layers instead of one layer")
             parser.set_defaults(tokens=None, causal=True, data_dependent=False, landmarks=300, limit=60.0)
             continue
         add("--tokens", type=read_length, help="per step, instead of --batch (default 64K on a GPU)")
