@@ -38,16 +38,12 @@ from primal_attention.utils.provenance import installed
 
 CHUNK = 16384  # tokens that are read at once before decoding
 VOCABULARY = 8192
-LANGUAGE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "sdpa": ("softmax (SDPA, KV cache)", {}),
-    "primal-mean": ("Primal, mean", {"attention": ("primal",), "primal_mode": "mean", "positions": "sinusoidal"}),
-    **{
-        f"primal-{mode}": (
-            f"Primal, {mode} + conv + gate",
-            {"attention": ("primal",), "primal_mode": mode, "conv": 4, "gate": True},
-        )
-        for mode in ("decay", "delta")
-    },
+# Name → label, kind and keywords of the configuration.
+LANGUAGE_MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "sdpa": ("softmax (SDPA, KV cache)", "softmax", {"attention": ("softmax",)}),
+    "primal-mean": ("Primal, mean", "primal", {"positions": "sinusoidal"}),
+    "primal-decay": ("Primal, decay + conv + gate", "primal", {"primal_mode": "decay", "conv": 4, "gate": True}),
+    "primal-delta": ("Primal, delta + conv + gate", "primal", {"primal_mode": "delta", "conv": 4, "gate": True}),
 }
 PRIMAL_BACKENDS = ("fused", "cpu", "compiled", "reference")
 CHECKED = ("primal", "published")  # kinds that must compute Primal-Attention
@@ -126,8 +122,8 @@ def list_implementations(args: Namespace) -> list[Implementation]:
             found.append(Implementation(name, name, "baseline", partial(build_baseline, name)))
     if layers:
         found = [
-            Implementation(name, label, name.partition("-")[0], partial(build_language_model, layers, keywords))
-            for name, (label, keywords) in LANGUAGE_MODELS.items()
+            Implementation(name, label, kind, partial(build_language_model, layers, keywords))
+            for name, (label, kind, keywords) in LANGUAGE_MODELS.items()
         ]
     names = {i.name for i in found} | {i.kind for i in found}
     for name in args.only:
@@ -387,7 +383,7 @@ class PreallocatedCache(CachedSoftmaxAttention):
 def build_language_model(layers: int, keywords: dict[str, Any], shape: Shape) -> LanguageModel:
     d, h = shape.embed_dim, shape.num_heads
     sizes = {"embed_dim": d, "num_heads": h, "ffn_dim": 4 * d, "layers": layers, "rank": shape.rank}
-    model = LanguageModel(LanguageConfig(VOCABULARY, **sizes, **keywords))
+    model = LanguageModel(LanguageConfig(VOCABULARY, **{"attention": ("primal",), **sizes, **keywords}))
     if model.config.attention == ("softmax",):
         for block in model.blocks:
             block.attention = PreallocatedCache(d, h)
@@ -418,7 +414,7 @@ def measure_decoding(implementation: Implementation, shape: Shape, args: Namespa
 
     if isinstance(layer, CachedSoftmax):
         state: Any = layer.cache
-    elif implementation.kind == "sdpa":
+    elif implementation.kind == "softmax":
         state = random_cache(shape, len(layer.blocks))
     else:
         state = layer.initial_state(shape.batch)
