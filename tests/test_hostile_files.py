@@ -255,7 +255,25 @@ TOKENIZER = {
     "no-model": put("model", ...),
     "unknown-model": put("model", 3),
 }
+
+
+def own_code(file: Path) -> None:
+    """A model whose class is in the folder."""
+    file.with_name("own.py").write_text(f"open({MARK!r}, 'w')")
+    put("auto_map", {"AutoConfig": "own.Own", "AutoModel": "own.Own"})(file)
+    put("architectures", ["Own"])(file)
+
+
+def pickled_weights(file: Path) -> None:
+    """Pickled weights that an index names as safetensors."""
+    file.unlink()
+    torch.save({"embeddings.word_embeddings.weight": Payload()}, file.with_name("pytorch_model.bin"))
+    weights = {"weight_map": {"embeddings.word_embeddings.weight": "pytorch_model.bin"}}
+    file.with_name("model.safetensors.index.json").write_text(json.dumps(weights))
+
+
 MODEL = {
+    "own-code": own_code,
     **fields("architectures.0", "num_hidden_layers", "architectures"),
     "function-for-model": put("architectures", ["pipeline"]),
     "other-model": put("architectures", ["GPT2Model"]),
@@ -276,7 +294,7 @@ KINDS = {
     "result-table": Kind(make_page, STORED, TABLE, RESULT),
     "cost-table": Kind(make_page, "results/lra-efficiency/text/primal.json", COSTS, COST),
     "model-config": Kind(make_model, "model/config.json", SPECTRUM, MODEL),
-    "model-weights": Kind(make_model, "model/model.safetensors", SPECTRUM, WEIGHTS),
+    "model-weights": Kind(make_model, "model/model.safetensors", SPECTRUM, {**WEIGHTS, "pickled": pickled_weights}),
     "model-tokenizer": Kind(make_model, "model/tokenizer.json", SPECTRUM, TOKENIZER),
     "model-text": Kind(make_model, "text.txt", SPECTRUM, TEXTS),
     "prompt": Kind(make_language, "prompt.txt", GENERATE, PROMPT),

@@ -154,7 +154,7 @@ WRONG = {
     "evaluate nowhere": "nowhere is not a run folder",
     "evaluate file": "file is a file where a folder is needed",
     "evaluate damaged": "config.yaml is not UTF-8 text",
-    "data listops --out file": "file is a file where a folder is needed",
+    "data listops --out file": "file already holds a set or other files",
     "table uea --workers 0": "--workers: must be at least 1 (got 0)",
     "table uea --data nowhere": "--data nowhere is not a folder",
     "table uea --recipe eua": "there are uea, uea-modern, lra",
@@ -184,7 +184,7 @@ WRONG = {
     "data imdb": "invalid choice: 'imdb'",
     "data listops --train 0": "at least one",
     "data listops --seed -1": "--seed must not be negative (got -1)",
-    "data listops --trian 5": "did you mean --train",
+    "data listops --trian 5": "unrecognized arguments: --trian 5",
     "data pathfinder --contour-length 99": "contour_length must lie between",
 }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import shutil
 from pathlib import Path
 
@@ -17,6 +16,7 @@ pytest.importorskip("matplotlib")
 hf = pytest.importorskip("transformers", minversion="5")
 
 from convert.hf_models import SMALL, make  # noqa: E402
+from hostile_data import MARK, Payload, put  # noqa: E402
 from primal_attention import primalize  # noqa: E402
 from primal_attention.report.results import read_spectrum  # noqa: E402
 
@@ -96,60 +96,16 @@ def test_bad_input_is_one_line(workplace: Path, primal, words, message) -> None:
     assert sum(line.startswith("primal: ") for line in err.splitlines()) == 1
 
 
-CODE = "open('executed', 'w')\n"
-
-
-class Payload:
-    """Creates a file in the working directory when it is unpickled."""
-
-    def __reduce__(self):
-        return open, ("executed", "w")
-
-
-def edit(file: Path, **fields) -> None:
-    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
-
-
-def pickle_weights(model: Path) -> None:
-    """Replace the weights by a pickle that an index names."""
-    (model / "model.safetensors").unlink()
-    torch.save({"embeddings.word_embeddings.weight": Payload()}, model / "pytorch_model.bin")
-    content = {"weight_map": {"embeddings.word_embeddings.weight": "pytorch_model.bin"}}
-    (model / "model.safetensors.index.json").write_text(json.dumps(content))
-
-
-OWN = {"AutoConfig": "own.Own", "AutoModel": "own.Own"}
-REFUSED = {
-    "pickled weights": (pickle_weights, "pickled weights could run code"),
-    "no weights": (lambda m: (m / "model.safetensors").unlink(), "has no model.safetensors"),
-    "a model of its own code": (
-        lambda m: edit(m / "config.json", architectures=["Own"], auto_map=OWN),
-        "names the model 'Own', which transformers does not have",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.replace(" ", "-"))
-def test_code_of_a_model_folder_is_never_run(workplace: Path, primal, case) -> None:
-    damage, message = REFUSED[case]
-    (workplace / "bert" / "own.py").write_text(CODE)
-    damage(workplace / "bert")
-    code, out, err = primal("spectrum", "bert", "--data", "text.txt")
-    assert not (workplace / "executed").exists()
-    assert (code, out, err.count("\n")) == (2, "", 1), err
-    assert message in err
-
-
 def test_saved_models_are_loaded_without_the_folders_code(workplace: Path, primal) -> None:
     shutil.copytree("bert", "other")
-    (workplace / "bert" / "own.py").write_text(CODE)
-    own = OWN | {"AutoTokenizer": ["own.Own", "own.Own"]}
+    (workplace / "bert" / "own.py").write_text(f"open({MARK!r}, 'w')")
+    own = {"AutoConfig": "own.Own", "AutoModel": "own.Own", "AutoTokenizer": ["own.Own", "own.Own"]}
     for name in ("config.json", "tokenizer_config.json"):
-        edit(workplace / "bert" / name, auto_map=own)
-    edit(workplace / "bert" / "tokenizer_config.json", tokenizer_class="Own")
+        put("auto_map", own)(workplace / "bert" / name)
+    put("tokenizer_class", "Own")(workplace / "bert" / "tokenizer_config.json")
     torch.save({"x": Payload()}, workplace / "bert" / "pytorch_model.bin")  # beside the safetensors file: not read
     words = ["--data", "text.txt", "--name", "both", "--out", "o"]
     code, out, _ = primal("spectrum", "bert", "other", *words)
     assert (code, out.count("primal ")) == (0, 2)
     assert (workplace / "o" / "both.svg").stat().st_size > 0
-    assert not (workplace / "executed").exists()
+    assert not (workplace / MARK).exists()

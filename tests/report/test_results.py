@@ -67,9 +67,7 @@ FOREIGN = {
     "a path that does not exist": (None, "does not exist"),
     "an empty folder": ("", "holds no run"),
     "another JSON file": ('{"a": 1}', "neither a run's result nor a benchmark"),
-    "a benchmark without its fields": ('{"kind": "attention", "format": 1, "rows": [{}]}', "hardware is missing"),
     "a result of another version": ('{"scores": {}, "format": 99}', "reads format 1"),
-    "a result without a seed": ('{"scores": {}, "format": 1, "benchmark": "a", "label": "b"}', "seed is missing"),
 }
 
 
