@@ -15,8 +15,8 @@ EPOCHS = 5
 
 
 def recipe(label: str, seed: int, **changes: Any) -> UEARecipe:
-    told = {"seed": seed, "model.attention": (label,), "model.embed_dim": 16, "trainer.epochs": EPOCHS}
-    return override(paper_recipe("JapaneseVowels"), {**told, **changes})
+    settings = {"seed": seed, "model.attention": (label,), "model.embed_dim": 16, "trainer.epochs": EPOCHS}
+    return override(paper_recipe("JapaneseVowels"), {**settings, **changes})
 
 
 def config(label: str, seed: int, **changes: Any) -> dict[str, Any]:
@@ -51,9 +51,9 @@ def summary(label: str, seed: int, accuracy: float) -> dict[str, Any]:
 
 def put_run(place: Path, label: str, seed: int, accuracy: float, **changes: Any) -> Path:
     """A finished run folder without weights."""
-    told = recipe(label, seed, **changes)
+    settings = recipe(label, seed, **changes)
     plan = checkpoint.Plan(EPOCHS)
-    checkpoint.write_config(place, told, plan, name=RECIPE, command=f"primal train {RECIPE} --seed {seed}")
+    checkpoint.write_config(place, settings, plan, name=RECIPE, command=f"primal train {RECIPE} --seed {seed}")
     rows = []
     for epoch in range(1, EPOCHS + 1):
         row = {"epoch": epoch, "step": epoch, "lr": 1e-3, "task_loss": 2.0 / epoch}

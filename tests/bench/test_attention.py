@@ -239,7 +239,7 @@ def test_language_models_decode(flags):
         assert row["tokens_per_second"] == 2 / row["seconds"]
         sizes.setdefault(row["name"], []).append(row["state_bytes"])
     assert list(sizes) == ["sdpa", "primal-mean", "primal-decay", "primal-delta"]
-    assert sizes["sdpa"][1] - sizes["sdpa"][0] == 24 * 2 * (2 * 16 * 4) + 24  # keys, values, and which are valid
+    assert sizes["sdpa"][1] - sizes["sdpa"][0] == 24 * 2 * (2 * 16 * 4)  # keys and values of two layers
     assert all(short == long for name, (short, long) in sizes.items() if name != "sdpa")
     assert "of a language model of 2 layers" in format_report(report)
 

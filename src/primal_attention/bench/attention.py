@@ -110,7 +110,7 @@ def list_implementations(args: Namespace) -> list[Implementation]:
     if installed("flash-attn-4"):
         found.append(Implementation("flash-attn-4", "softmax (flash-attn-4)", "softmax", build_flash_attention_4))
     if decodes:
-        found = [Implementation("sdpa", "softmax (SDPA, KV cache)", "softmax", CachedSoftmax)]
+        found = [Implementation("sdpa", "softmax (SDPA, KV cache)", "softmax", build_cached)]
     for backend in PRIMAL_BACKENDS:
         if not (decodes and backend == "compiled"):  # the guards of a compiled function cost more than a step
             build = partial(build_primal, backend)
@@ -347,37 +347,25 @@ def rms_error(actual: Tensor, expected: Tensor) -> float:
 # Decoding
 
 
-class CachedSoftmax(nn.Module):
-    """Softmax attention that decodes from a preallocated cache of keys and values.
-
-    The cache is random: reading is quadratic, and the values do not change the time.
-    """
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.heads = shape.num_heads
-        self.in_proj = nn.Linear(shape.embed_dim, 3 * shape.embed_dim, **shape.factory)
-        self.out_proj = nn.Linear(shape.embed_dim, shape.embed_dim, **shape.factory)
-        size = (2, shape.batch, shape.num_heads, shape.length + 1, shape.embed_dim // shape.num_heads)
-        self.cache = torch.randn(size, **shape.factory)
-
-    def step(self, x_t: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
-        q, k, v = (t.unflatten(-1, (self.heads, 1, -1)) for t in self.in_proj(x_t).chunk(3, dim=-1))  # (B, H, 1, p)
-        cache[0, :, :, -1:], cache[1, :, :, -1:] = k, v
-        return self.out_proj(F.scaled_dot_product_attention(q, *cache).flatten(1)), cache
-
-
 class PreallocatedCache(CachedSoftmaxAttention):
-    """Softmax attention of a language model that writes into the last place of its cache instead of copying it."""
+    """Softmax attention that writes into the last place of its cache instead of copying it."""
+
+    isolates_non_finite = False  # time the mechanism alone
 
     def _resume(
         self, x: Tensor, tokens: Tokens, state: CacheState | None, poison: Tensor | None
     ) -> tuple[Tensor, CacheState]:
         assert state is not None
         q, k, v = self.project_in(x)  # (B, H, 1, p)
-        angles = rotary_angles(state.position[:, None], self.head_dim)
-        state.k[:, :, -1:], state.v[:, :, -1:] = rotate(k, *angles), v
-        return F.scaled_dot_product_attention(rotate(q, *angles), state.k, state.v), state
+        if self.rotary:
+            angles = rotary_angles(state.position[:, None], self.head_dim)
+            q, k = rotate(q, *angles), rotate(k, *angles)
+        state.k[:, :, -1:], state.v[:, :, -1:] = k, v
+        return F.scaled_dot_product_attention(q, state.k, state.v), state
+
+
+def build_cached(shape: Shape) -> PreallocatedCache:
+    return PreallocatedCache(shape.embed_dim, shape.num_heads, rotary=False, **shape.factory)
 
 
 def build_language_model(layers: int, keywords: dict[str, Any], shape: Shape) -> LanguageModel:
@@ -390,13 +378,13 @@ def build_language_model(layers: int, keywords: dict[str, Any], shape: Shape) ->
     return model.to(shape.device, shape.dtype)
 
 
-def random_cache(shape: Shape, layers: int) -> LanguageState:
-    """Return the state of a softmax model after N tokens, with a place for the next one."""
+def random_cache(shape: Shape, position: Tensor) -> CacheState:
+    """Return random keys and values of N tokens, with a place for the next one.
+
+    Reading the tokens would be quadratic, and the values do not change the time.
+    """
     size = (2, shape.batch, shape.num_heads, shape.length + 1, shape.embed_dim // shape.num_heads)
-    position = torch.full((shape.batch,), shape.length, device=shape.device)
-    valid = torch.ones(shape.batch, shape.length + 1, dtype=torch.bool, device=shape.device)
-    caches = (CacheState(*torch.randn(size, **shape.factory), valid, position) for _ in range(layers))
-    return LanguageState(tuple(BlockState(cache, None) for cache in caches), position)
+    return CacheState(*torch.randn(size, **shape.factory), position[:0], position)
 
 
 @torch.no_grad()
@@ -412,10 +400,11 @@ def measure_decoding(implementation: Implementation, shape: Shape, args: Namespa
             return torch.randint(VOCABULARY, (shape.batch, n), device=shape.device)
         return torch.randn(shape.batch, n, shape.embed_dim, **shape.factory)
 
-    if isinstance(layer, CachedSoftmax):
-        state: Any = layer.cache
-    elif implementation.kind == "softmax":
-        state = random_cache(shape, len(layer.blocks))
+    if implementation.kind == "softmax":
+        position = torch.full((shape.batch if is_model else 0,), shape.length, device=shape.device)
+        caches = [random_cache(shape, position) for _ in (layer.blocks if is_model else [layer])]
+        blocks = tuple(BlockState(cache, None) for cache in caches)
+        state: Any = LanguageState(blocks, position) if is_model else caches[0]
     else:
         state = layer.initial_state(shape.batch)
         for start in range(0, shape.length, chunk):

@@ -21,7 +21,7 @@ COMMANDS = {
     "lra": ("Time training steps on Long-Range Arena.", "--tasks listops text --models softmax primal"),
     "plot": ("Print and plot the report of an earlier run.", "results/bench/attention.json"),
 }
-RENAMED = {"--rivals": "--baselines", "generate": "decode"}
+RENAMED = {"--rivals": "--baselines", "generate": "decode --layers N"}
 NAMING = ("--causal", "--baselines", "--inference", "--eager")  # flags in the default file name
 
 
