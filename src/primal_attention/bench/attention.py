@@ -384,7 +384,8 @@ def random_cache(shape: Shape, position: Tensor) -> CacheState:
     Reading the tokens would be quadratic, and the values do not change the time.
     """
     size = (2, shape.batch, shape.num_heads, shape.length + 1, shape.embed_dim // shape.num_heads)
-    return CacheState(*torch.randn(size, **shape.factory), position[:0], position)
+    k, v = torch.randn(size, **shape.factory)
+    return CacheState(k, v, position[:0], position)
 
 
 @torch.no_grad()
