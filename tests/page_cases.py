@@ -1,4 +1,4 @@
-"""Run folders, a benchmark and a demo as the library writes them, with numbers that are easy to find again."""
+"""Run folders, a spectrum and a benchmark as the library writes them, with numbers that are easy to find again."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ EPOCHS = 5
 
 
 def recipe(label: str, seed: int, **changes: Any) -> UEARecipe:
-    told = {"seed": seed, "model.attention": (label,), "model.embed_dim": 16, "trainer.epochs": EPOCHS}
-    return override(paper_recipe("JapaneseVowels"), {**told, **changes})
+    settings = {"seed": seed, "model.attention": (label,), "model.embed_dim": 16, "trainer.epochs": EPOCHS}
+    return override(paper_recipe("JapaneseVowels"), {**settings, **changes})
 
 
 def config(label: str, seed: int, **changes: Any) -> dict[str, Any]:
@@ -51,9 +51,9 @@ def summary(label: str, seed: int, accuracy: float) -> dict[str, Any]:
 
 def put_run(place: Path, label: str, seed: int, accuracy: float, **changes: Any) -> Path:
     """A finished run folder without weights."""
-    told = recipe(label, seed, **changes)
+    settings = recipe(label, seed, **changes)
     plan = checkpoint.Plan(EPOCHS)
-    checkpoint.write_config(place, told, plan, name=RECIPE, command=f"primal train {RECIPE} --seed {seed}")
+    checkpoint.write_config(place, settings, plan, name=RECIPE, command=f"primal train {RECIPE} --seed {seed}")
     rows = []
     for epoch in range(1, EPOCHS + 1):
         row = {"epoch": epoch, "step": epoch, "lr": 1e-3, "task_loss": 2.0 / epoch}
@@ -95,9 +95,4 @@ def bench() -> dict[str, Any]:
     }
 
 
-def demo() -> dict[str, Any]:
-    return {
-        "results": [],
-        "seconds": {"primal": {"128": 0.001, "256": 0.002}, "softmax": {"128": 0.001, "256": 0.004}},
-        "singular_values": {"primal": [1.0, 0.1, 1e-12], "softmax": [1.0, 0.5, 0.2]},
-    }
+SPECTRUM = "layer,index,value\n0,1,2.0\n0,2,1.0\n0,3,1e-12\n"

@@ -182,12 +182,11 @@ CHECKPOINT: Damages = {
 
 
 def make_page(home: Path) -> None:
-    """A run folder with and without a spectrum, a benchmark, a demo, and results of a table."""
+    """A run folder with and without a spectrum, a benchmark, and results of a table."""
     run = page_cases.put_run(home / "run", "primal", 0, 0.9)
     shutil.copytree(run, home / "other")
-    (home / "other" / "spectrum.csv").write_text("layer,head,index,value\na,0,1,2.0\na,0,2,1.0\n")
+    (home / "other" / "spectrum.csv").write_text(page_cases.SPECTRUM)
     (home / "bench.json").write_text(json.dumps({**page_cases.bench(), "command": "primal bench"}))
-    (home / "demo.json").write_text(json.dumps(page_cases.demo()))
     place, cost = home / "results" / "uea" / "JapaneseVowels", home / "results" / "lra-efficiency" / "text"
     place.mkdir(parents=True)
     cost.mkdir(parents=True)
@@ -256,7 +255,25 @@ TOKENIZER = {
     "no-model": put("model", ...),
     "unknown-model": put("model", 3),
 }
+
+
+def own_code(file: Path) -> None:
+    """A model whose class is in the folder."""
+    file.with_name("own.py").write_text(f"open({MARK!r}, 'w')")
+    put("auto_map", {"AutoConfig": "own.Own", "AutoModel": "own.Own"})(file)
+    put("architectures", ["Own"])(file)
+
+
+def pickled_weights(file: Path) -> None:
+    """Pickled weights that an index names as safetensors."""
+    file.unlink()
+    torch.save({"embeddings.word_embeddings.weight": Payload()}, file.with_name("pytorch_model.bin"))
+    weights = {"weight_map": {"embeddings.word_embeddings.weight": "pytorch_model.bin"}}
+    file.with_name("model.safetensors.index.json").write_text(json.dumps(weights))
+
+
 MODEL = {
+    "own-code": own_code,
     **fields("architectures.0", "num_hidden_layers", "architectures"),
     "function-for-model": put("architectures", ["pipeline"]),
     "other-model": put("architectures", ["GPT2Model"]),
@@ -265,7 +282,6 @@ MODEL = {
     "width-of-another-type": put("hidden_size", "wide"),
 }
 COST = without(fields("attention", "eager", "device", "task", "torch"), "text-for-table")  # the device is a text
-DEMO = without(fields("seconds.primal", "seconds.primal.128", "seconds", "singular_values"), "without-seconds")
 STORED = "results/uea/JapaneseVowels/primal-seed0.json"
 KINDS = {
     "summary-report": Kind(make_page, "run/summary.json", REPORT.format("run"), SUMMARY),
@@ -274,12 +290,11 @@ KINDS = {
     "spectrum-csv-report": Kind(make_page, "other/spectrum.csv", REPORT.format("other"), table("index")),
     "bench-report": Kind(make_page, "bench.json", REPORT.format("bench.json"), BENCH),
     "bench-plot": Kind(make_page, "bench.json", "bench plot bench.json", TEXT),
-    "demo-report": Kind(make_page, "demo.json", REPORT.format("demo.json"), DEMO),
     "result-report": Kind(make_page, STORED, REPORT.format("results"), TEXT),
     "result-table": Kind(make_page, STORED, TABLE, RESULT),
     "cost-table": Kind(make_page, "results/lra-efficiency/text/primal.json", COSTS, COST),
     "model-config": Kind(make_model, "model/config.json", SPECTRUM, MODEL),
-    "model-weights": Kind(make_model, "model/model.safetensors", SPECTRUM, WEIGHTS),
+    "model-weights": Kind(make_model, "model/model.safetensors", SPECTRUM, {**WEIGHTS, "pickled": pickled_weights}),
     "model-tokenizer": Kind(make_model, "model/tokenizer.json", SPECTRUM, TOKENIZER),
     "model-text": Kind(make_model, "text.txt", SPECTRUM, TEXTS),
     "prompt": Kind(make_language, "prompt.txt", GENERATE, PROMPT),

@@ -17,6 +17,8 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Namespace
 
     def read(words: str) -> Namespace:
         folder: Path = tmp_path_factory.mktemp("bench")
-        return read_flags([*words.split(), "--device", "cpu", "--out", str(folder)])
+        args = read_flags([*words.split(), "--device", "cpu", "--out", str(folder)])
+        args.seconds = 0.01
+        return args
 
     return read

@@ -7,10 +7,13 @@ import json
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from primal_attention.bench import attention
 from primal_attention.bench.attention import Implementation, Shape, Step, build_primal, check_layer
 from primal_attention.bench.measurement import format_report, plot_report
+from primal_attention.models.lm import LanguageModel
+from primal_attention.nn.blocks import BlockState
 
 SMALL = {"embed_dim": 24, "num_heads": 2, "batch": 1, "length": 1, "rank": 5, "landmarks": 9}
 MODES = {
@@ -23,7 +26,7 @@ ROW = {
     "name", "label", "kind", "embed_dim", "num_heads", "batch", "length", "status", "note", "seconds", "iqr", "runs",
     "method", "peak_bytes", "kept_bytes", "speedup", "peak_ratio", "kept_ratio", "state_bytes",
 }  # fmt: skip
-TINY = "--rank 4 --seconds 0.01 --widths 16:2"
+TINY = "--rank 4 --widths 16:2"
 
 
 # The check
@@ -185,7 +188,9 @@ def test_every_implementation_has_numbers_or_a_reason(flags, tmp_path):
 
 
 def test_slow_implementations_are_skipped_at_longer_lengths(flags):
-    report = attention.run(flags(f"attention {TINY} --lengths 16 32 --limit 1e-9 --only sdpa"))
+    args = flags(f"attention {TINY} --lengths 16 32 --only sdpa")
+    args.limit = 1e-9
+    report = attention.run(args)
     assert [row["status"] for row in report["rows"]] == ["ok", "skipped"]
 
 
@@ -224,6 +229,32 @@ def test_only_the_cache_of_softmax_attention_grows_with_the_tokens_read(flags, t
     assert "state kB" in format_report(report)
     pytest.importorskip("matplotlib")
     assert len(plot_report(report, tmp_path / "decode")) == 2
+
+
+def test_language_models_decode(flags):
+    report = attention.run(flags(f"decode {TINY} --lengths 16 40 --batch 2 --layers 2"))
+    sizes = {}
+    for row in report["rows"]:
+        assert row["status"] == "ok", row["note"]
+        assert row["tokens_per_second"] == 2 / row["seconds"]
+        sizes.setdefault(row["name"], []).append(row["state_bytes"])
+    assert list(sizes) == ["sdpa", "primal-mean", "primal-decay", "primal-delta"]
+    assert sizes["sdpa"][1] - sizes["sdpa"][0] == 24 * 2 * (2 * 16 * 4)  # keys and values of two layers
+    assert all(short == long for name, (short, long) in sizes.items() if name != "sdpa")
+    assert "of a language model of 2 layers" in format_report(report)
+
+
+def test_the_preallocated_cache_gives_the_logits_of_the_model():
+    shape = Shape(16, 2, batch=2, length=5)
+    model = attention.build_language_model(2, {"attention": ("softmax",)}, shape).eval()
+    plain = LanguageModel(model.config).eval()
+    plain.load_state_dict(model.state_dict())
+    tokens = torch.randint(100, (2, 6))
+    _, state = plain(tokens[:, :5], return_state=True)
+    room = [c.attention._replace(k=F.pad(c.attention.k, (0, 0, 0, 1)), v=F.pad(c.attention.v, (0, 0, 0, 1)))
+            for c in state.blocks]  # fmt: skip
+    logits, _ = model.step(tokens[:, 5], state._replace(blocks=tuple(BlockState(cache, None) for cache in room)))
+    torch.testing.assert_close(logits, plain.step(tokens[:, 5], state)[0])
 
 
 @pytest.mark.gpu

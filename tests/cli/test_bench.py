@@ -14,7 +14,7 @@ from primal_attention.cli import main as cli
 from primal_attention.cli.bench import main
 from primal_attention.utils.files import read_json
 
-TINY = "--lengths 16 --widths 16:2 --rank 4 --seconds 0.01 --device cpu".split()  # noqa: SIM905
+TINY = "--lengths 16 --widths 16:2 --rank 4 --device cpu".split()  # noqa: SIM905
 RESULTS = sorted((Path(__file__).parents[2] / "results" / "bench").glob("*.json"))
 BARE = """
 import sys

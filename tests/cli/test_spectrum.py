@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import shutil
 from pathlib import Path
 
@@ -17,6 +16,7 @@ pytest.importorskip("matplotlib")
 hf = pytest.importorskip("transformers", minversion="5")
 
 from convert.hf_models import SMALL, make  # noqa: E402
+from hostile_data import MARK, Payload, put  # noqa: E402
 from primal_attention import primalize  # noqa: E402
 from primal_attention.report.results import read_spectrum  # noqa: E402
 
@@ -53,7 +53,7 @@ def test_runs_give_a_table_numbers_and_plots(workplace: Path, primal) -> None:
     assert primal("data", "listops", "--train", "8", "--valid", "2", "--test", "4")[0] == 0
     steps = ["--trainer.steps-per-epoch", "1", "--trainer.precision", "32-true"]
     assert primal("train", "lra/listops", *TRAIN, *steps, "--out", "two")[0] == 0
-    assert primal("spectrum", "two", "--samples", "2", "--batch", "1")[0] == 0
+    assert primal("spectrum", "two", "--samples", "2")[0] == 0
     code, out, _ = primal("spectrum", "one", "--cases", "5")
     assert code == 0
     assert "softmax" in out
@@ -80,8 +80,8 @@ def test_runs_give_a_table_numbers_and_plots(workplace: Path, primal) -> None:
     [
         (["nowhere"], "neither a run folder"),
         (["bert"], "--data FILE of text lines"),
-        (["bert", "--data", "missing.txt"], "missing.txt is not a file of text lines"),
-        (["bert", "--data", "short.txt"], "no line of twenty words"),
+        (["bert", "--data", "missing.txt"], "missing.txt does not exist"),
+        (["bert", "--data", "short.txt"], "no line of 20 words"),
         (["vit", "--data", "text.txt"], "call primal_attention.spectrum(model, inputs)"),
         ([], "MODEL_OR_RUN"),
     ],
@@ -96,63 +96,16 @@ def test_bad_input_is_one_line(workplace: Path, primal, words, message) -> None:
     assert sum(line.startswith("primal: ") for line in err.splitlines()) == 1
 
 
-CODE = "open('executed', 'w')\n"
-
-
-class Payload:
-    """Creates a file in the working directory when it is unpickled."""
-
-    def __reduce__(self):
-        return open, ("executed", "w")
-
-
-def edit(file: Path, **fields) -> None:
-    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
-
-
-def pickle_weights(model: Path, index: str = "") -> None:
-    """Replace the weights by a pickle; `index` is the shard that model.safetensors.index.json names."""
-    (model / "model.safetensors").rename(model.parent / "model.safetensors")
-    torch.save({"embeddings.word_embeddings.weight": Payload()}, model / "pytorch_model.bin")
-    if index:
-        content = {"weight_map": {"embeddings.word_embeddings.weight": index}}
-        (model / "model.safetensors.index.json").write_text(json.dumps(content))
-
-
-OWN = {"AutoConfig": "own.Own", "AutoModel": "own.Own"}
-REFUSED = {
-    "pickled weights": (pickle_weights, "pickled weights could run code"),
-    "a pickled shard": (lambda m: pickle_weights(m, "pytorch_model.bin"), "(got 'pytorch_model.bin')"),
-    "a shard elsewhere": (lambda m: pickle_weights(m, "../model.safetensors"), "safetensors files of this folder"),
-    "no weights": (lambda m: (m / "model.safetensors").unlink(), "has no model.safetensors"),
-    "a model of its own code": (
-        lambda m: edit(m / "config.json", architectures=["Own"], auto_map=OWN),
-        "names the model 'Own', which transformers does not have",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.replace(" ", "-"))
-def test_code_of_a_model_folder_is_never_run(workplace: Path, primal, case) -> None:
-    damage, message = REFUSED[case]
-    (workplace / "bert" / "own.py").write_text(CODE)
-    damage(workplace / "bert")
-    code, out, err = primal("spectrum", "bert", "--data", "text.txt")
-    assert not (workplace / "executed").exists()
-    assert (code, out, err.count("\n")) == (2, "", 1), err
-    assert message in err
-
-
 def test_saved_models_are_loaded_without_the_folders_code(workplace: Path, primal) -> None:
     shutil.copytree("bert", "other")
-    (workplace / "bert" / "own.py").write_text(CODE)
-    own = OWN | {"AutoTokenizer": ["own.Own", "own.Own"]}
+    (workplace / "bert" / "own.py").write_text(f"open({MARK!r}, 'w')")
+    own = {"AutoConfig": "own.Own", "AutoModel": "own.Own", "AutoTokenizer": ["own.Own", "own.Own"]}
     for name in ("config.json", "tokenizer_config.json"):
-        edit(workplace / "bert" / name, auto_map=own)
-    edit(workplace / "bert" / "tokenizer_config.json", tokenizer_class="Own")
+        put("auto_map", own)(workplace / "bert" / name)
+    put("tokenizer_class", "Own")(workplace / "bert" / "tokenizer_config.json")
     torch.save({"x": Payload()}, workplace / "bert" / "pytorch_model.bin")  # beside the safetensors file: not read
-    words = ["--data", "text.txt", "--tokens", "16", "--name", "both", "--out", "o"]
+    words = ["--data", "text.txt", "--name", "both", "--out", "o"]
     code, out, _ = primal("spectrum", "bert", "other", *words)
     assert (code, out.count("primal ")) == (0, 2)
     assert (workplace / "o" / "both.svg").stat().st_size > 0
-    assert not (workplace / "executed").exists()
+    assert not (workplace / MARK).exists()

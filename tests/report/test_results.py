@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from page_cases import bench, config, demo, put_run, summary
+from page_cases import bench, config, put_run, summary
 from primal_attention.report import results
 from primal_attention.report.results import Stat, collect, read_folder
 from primal_attention.utils.errors import RunError
@@ -44,18 +44,17 @@ def test_a_summary_in_a_run_folder_counts_once_and_other_files_are_ignored(tmp_p
     (stored / "other.json").write_text(json.dumps(summary("primal", 7, 0.9) | {"config": config("primal", 7)}))
     (stored / "foreign.json").write_text('{"some": "thing"}')
     (stored / "bench.json").write_text(json.dumps(bench()))
-    (stored / "demo.json").write_text(json.dumps(demo()))
     found = collect([tmp_path / "runs", stored, tmp_path / "runs"])
     assert [run.seed for run in found.runs] == [0, 7]
-    assert (len(found.benches), len(found.demos)) == (1, 1)
+    assert len(found.benches) == 1
     assert [run.seed for run in results.read_summaries(stored)] == [7]
     assert results.read_summaries(tmp_path / "nowhere") == []
 
 
-def test_a_spectrum_is_relative_and_averaged_over_heads(tmp_path: Path) -> None:
+def test_a_spectrum_is_relative_to_the_largest_value_of_a_layer(tmp_path: Path) -> None:
     file = tmp_path / "spectrum.csv"
-    file.write_text("layer,head,index,value\nfirst,0,2,1.0\nfirst,0,1,2.0\nfirst,1,1,4.0\nfirst,1,2,1.0\n")
-    assert results.read_spectrum(file) == {"first": [1.0, 0.375]}
+    file.write_text("layer,index,value\nfirst,2,1.0\nfirst,1,2.0\nsecond,1,4.0\nsecond,2,1.0\n")
+    assert results.read_spectrum(file) == {"first": [1.0, 0.5], "second": [1.0, 0.25]}
 
 
 def test_statistics_over_seeds() -> None:
@@ -68,10 +67,7 @@ FOREIGN = {
     "a path that does not exist": (None, "does not exist"),
     "an empty folder": ("", "holds no run"),
     "another JSON file": ('{"a": 1}', "neither a run's result nor a benchmark"),
-    "a benchmark without its fields": ('{"kind": "attention", "format": 1, "rows": [{}]}', "hardware is missing"),
-    "a demo of words": ('{"singular_values": {"primal": ["a"]}}', "primal[0] must be a number of at least 0 (got 'a')"),
     "a result of another version": ('{"scores": {}, "format": 99}', "reads format 1"),
-    "a result without a seed": ('{"scores": {}, "format": 1, "benchmark": "a", "label": "b"}', "seed is missing"),
 }
 
 

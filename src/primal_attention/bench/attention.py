@@ -1,7 +1,7 @@
 """`primal bench attention` and `primal bench decode`: one attention layer with its projections against sequence length.
 
 Implementations of Primal-Attention are checked against the equations in float64 first. Those that fail are not timed.
-Decoding times one more token after N tokens, and measures the state of a causal layer.
+Decoding times one more token after N tokens, and measures the state of a causal layer, or of a language model.
 """
 
 from __future__ import annotations
@@ -23,8 +23,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 
 from primal_attention.bench import measurement
-from primal_attention.bench.measurement import OK, OUT_OF_MEMORY, SKIPPED, Row, WrongResultsError, ratio
+from primal_attention.bench.measurement import OK, REFUSED, SKIPPED, Row, ratio
+from primal_attention.models.lm import LanguageConfig, LanguageModel, LanguageState
 from primal_attention.nn.baselines import attention_names, attention_traits, make_attention
+from primal_attention.nn.baselines.softmax import CachedSoftmaxAttention, CacheState, rotary_angles, rotate
+from primal_attention.nn.blocks import BlockState
+from primal_attention.nn.padding import Tokens
 from primal_attention.nn.primal import PrimalAttention
 from primal_attention.ops.landmarks import landmark_indices
 from primal_attention.ops.primal import is_interpreting
@@ -33,6 +37,14 @@ from primal_attention.utils.progress import Progress
 from primal_attention.utils.provenance import installed
 
 CHUNK = 16384  # tokens that are read at once before decoding
+VOCABULARY = 8192
+# Name → label, kind and keywords of the configuration.
+LANGUAGE_MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "sdpa": ("softmax (SDPA, KV cache)", "softmax", {"attention": ("softmax",)}),
+    "primal-mean": ("Primal, mean", "primal", {"positions": "sinusoidal"}),
+    "primal-decay": ("Primal, decay + conv + gate", "primal", {"primal_mode": "decay", "conv": 4, "gate": True}),
+    "primal-delta": ("Primal, delta + conv + gate", "primal", {"primal_mode": "delta", "conv": 4, "gate": True}),
+}
 PRIMAL_BACKENDS = ("fused", "cpu", "compiled", "reference")
 CHECKED = ("primal", "published")  # kinds that must compute Primal-Attention
 SDPA_BACKENDS = {
@@ -90,7 +102,7 @@ def list_implementations(args: Namespace) -> list[Implementation]:
 
     By default these are all but the baselines.
     """
-    decodes = args.benchmark == "decode"
+    decodes, layers = args.benchmark == "decode", getattr(args, "layers", None)
     found = [Implementation("sdpa", "softmax (SDPA)", "softmax", partial(build_baseline, "softmax"))]
     for backend in SDPA_BACKENDS:
         label = f"softmax (SDPA, {backend})"
@@ -98,7 +110,7 @@ def list_implementations(args: Namespace) -> list[Implementation]:
     if installed("flash-attn-4"):
         found.append(Implementation("flash-attn-4", "softmax (flash-attn-4)", "softmax", build_flash_attention_4))
     if decodes:
-        found = [Implementation("sdpa", "softmax (SDPA, KV cache)", "softmax", CachedSoftmax)]
+        found = [Implementation("sdpa", "softmax (SDPA, KV cache)", "softmax", build_cached)]
     for backend in PRIMAL_BACKENDS:
         if not (decodes and backend == "compiled"):  # the guards of a compiled function cost more than a step
             build = partial(build_primal, backend)
@@ -108,6 +120,11 @@ def list_implementations(args: Namespace) -> list[Implementation]:
     for name in attention_names():
         if name not in ("softmax", "primal") and (attention_traits(name).streams or not decodes):
             found.append(Implementation(name, name, "baseline", partial(build_baseline, name)))
+    if layers:
+        found = [
+            Implementation(name, label, kind, partial(build_language_model, layers, keywords))
+            for name, (label, kind, keywords) in LANGUAGE_MODELS.items()
+        ]
     names = {i.name for i in found} | {i.kind for i in found}
     for name in args.only:
         check_name(name, sorted(names), "implementation")
@@ -314,6 +331,11 @@ def all_results(layer: Any, weights: dict[str, Tensor], x: Tensor, grad_y: Tenso
     return results
 
 
+def wrong_results(verdict: Row) -> str:
+    error = verdict["error"] or math.nan
+    return f"wrong results: error of {verdict['where']} {error:.1e}, allowed {verdict['allowed']:.1e}"
+
+
 def rms_error(actual: Tensor, expected: Tensor) -> float:
     """RMS(error) / RMS(expected); infinite for another shape."""
     if actual.shape != expected.shape:
@@ -325,48 +347,80 @@ def rms_error(actual: Tensor, expected: Tensor) -> float:
 # Decoding
 
 
-class CachedSoftmax(nn.Module):
-    """Softmax attention that decodes from a preallocated cache of keys and values.
+class PreallocatedCache(CachedSoftmaxAttention):
+    """Softmax attention that writes into the last place of its cache instead of copying it."""
 
-    The cache is random: reading is quadratic, and the values do not change the time.
+    isolates_non_finite = False  # time the mechanism alone
+
+    def _resume(
+        self, x: Tensor, tokens: Tokens, state: CacheState | None, poison: Tensor | None
+    ) -> tuple[Tensor, CacheState]:
+        assert state is not None
+        q, k, v = self.project_in(x)  # (B, H, 1, p)
+        if self.rotary:
+            angles = rotary_angles(state.position[:, None], self.head_dim)
+            q, k = rotate(q, *angles), rotate(k, *angles)
+        state.k[:, :, -1:], state.v[:, :, -1:] = k, v
+        return F.scaled_dot_product_attention(q, state.k, state.v), state
+
+
+def build_cached(shape: Shape) -> PreallocatedCache:
+    return PreallocatedCache(shape.embed_dim, shape.num_heads, rotary=False, **shape.factory)
+
+
+def build_language_model(layers: int, keywords: dict[str, Any], shape: Shape) -> LanguageModel:
+    d, h = shape.embed_dim, shape.num_heads
+    sizes = {"embed_dim": d, "num_heads": h, "ffn_dim": 4 * d, "layers": layers, "rank": shape.rank}
+    model = LanguageModel(LanguageConfig(VOCABULARY, **{"attention": ("primal",), **sizes, **keywords}))
+    if model.config.attention == ("softmax",):
+        for block in model.blocks:
+            block.attention = PreallocatedCache(d, h)
+    return model.to(shape.device, shape.dtype)
+
+
+def random_cache(shape: Shape, position: Tensor) -> CacheState:
+    """Return random keys and values of N tokens, with a place for the next one.
+
+    Reading the tokens would be quadratic, and the values do not change the time.
     """
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.heads = shape.num_heads
-        self.in_proj = nn.Linear(shape.embed_dim, 3 * shape.embed_dim, **shape.factory)
-        self.out_proj = nn.Linear(shape.embed_dim, shape.embed_dim, **shape.factory)
-        size = (2, shape.batch, shape.num_heads, shape.length + 1, shape.embed_dim // shape.num_heads)
-        self.cache = torch.randn(size, **shape.factory)
-
-    def step(self, x_t: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
-        q, k, v = (t.unflatten(-1, (self.heads, 1, -1)) for t in self.in_proj(x_t).chunk(3, dim=-1))  # (B, H, 1, p)
-        cache[0, :, :, -1:], cache[1, :, :, -1:] = k, v
-        return self.out_proj(F.scaled_dot_product_attention(q, *cache).flatten(1)), cache
+    size = (2, shape.batch, shape.num_heads, shape.length + 1, shape.embed_dim // shape.num_heads)
+    k, v = torch.randn(size, **shape.factory)
+    return CacheState(k, v, position[:0], position)
 
 
 @torch.no_grad()
 def measure_decoding(implementation: Implementation, shape: Shape, args: Namespace) -> Row:
     """Measure the state after N random tokens, then the time of the next one."""
-    layer = implementation.build(shape).eval()
+    layer, row = implementation.build(shape).eval(), Row()
+    is_model = isinstance(layer, LanguageModel)
+    read = layer.hidden if is_model else layer
+    chunk = max(1, CHUNK // shape.batch) if is_model else CHUNK
 
     def draw(n: int) -> Tensor:
+        if is_model:
+            return torch.randint(VOCABULARY, (shape.batch, n), device=shape.device)
         return torch.randn(shape.batch, n, shape.embed_dim, **shape.factory)
 
-    if isinstance(layer, CachedSoftmax):
-        state: Any = layer.cache
+    if implementation.kind == "softmax":
+        position = torch.full((shape.batch if is_model else 0,), shape.length, device=shape.device)
+        caches = [random_cache(shape, position) for _ in (layer.blocks if is_model else [layer])]
+        blocks = tuple(BlockState(cache, None) for cache in caches)
+        state: Any = LanguageState(blocks, position) if is_model else caches[0]
     else:
         state = layer.initial_state(shape.batch)
-        for start in range(0, shape.length, CHUNK):
-            _, state = layer(draw(min(CHUNK, shape.length - start)), state=state, return_state=True)
+        for start in range(0, shape.length, chunk):
+            _, state = read(draw(min(chunk, shape.length - start)), state=state, return_state=True)
     token = draw(1)[:, 0]
     _, after = layer.step(token, state)
     # Each storage counts once and as a whole: a view keeps all of it alive.
     storages = [t.untyped_storage() for t in tree_leaves(after) if isinstance(t, Tensor)]
     size = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
     step = partial(layer.step, token, state)
-    timing = measurement.time_step(step, shape.device, args.eager, args.repeats, args.seconds)
-    return {"state_bytes": size // shape.batch, **timing}
+    if is_model and shape.device.type == "cuda":
+        row["peak_bytes"] = measurement.peak_bytes(step, shape.device)
+    row |= measurement.time_step(step, shape.device, args.eager, args.repeats, args.seconds)
+    row |= {"tokens_per_second": shape.batch / row["seconds"]} if is_model else {}
+    return {"state_bytes": size // shape.batch, **row}
 
 
 # The run
@@ -415,7 +469,8 @@ def run(args: Namespace, implementations: Sequence[Implementation] | None = None
                     verdict = check_layer(implementation.build, shapes[0], args.seed + 1)
                     report["gate"].append({"name": implementation.name, **sizes, **verdict})
                     if not verdict["passed"]:
-                        raise WrongResultsError(verdict)
+                        excluded[implementation.name] = REFUSED, wrong_results(verdict)
+                        status = REFUSED
                 except Exception as error:  # becomes the note of the row
                     excluded[implementation.name] = measurement.failure(error)
                     status = excluded[implementation.name][0]
@@ -424,7 +479,7 @@ def run(args: Namespace, implementations: Sequence[Implementation] | None = None
             for shape in shapes:
                 # All implementations at one length before the next, so that what is compared is measured together.
                 for implementation in chosen:
-                    reason = excluded.get(implementation.name) or too_slow(implementation.name, shape, rows, args.limit)
+                    reason = excluded.get(implementation.name)
                     row = new_row(implementation, shape, *reason or (OK,))
                     if not reason:
                         torch.manual_seed(args.seed)
@@ -434,6 +489,9 @@ def run(args: Namespace, implementations: Sequence[Implementation] | None = None
                             row["status"], row["note"] = measurement.failure(error)
                         measurement.free_memory(shape.device)
                     rows.append(row)
+                    if (row["seconds"] or 0.0) > args.limit:
+                        note = f"{row['seconds']:.1f} s at {shape.length:,} tokens"
+                        excluded[implementation.name] = SKIPPED, note
                     result = row["status"] if row["seconds"] is None else f"{1e3 * row['seconds']:.3g} ms"
                     progress.advance(f"{row['label']}, d {shape.embed_dim}, N {shape.length}: {result}")
                 add_ratios(rows)
@@ -460,18 +518,6 @@ def new_row(implementation: Implementation, shape: Shape, status: str, note: str
     empty = ("seconds", "iqr", "runs", "method", "peak_bytes", "kept_bytes", "state_bytes")
     ratios = ("speedup", "peak_ratio", "kept_ratio")
     return {**names, **sizes, "status": status, "note": note, **dict.fromkeys((*empty, *ratios))}
-
-
-def too_slow(name: str, shape: Shape, rows: Sequence[Row], limit: float) -> tuple[str, str] | None:
-    """Skip what was too slow or too large at a shorter length."""
-    for row in rows:
-        same = (row["name"], row["embed_dim"], row["num_heads"]) == (name, shape.embed_dim, shape.num_heads)
-        if same and row["length"] < shape.length:
-            if row["seconds"] is not None and row["seconds"] > limit:
-                return SKIPPED, f"{row['seconds']:.1f} s at {row['length']:,} tokens (--limit {limit:g})"
-            if row["status"] == OUT_OF_MEMORY and row["batch"] == shape.batch:
-                return OUT_OF_MEMORY, f"did not fit at {row['length']:,} tokens"
-    return None
 
 
 def add_ratios(rows: Sequence[Row]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import re
 import shlex
 import sys
@@ -22,7 +21,7 @@ COMMANDS = {
     "lra": ("Time training steps on Long-Range Arena.", "--tasks listops text --models softmax primal"),
     "plot": ("Print and plot the report of an earlier run.", "results/bench/attention.json"),
 }
-RENAMED = {"--rivals": "--baselines", "generate": "decode"}
+RENAMED = {"--rivals": "--baselines", "generate": "decode --layers N"}
 NAMING = ("--causal", "--baselines", "--inference", "--eager")  # flags in the default file name
 
 
@@ -47,12 +46,6 @@ def read_decay(text: str) -> str | float:
         raise RunError(f"--decay must be 'learned' or a number (got {text!r})") from None
 
 
-def read_seconds(text: str) -> float:
-    if not 0 < float(text) < math.inf:
-        raise argparse.ArgumentTypeError(f"must be finite and above 0 (got {text})")
-    return float(text)
-
-
 def make_parser() -> Parser:
     top = Parser(prog="primal bench", epilog="Example: primal bench attention --lengths 256 4K")
     commands = top.add_subparsers(dest="benchmark", metavar=" | ".join(COMMANDS), required=True, parser_class=Parser)
@@ -72,7 +65,7 @@ def make_parser() -> Parser:
             add("--repeats", type=positive, default=20, help="runs on a GPU (default 20)")
             add("--batch-size", type=positive, help="default: the paper's")
             continue
-        add("--seed", type=int, default=0, help="of weights and inputs (default 0)")
+        parser.set_defaults(seed=0)
         add("--out", type=Path, default=Path("results/bench"), help="folder (default results/bench)")
         add("--name", help="of the files in it (default: the command and its flags)")
         if name == "model":
@@ -88,26 +81,23 @@ def make_parser() -> Parser:
         add("--lengths", nargs="+", type=read_length, metavar="N", help="tokens: 4096, 4K, 1M")
         add("--widths", nargs="+", type=read_width, default=[(512, 8)], metavar="D:H", help="embed_dim:num_heads")
         add("--batch", type=positive, default=1 if decodes else None, help="sequences per step")
-        add("--dtype", choices=("bfloat16", "float16", "float32", "float64"), help="default bfloat16 on a GPU")
         add("--rank", type=positive, default=30, help="of the Primal layers (default 30)")
         add("--decay", type=read_decay, help="of the causal Primal layers: 'learned' or a number in (0, 1]")
         add("--baselines", **yes, help="all attentions of the paper's tables too")
         add("--only", nargs="+", default=[], metavar="NAME", help="sdpa, sdpa-cudnn, primal, primal-fused, published …")
         add("--eager", **yes, help="on a GPU: no CUDA graph, launches by the host included")
         add("--repeats", type=positive, default=100 if decodes else 20, help="runs on a GPU (default %(default)s)")
-        seconds = 0.3 if decodes else 0.5
-        add("--seconds", type=read_seconds, default=seconds, help="per row on a CPU (default %(default)s)")
         add("--no-plot", dest="plot", action="store_false", help="no PNG and SVG")
         if decodes:
-            parser.set_defaults(tokens=None, causal=True, data_dependent=False, landmarks=300, limit=60.0)
+            add("--layers", type=positive, help="time a language model of this many layers instead of one layer")
+            parser.set_defaults(tokens=None, causal=True, data_dependent=False, landmarks=300, seconds=0.3, limit=60.0)
             continue
+        parser.set_defaults(seconds=0.5, limit=2.0)  # to measure a row on a CPU; of a step that ends a row
         add("--tokens", type=read_length, help="per step, instead of --batch (default 64K on a GPU)")
         add("--landmarks", type=positive, default=300, help="of the Primal layers (default 300)")
         add("--causal", **yes, help="causal layers; Primal is data-independent unless --data-dependent is given")
-        add("--data-dependent", action="store_const", const=True, help="build Primal's weights from landmarks")
-        add("--data-independent", dest="data_dependent", action="store_const", const=False, help="use W_e, W_r as is")
+        add("--data-dependent", **yes, help="build Primal's weights from landmarks, the default without --causal")
         add("--inference", **yes, help="forward only, without gradients")
-        add("--limit", type=read_seconds, default=2.0, help="seconds of a step that end a row (default 2)")
     return top
 
 
@@ -124,12 +114,12 @@ def read_flags(words: Sequence[str]) -> argparse.Namespace:
             raise RunError("--tokens and --batch exclude each other: the batch is tokens / length")
         if args.decay and not args.causal:
             raise RunError("--decay needs --causal")
-        args.data_dependent = not args.causal if args.data_dependent is None else args.data_dependent
+        args.data_dependent |= not args.causal
     if "torch" not in sys.modules:
         print(f"primal bench {args.benchmark}: starting", file=sys.stderr, flush=True)
     args.device, args.command = read_device(args.device), shlex.join(["primal", "bench", *words])
     if args.benchmark in ("attention", "decode"):
-        args.dtype = args.dtype or ("bfloat16" if args.device.type == "cuda" else "float32")
+        args.dtype = "bfloat16" if args.device.type == "cuda" else "float32"
     if args.benchmark != "lra":
         flags = [flag.removeprefix("--") for flag in NAMING if flag in words]
         args.file = args.out / f"{args.name or '-'.join([args.benchmark, *flags])}.json"

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import io
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from primal_attention.utils.errors import RunError
 
@@ -19,16 +18,10 @@ T = TypeVar("T")
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises `RunError`, with a suggestion for a mistyped flag."""
+    """An argument parser that raises `RunError`."""
 
     def error(self, message: str) -> NoReturn:
-        flag = re.match(r"unrecognized arguments: (--\S+)", message)
-        groups = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
-        parsers = [self, *(parser for group in groups for parser in group.choices.values())]
-        flags = [name for parser in parsers for name in parser._option_string_actions]
-        near = difflib.get_close_matches(flag[1], flags, n=1) if flag else []
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise RunError(f"{message}{hint} (see {self.prog} --help)")
+        raise RunError(f"{message} (see {self.prog} --help)")
 
 
 def positive(text: str) -> int:
@@ -38,16 +31,14 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def parse(kind: type[T], args: Sequence[str], *, prog: str, about: str, default: T | None = None) -> T:
-    """Return an instance of a dataclass from command-line arguments; --help prints `about` and exits with code 0."""
+def parse(default: T, args: Sequence[str], *, prog: str, about: str) -> T:
+    """Return a dataclass as command-line arguments change it; --help prints `about` and exits with code 0."""
     import tyro
 
     output = io.StringIO()
-    keywords: dict[str, Any] = {} if default is None else {"default": default}
     try:
         with contextlib.redirect_stderr(output):
-            config = (tyro.conf.PositionalRequiredArgs,)  # fields without a default are positional
-            return tyro.cli(kind, args=list(args), prog=prog, description=about, config=config, **keywords)
+            return tyro.cli(type(default), args=list(args), prog=prog, description=about, default=default)
     except SystemExit as leaving:
         if leaving.code in (0, None):
             raise

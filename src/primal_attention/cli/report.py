@@ -31,13 +31,13 @@ def main(args: Sequence[str]) -> int:
     from primal_attention.report.results import collect
 
     found = collect(options.runs, skip_broken=options.skip_broken)
-    if not (found.runs or found.benches or found.demos):
+    if not (found.runs or found.benches):
         raise RunError(f"nothing to report: no run could be read under {', '.join(map(str, options.runs))}")
     command = shlex.join(["primal", "report", *args])
     page = make_page(found, title=options.title, command=command, inline=options.inline)
     write_page(options.out, page, inline=options.inline)
     for line in found.broken:
         print(f"primal: left out: {line}", file=sys.stderr)
-    counts = f"{len(found.runs)} runs and {len(found.benches) + len(found.demos)} files of benchmarks"
+    counts = f"{len(found.runs)} runs and {len(found.benches)} files of benchmarks"
     print(f"{options.out}: {counts}, {len(found.broken)} left out, {options.out.stat().st_size / 1e3:,.0f} kB")
     return 0

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from primal_attention.cli.flags import Parser, parse
+from primal_attention.cli.flags import Parser, parse, positive
 from primal_attention.train import registry
 from primal_attention.utils.errors import RunError, WriteError
 
@@ -25,9 +25,7 @@ TRAIN_USAGE = f"""usage: primal train RECIPE [OPTIONS]
 
 'primal recipes' lists the recipes; 'primal train RECIPE --help' lists the flags of one.
 FILE.py:NAME is a recipe of your own: a Recipe, or a function that returns one, in a Python file, which is run."""
-PLAY = """Play episodes with the weights of a finished run.
-
-Example: primal evaluate runs/d4rl/hopper-medium/primal+-seed0 --episodes 20"""
+PLAYING = ("episodes", "target", "env")  # flags of primal evaluate for d4rl
 OUT = "Run folder; None is runs/RECIPE/VARIANT-seedN, numbered if taken."
 RESUME = "Continue the run in the folder from its last checkpoint."
 COLUMNS = {
@@ -86,7 +84,7 @@ def parse_run(name: str, recipe: Recipe, args: Sequence[str]) -> tuple[Recipe, P
         if {f"--{old}", f"--{group}.no-{field}"} & given:
             raise RunError(f"--{old} was replaced: use {new}")
     arguments: Any = dataclasses.make_dataclass("Run", fields)
-    parsed = parse(arguments, args, prog=f"primal train {name}", about=TRAIN, default=arguments(recipe=recipe))
+    parsed = parse(arguments(recipe=recipe), args, prog=f"primal train {name}", about=TRAIN)
     return parsed.recipe, parsed.out, parsed.resume
 
 
@@ -110,27 +108,27 @@ def evaluate(args: Sequence[str]) -> int:
         prog="primal evaluate",
         description="Measure the weights of a finished run on the test set again, or play episodes again (d4rl).",
         epilog="Example: primal evaluate runs/uea/JapaneseVowels/primal-seed0",
-        add_help=False,
-        allow_abbrev=False,
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run; RUN --help lists the flags of d4rl")
-    parser.add_argument("--recipes", type=Path, metavar="FILE.py", help="file of a recipe class of your own; it is run")
-    if args and args[0] in ("-h", "--help"):
-        parser.print_help()
-        return 0
-    known, rest = parser.parse_known_args(list(args))
+    add: Any = parser.add_argument
+    add("run", type=Path, metavar="RUN", help="folder of the run")
+    add("--recipes", type=Path, metavar="FILE.py", help="file of a recipe class of your own; it is run")
+    add("--episodes", type=positive, help="d4rl: episodes to play (default: the run's, or 100)")
+    add("--target", type=float, help="d4rl: return to ask for (default: the run's)")
+    add("--env", help="d4rl: name of the environment in gymnasium (default: the run's)")
+    options = parser.parse_args(list(args))
     from primal_attention.report.results import in_full
     from primal_attention.train import checkpoint, loop
 
-    if known.recipes is not None:
-        registry.load_file(known.recipes)
-    _, recipe = checkpoint.read_run(known.run)
+    if options.recipes is not None:
+        registry.load_file(options.recipes)
+    _, recipe = checkpoint.read_run(options.run)
+    changes = {name: value for name in PLAYING if (value := getattr(options, name)) is not None}
     if recipe.benchmark == "d4rl":
-        return play(known.run, recipe, rest)  # type: ignore[arg-type]
-    if rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    summary = loop.read_summary(known.run)
-    measured = loop.evaluate(known.run)
+        return play(options.run, recipe, changes)  # type: ignore[arg-type]
+    if changes:
+        raise RunError(f"--{next(iter(changes))} is for runs of d4rl: {options.run} is one of {recipe.benchmark}")
+    summary = loop.read_summary(options.run)
+    measured = loop.evaluate(options.run)
     for part, scores in measured.items():
         # A single training with validation samples keeps the weights that they chose.
         is_chosen = part or (len(measured) == 1 and "validation_chosen" in summary["scores"])
@@ -141,10 +139,8 @@ def evaluate(args: Sequence[str]) -> int:
     return 0
 
 
-def play(folder: Path, recipe: D4RLRecipe, args: Sequence[str]) -> int:
+def play(folder: Path, recipe: D4RLRecipe, changes: dict[str, Any]) -> int:
     """Play episodes with the weights of a d4rl run; a summary without a score gets this one."""
-    import tyro
-
     from primal_attention.report.results import in_full
     from primal_attention.train import d4rl, distributed, loop
     from primal_attention.train.config import to_plain
@@ -153,13 +149,9 @@ def play(folder: Path, recipe: D4RLRecipe, args: Sequence[str]) -> int:
     summary = loop.read_summary(folder)
     dims = {"state_dim": COUNT, "action_dim": COUNT}
     check(summary, {"scores": {"last": dict}, "data": dims, "config": {"evaluation": dict}}, folder / "summary.json")
-    default = recipe.evaluation
-    if default.episodes == 0:  # trained where no environment is installed
-        default = dataclasses.replace(default, episodes=d4rl.EvaluationConfig().episodes)
-    fields: list[Any] = [("evaluation", Annotated[d4rl.EvaluationConfig, tyro.conf.arg(name="")])]
-    arguments: Any = dataclasses.make_dataclass("Play", fields)
-    parsed = parse(arguments, args, prog="primal evaluate RUN", about=PLAY, default=arguments(default))
-    recipe = dataclasses.replace(recipe, evaluation=parsed.evaluation)
+    if recipe.evaluation.episodes == 0:  # trained where no environment is installed
+        changes = {"episodes": d4rl.EvaluationConfig().episodes, **changes}
+    recipe = dataclasses.replace(recipe, evaluation=dataclasses.replace(recipe.evaluation, **changes))
     data, last = summary["data"], summary["scores"]["last"]
     model = d4rl.make_model(recipe.resolved().model, data["state_dim"], data["action_dim"])
     loop.load_weights(model, folder / "model.safetensors")
@@ -169,7 +161,7 @@ def play(folder: Path, recipe: D4RLRecipe, args: Sequence[str]) -> int:
     if "score" not in last:
         last.update(score)
         summary["test"] = score
-        summary["config"]["evaluation"] = to_plain(parsed.evaluation)
+        summary["config"]["evaluation"] = to_plain(recipe.evaluation)
         write_json(folder / "summary.json", summary)
     return 0
 

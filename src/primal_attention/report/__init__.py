@@ -1,1 +1,1 @@
-"""Tables and pictures of finished runs. This room reads what runs wrote; it never touches a live model."""
+"""Tables and pictures of finished runs. Reads what runs wrote; no model is loaded."""

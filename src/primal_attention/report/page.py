@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -19,6 +19,7 @@ import primal_attention
 from primal_attention.report.results import NOT_COMPARED, PROTOCOLS, Collection, Run, Stat, flatten
 from primal_attention.report.tables import published
 from primal_attention.utils.files import write_text
+from primal_attention.utils.provenance import device_name
 
 SCRIPT = "plotly.min.js"
 # Readable on light and dark ground. Primal-Attention is orange and softmax attention blue on the whole page.
@@ -50,11 +51,8 @@ class Group:
         """One run per seed: a repeated seed is no further evidence."""
         return list({run.seed: run for run in reversed(self.runs) if run.scores}.values())[::-1]
 
-    def stat(self, value: Callable[[Run], float | None]) -> Stat | None:
-        return Stat.over(map(value, self.finished()))
-
     def score(self, protocol: str) -> Stat | None:
-        return self.stat(lambda run: run.score(protocol, self.metric))
+        return Stat.over(run.score(protocol, self.metric) for run in self.finished())
 
     @property
     def metric(self) -> str:
@@ -103,32 +101,28 @@ def line_card(frame: pd.DataFrame, title: str, colours: Mapping[str, str], **opt
     return card(figure, title)
 
 
-def score_charts(groups: Sequence[Group], colours: Mapping[str, str]) -> Iterator[Any]:
-    """Test scores with one standard deviation beside the published number, and seconds per epoch."""
-    title, rows, times = METRICS[groups[0].metric], [], []
+def score_charts(groups: Sequence[Group]) -> Iterator[Any]:
+    """Test scores with one standard deviation beside the published number."""
+    title, rows = METRICS[groups[0].metric], []
     for group in groups:
         stats = {heading: group.score(protocol) for protocol, heading in PROTOCOLS.items()}
         stats["paper"] = Stat.over([group.paper])
         name = escape(group.name)
         rows += [(name, protocol, stat.mean, stat.std or 0.0) for protocol, stat in stats.items() if stat]
-        seconds = group.stat(lambda run: run.seconds_per_epoch)
-        times += [(name, seconds.mean, seconds.std)] if seconds else []
-    if not times:
+    if not any(group.finished() for group in groups):
         return
     frame = pd.DataFrame(rows, columns=["variant", "protocol", title, "std"])
     symbols = {"LAST": "circle", "VALIDATION-CHOSEN": "square", "BEST-ON-TEST": "circle-open", "paper": "diamond-open"}
     by_protocol = dict(zip(symbols, (*COLOURS[:3], "#888"), strict=True))
     style = {"color": "protocol", "color_discrete_map": by_protocol, "symbol": "protocol", "symbol_map": symbols}
-    common = {"y": "variant", "error_x": "std", "template": "none"}
-    dots = px.scatter(frame, x=title, **style, **common).update_traces(marker_size=9, orientation="h")
+    dots = px.scatter(frame, x=title, y="variant", error_x="std", template="none", **style)
+    dots.update_traces(marker_size=9, orientation="h").update_yaxes(autorange="reversed", title="")
     ends = [*(frame[title] - frame["std"]), *(frame[title] + frame["std"])]
     margin = 0.05 * (max(ends) - min(ends)) or 1.0
     dots.update_xaxes(range=[min(ends) - margin, max(ends) + margin])
-    frame = pd.DataFrame(times, columns=["variant", "seconds", "std"])
-    bars = px.bar(frame, x="seconds", **common).update_traces(marker_color=COLOURS[3])
-    for figure, heading in ((dots, title), (bars, "Seconds per epoch")):
-        figure.update_layout(height=150 + 42 * len(frame), legend_y=1.02, legend_yanchor="bottom", scattermode="group")
-        yield card(figure.update_yaxes(autorange="reversed", title=""), heading)
+    height = 150 + 42 * len(groups)
+    dots.update_layout(height=height, legend_y=1.02, legend_yanchor="bottom", scattermode="group")
+    yield card(dots, title)
 
 
 def curve_charts(groups: Sequence[Group], colours: Mapping[str, str]) -> Iterator[Any]:
@@ -153,7 +147,7 @@ def curve_charts(groups: Sequence[Group], colours: Mapping[str, str]) -> Iterato
 
 
 def cost_charts(found: Collection, colours: Mapping[str, str]) -> Iterator[Any]:
-    """Time and memory against length from benchmarks, time from demos."""
+    """Time and memory against length from benchmarks."""
     axes = {"x": "length", "log_x": True, "log_y": True}
     for _, bench in found.benches:
         frame = pd.DataFrame(bench["rows"]).query("status == 'ok' and seconds > 0")
@@ -168,44 +162,28 @@ def cost_charts(found: Collection, colours: Mapping[str, str]) -> Iterator[Any]:
                     label = {"MiB": f"MiB, {key.removesuffix('_bytes')}"}
                     yield line_card(sizes, f"Memory · {where}", colours, y="MiB", labels=label, **axes)
                     break
-    for _, demo in found.demos:
-        points = [(name, n, 1e3 * s) for name, by in demo["seconds"].items() for n, s in sorted(by.items())]
-        frame = pd.DataFrame(points, columns=["variant", "length", "ms"])
-        if points:
-            yield line_card(frame, "Time of one layer, forward + backward (demo)", colours, y="ms", **axes)
 
 
 def cost_sources(found: Collection) -> Iterator[str]:
-    """Where the costs were measured: the machine, its load and the command."""
+    """Where the costs were measured: the machine, its load before and the command."""
     for path, bench in found.benches:
         hardware = bench["hardware"]
-        load = f"load {hardware.get('load_before')} before on {hardware['cores']} cores"
-        facts = [hardware.get("gpu") or f"{hardware['cpu']}, {load}", bench["settings"]["dtype"], bench.get("command")]
-        yield f"{path}: " + ", ".join(fact for fact in facts if fact)
-    yield from (f"{path}: one CPU thread, one sequence" for path, _ in found.demos)
+        device = f"{device_name(hardware)}, load {hardware.get('load_before')} on {hardware['cores']} cores"
+        yield f"{path}: {device}, {bench['settings']['dtype']}, {bench.get('command')}"
 
 
-def spectrum_charts(groups: Sequence[Group], found: Collection, colours: Mapping[str, str]) -> Iterator[Any]:
-    """Singular values relative to the largest, from runs and demos."""
-    lines = [
-        (group.task, group.name, f"{group.name}, seed {run.seed}, {layer}", values)
-        for group in groups
-        for run in group.runs
-        for layer, values in run.spectrum.items()
-    ]
-    for _, demo in found.demos:
-        title = "Mean over layers, heads and samples (demo)"
-        lines += [(title, name, name, values) for name, values in demo["singular_values"].items()]
-    for task in dict.fromkeys(line[0] for line in lines):
-        rows = [
-            (escape(variant), escape(name), i, value)
-            for own, variant, name, values in lines
-            for i, value in enumerate(values, start=1)
-            if own == task and value > SMALLEST
-        ]
-        frame = pd.DataFrame(rows, columns=["variant", "name", "index", "σᵢ / σ₁"])
-        axes = {"x": "index", "y": "σᵢ / σ₁", "line_group": "name", "log_y": True}
-        yield line_card(frame, task, colours, **axes)
+def spectrum_charts(groups: Sequence[Group], colours: Mapping[str, str]) -> Iterator[Any]:
+    """Singular values relative to the largest, a chart per data set."""
+    rows: dict[str, list[Any]] = {}
+    for group in groups:
+        for run in group.runs:
+            for layer, values in run.spectrum.items():
+                names = (escape(group.name), escape(f"{group.name}, seed {run.seed}, {layer}"))
+                shown = [(*names, i, value) for i, value in enumerate(values, start=1) if value > SMALLEST]
+                rows.setdefault(group.task, []).extend(shown)
+    for task, own in rows.items():
+        frame = pd.DataFrame(own, columns=["variant", "name", "index", "σᵢ / σ₁"])
+        yield line_card(frame, task, colours, x="index", y="σᵢ / σ₁", line_group="name", log_y=True)
 
 
 def make_page(
@@ -228,7 +206,7 @@ def make_page(
         "not finished": len(found.runs) - len(finished),
         "data sets": len({run.task for run in found.runs}),
         "models": len({group.name for group in groups}),
-        "benchmarks": len(found.benches) + len(found.demos),
+        "benchmarks": len(found.benches),
         "hours of training": f"{hours:,.2f}" if hours else 0,
     }
     return template.render(
@@ -238,11 +216,11 @@ def make_page(
         script=Markup(get_plotlyjs()) if inline else None,
         script_file=SCRIPT,
         facts={name: value for name, value in facts.items() if value},
-        scores={task: list(score_charts(own, colours)) for task, own in tasks.items()},
+        scores={task: list(score_charts(own)) for task, own in tasks.items()},
         curves={task: list(curve_charts(own, colours)) for task, own in tasks.items()},
         costs=list(cost_charts(found, colours)),
         sources=list(cost_sources(found)),
-        spectra=list(spectrum_charts(groups, found, colours)),
+        spectra=list(spectrum_charts(groups, colours)),
         groups=groups,
         finished=finished,
         flatten=flatten,

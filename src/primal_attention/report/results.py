@@ -3,7 +3,6 @@
     run folder      config.yaml, metrics.csv, summary.json, validation/metrics.csv, spectrum.csv
     summary         one JSON file per run (results/uea/…)
     benchmark       the JSON file of `primal bench`; step costs of Long-Range Arena
-    demo            demo.json of `primal demo`
 
 Tables, the report page and the commands read runs through this module only. Nothing that is read is executed. A file
 that does not fit its schema raises a one-line `RunError` with the path and the field.
@@ -11,7 +10,6 @@ that does not fit its schema raises a one-line `RunError` with the path and the 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -225,42 +223,24 @@ def _summary(content: Any, file: Path, **fields: Any) -> Run:
 
 
 def read_spectrum(file: Path) -> dict[str, list[float]]:
-    """Singular values by layer relative to the largest, from the CSV file that `primal spectrum` writes.
-
-    Columns: index and value, and layer and head where there are several; heads are averaged.
-    """
+    """Singular values by layer relative to the largest, from the columns layer, index and value of a CSV file."""
     if not file.exists():
         return {}
     header, lines = read_csv(file)
     for name in ("index", "value"):
         if name not in header:
             raise RunError(f"{file}: the column {name} is missing")
-    heads: dict[str, dict[str, dict[float, float]]] = {}
+    layers: dict[str, dict[float, float]] = {}
     for number, cells in enumerate(lines, start=2):
         row = dict(zip(header, cells, strict=True))
         index, value = (read_cell(row[name], f"{file} line {number}: {name}") for name in ("index", "value"))
-        if index is None or value is None:
-            raise RunError(f"{file} line {number} needs numbers in the columns index and value")
-        layer = heads.setdefault(row.get("layer") or "all layers", {})
-        layer.setdefault(row.get("head") or "", {})[index] = value
-    values = {name: [[head[i] for i in sorted(head)] for head in layer.values()] for name, layer in heads.items()}
-    return relative_decay(values, file)
-
-
-def relative_decay(values: Mapping[str, Any], file: Path) -> dict[str, list[float]]:
-    """σ_i / σ_1 by name, the mean over heads where a name has several lists."""
-    decay = {}
-    for name, lists in values.items():
-        has_heads = isinstance(lists, list) and bool(lists) and isinstance(lists[0], list)
-        check(lists, [[Number(least=0)]] if has_heads else [Number(least=0)], file, name)
-        heads = lists if has_heads else [lists]
-        if not all(heads):
-            raise RunError(f"{file}: {name} has no singular values")
-        relative = [[v / (head[0] or 1.0) for v in head] for head in heads]
-        decay[str(name)] = [statistics.fmean(column) for column in zip(*relative, strict=False)]
-    if not decay:
+        if index is None or value is None or not 0 <= value < math.inf:
+            raise RunError(f"{file} line {number} needs numbers of at least 0 in the columns index and value")
+        layers.setdefault(row.get("layer") or "all layers", {})[index] = value
+    if not layers:
         raise RunError(f"{file} holds no singular values")
-    return decay
+    sorted_values = {name: [layer[i] for i in sorted(layer)] for name, layer in layers.items()}
+    return {name: [value / (values[0] or 1.0) for value in values] for name, values in sorted_values.items()}
 
 
 @dataclass
@@ -269,37 +249,28 @@ class Collection:
 
     runs: list[Run] = field(default_factory=list)
     benches: list[tuple[Path, Mapping[str, Any]]] = field(default_factory=list)
-    demos: list[tuple[Path, Mapping[str, Any]]] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
 
 
 def collect(paths: Sequence[Path], *, skip_broken: bool = False) -> Collection:
-    """Runs, benchmarks and demos under the paths, each file once.
+    """Runs and benchmarks under the paths, each file once.
 
     Args:
         paths: Run folders, folders of them, or files.
         skip_broken: Record the message of a broken file instead of raising it.
     """
     found, seen = Collection(), set()
-
-    @contextlib.contextmanager
-    def guarded() -> Iterator[None]:
-        try:
-            yield
-        except RunError as error:
-            if not skip_broken:
-                raise
-            found.broken.append(str(error))
-
     for path in paths:
-        places: list[Path] = []
-        with guarded():
-            places += _places(path)
-        for place in places:
-            if place.resolve() not in seen:
-                seen.add(place.resolve())
-                with guarded():
-                    _read_place(place, found, is_argument=place == path)
+        for place in _places(path):
+            if place.resolve() in seen:
+                continue
+            seen.add(place.resolve())
+            try:
+                _read_place(place, found, is_argument=place == path)
+            except RunError as error:
+                if not skip_broken:
+                    raise
+                found.broken.append(str(error))
     # A grid stores each summary twice, in the run folder and as a result file.
     in_folders = {_identity(run) for run in found.runs if run.is_folder}
     found.runs = [run for run in found.runs if run.is_folder or _identity(run) not in in_folders]
@@ -347,14 +318,6 @@ def _read_place(place: Path, found: Collection, *, is_argument: bool) -> None:
         from primal_attention.bench.measurement import check_report
 
         found.benches.append((place, check_report(content, place)))
-    elif isinstance(fields.get("singular_values"), dict):
-        check(content, {"seconds?": {...: {...: Number(above=0)}}}, place)
-        seconds = content.get("seconds", {})
-        if not all(n.isdecimal() for points in seconds.values() for n in points):
-            raise RunError(f"{place}: seconds must name the lengths as whole numbers")
-        by_length = {name: {int(n): float(s) for n, s in points.items()} for name, points in seconds.items()}
-        decay = relative_decay(content["singular_values"], place)
-        found.demos.append((place, {"seconds": by_length, "singular_values": decay}))
     elif is_argument:
         raise RunError(f"{place} is neither a run's result nor a benchmark of this library")
 
