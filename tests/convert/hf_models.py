@@ -17,15 +17,17 @@ GPT2 = {"vocab_size": 50, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions"
 IDS = {"bos_token_id": 0, "eos_token_id": 49}
 SPECIAL = IDS | {"pad_token_id": 0, "cls_token_id": 1, "sep_token_id": 2}
 WHISPER = {"vocab_size": 50, "d_model": 32, "num_mel_bins": 8, "max_source_positions": 12, "max_target_positions": 16}
-WHISPER |= {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in (("layers", 3), ("attention_heads", 4))}
-WHISPER |= {"encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "decoder_start_token_id": 0, "pad_token_id": 0} | IDS
+for side in ("encoder", "decoder"):
+    WHISPER |= {f"{side}_layers": 3, f"{side}_attention_heads": 4, f"{side}_ffn_dim": 48}
+WHISPER |= IDS | {"decoder_start_token_id": 0, "pad_token_id": 0}
+MISTRAL = TEXT | IDS | {"num_key_value_heads": 2, "sliding_window": None}
 MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "bert": (hf.BertModel, hf.BertConfig, TEXT),
     "roberta": (hf.RobertaModel, hf.RobertaConfig, TEXT | {"pad_token_id": 1}),
     "distilbert": (hf.DistilBertModel, hf.DistilBertConfig, DISTIL),
     "gpt2": (hf.GPT2LMHeadModel, hf.GPT2Config, GPT2 | IDS),
     "llama": (hf.LlamaForCausalLM, hf.LlamaConfig, TEXT | IDS | {"num_key_value_heads": 2}),
-    "mistral": (hf.MistralForCausalLM, hf.MistralConfig, TEXT | IDS | {"num_key_value_heads": 2, "sliding_window": None}),
+    "mistral": (hf.MistralForCausalLM, hf.MistralConfig, MISTRAL),
     "electra": (hf.ElectraModel, hf.ElectraConfig, TEXT | {"embedding_size": 16}),
     "modernbert": (hf.ModernBertModel, hf.ModernBertConfig, TEXT | SPECIAL | {"global_attn_every_n_layers": 1}),
     "cliptext": (hf.CLIPTextModel, hf.CLIPTextConfig, TEXT | IDS),

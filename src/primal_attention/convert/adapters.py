@@ -143,8 +143,8 @@ class RotaryPrimalAttention(PrimalAttention):
         self._check_not_sharded("a rotary position")
         if rotation is None:
             raise ValueError("this layer has rotary positions, and its call has none (position_embeddings)")
-        if rotation[0].shape[-1] != self.head_dim:
-            raise ValueError(f"position_embeddings rotate {rotation[0].shape[-1]} of {self.head_dim} features of a head")
+        if (width := rotation[0].shape[-1]) != self.head_dim:
+            raise ValueError(f"position_embeddings rotate {width} of {self.head_dim} features of a head: not supported")
         return rotation
 
     def _weights(self) -> tuple[Weights, bool]:
