@@ -14,7 +14,7 @@ pytest.importorskip("lightning")
 pytest.importorskip("tokenizers")
 onnxruntime = pytest.importorskip("onnxruntime")
 
-from convert.test_onnx import assert_near, stream  # noqa: E402
+from models.test_export import assert_near, stream  # noqa: E402
 from primal_attention.train import loop  # noqa: E402
 from primal_attention.train.checkpoint import read_run  # noqa: E402
 from primal_attention.train.lm import load_language  # noqa: E402
@@ -48,7 +48,7 @@ def test_a_classifier_takes_raw_series(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_language_model_has_its_state_as_inputs_and_outputs(texts: Path, tmp_path: Path, primal) -> None:
-    changes = {"model__primal_mode": "decay", "model__layers": 1, "trainer__steps_per_epoch": 1}
+    changes = {"model__primal_mode": "mean", "model__layers": 1, "trainer__steps_per_epoch": 1}
     loop.train(test_lm.small(texts, **changes), tmp_path / "run", name="lm/wikipedia")
     code, out, _ = primal("export", str(tmp_path / "run"), str(tmp_path / "model.onnx"))
     assert code == 0

@@ -1,4 +1,4 @@
-"""ONNX files that run in onnxruntime without torch.
+"""Export models as ONNX files, which run in onnxruntime without torch.
 
     export_onnx(classifier, "model.onnx", {"x": x, "key_padding_mask": mask})    # any batch size and length
     export_streaming(language_model, "model.onnx", tokens)                       # the state is input and output
@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_map_only, tree_unflatten
 
-from ..nn.delta import DeltaPrimalAttention
-from ..nn.objective import primal_layers
-from ..utils.files import write_atomically
+from primal_attention.nn.delta import DeltaPrimalAttention
+from primal_attention.nn.objective import primal_layers
+from primal_attention.utils.files import write_atomically
 
 MAX_BYTES = 2**31 - 2**20  # of the weights: a protobuf file ends at 2 GiB
 
@@ -45,12 +45,14 @@ def export_onnx(
     _write(Path(file), model, (), dict(inputs), shapes, list(inputs), outputs)
 
 
-def export_streaming(model: nn.Module, file: str | Path, tokens: Tensor, name: str = "tokens") -> list[str]:
+def export_streaming(
+    model: nn.Module, file: str | Path, tokens: Tensor, *, name: str = "tokens", single: bool = False
+) -> list[str]:
     """Write a causal model with its state as inputs and outputs.
 
     The inputs are the tokens and one tensor per part of the state, named `state.…`; the outputs are `output` and the
     state after the tokens, named `next.…`. Before the first token every part of the state is zero. The batch size is
-    dynamic, and so is the number of tokens of a call, except with the delta rule, where it is 1.
+    dynamic, and so is the number of tokens of a call, unless `single` is set.
 
     Args:
         model: a causal model with `initial_state` and `model(tokens, state=…, return_state=True)`, such as
@@ -58,17 +60,18 @@ def export_streaming(model: nn.Module, file: str | Path, tokens: Tensor, name: s
         file: the ONNX file.
         tokens: an example of the first input, (B, N, …), with B and N at least 2.
         name: of the first input.
+        single: one token per call, which is a smaller graph. Models with the delta rule are always exported so.
 
     Returns:
         The names of the inputs that are parts of the state.
     """
     model = _prepare(model)
-    is_single = any(isinstance(layer, DeltaPrimalAttention) for layer in model.modules())
+    single = single or any(isinstance(layer, DeltaPrimalAttention) for layer in model.modules())
     parts, examples, shapes = _describe_state(model, tokens)
     step = StatefulStep(model, model.initial_state(len(tokens)))  # type: ignore[operator]
     dynamic = torch.export.Dim.DYNAMIC
-    token_shape = {0: dynamic} if is_single else {0: dynamic, 1: dynamic}
-    example = tokens[:, :1] if is_single else tokens
+    token_shape = {0: dynamic} if single else {0: dynamic, 1: dynamic}
+    example = tokens[:, :1] if single else tokens
     names = [f"state.{part}" for part in parts]
     after = ["output", *(f"next.{part}" for part in parts)]
     _write(Path(file), step, (example, examples), {}, (token_shape, shapes), [name, *names], after)
@@ -158,6 +161,8 @@ def _write(
     inputs: Sequence[str],
     outputs: Sequence[str],
 ) -> None:
+    # The strides of a slice would become operators that ONNX does not have.
+    args, kwargs = tree_map_only(Tensor, lambda t: t.clone(memory_format=torch.contiguous_format), (args, kwargs))
     table = {torch.ops.aten.searchsorted.Tensor: _searchsorted}
     with torch.no_grad(), _quiet():
         program = torch.onnx.export(

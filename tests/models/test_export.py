@@ -10,7 +10,7 @@ onnxruntime = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
 from primal_attention import PrimalAttention  # noqa: E402
-from primal_attention.convert.onnx import Standardized, export_onnx, export_streaming  # noqa: E402
+from primal_attention.models.export import Standardized, export_onnx, export_streaming  # noqa: E402
 from primal_attention.models.lm import LanguageConfig, LanguageModel  # noqa: E402
 
 TYPES = {"tensor(float)": np.float32, "tensor(int64)": np.int64, "tensor(bool)": np.bool_}
@@ -54,15 +54,17 @@ def test_a_layer_with_a_mask_takes_any_batch_size_and_length(tmp_path) -> None:
         assert_near(y, layer(x, mask))
 
 
-MODES = {"mean": {}, "landmarks": {"data_dependent": True, "landmarks": 6, "max_length": 40}}
+LANDMARKS = {"data_dependent": True, "landmarks": 6, "max_length": 40}
+MODES = {"mean": ({}, [7, 1, 1, 11]), "landmarks": (LANDMARKS, [7, 1, 1, 11]), "decay": ({"decay": 0.9}, [1] * 20)}
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_causal_layer_streams_with_its_state_as_data(mode, tmp_path) -> None:
-    keywords = {"data_dependent": False} | MODES[mode]
-    layer, x = PrimalAttention(16, 2, rank=4, causal=True, **keywords).eval(), torch.randn(3, 20, 16)
-    export_streaming(layer, tmp_path / "layer.onnx", x[:2, :3], "x")
-    assert_near(stream(tmp_path / "layer.onnx", x, [7, 1, 1, 11]), layer(x))
+    keywords, lengths = MODES[mode]
+    layer = PrimalAttention(16, 2, rank=4, causal=True, **({"data_dependent": False} | keywords)).eval()
+    x, single = torch.randn(3, 20, 16), set(lengths) == {1}
+    export_streaming(layer, tmp_path / "layer.onnx", x[:2, :3], name="x", single=single)
+    assert_near(stream(tmp_path / "layer.onnx", x, lengths), layer(x))
 
 
 def test_a_language_model_with_the_delta_rule_streams_token_by_token(tmp_path) -> None:
@@ -70,8 +72,6 @@ def test_a_language_model_with_the_delta_rule_streams_token_by_token(tmp_path) -
     model = LanguageModel(LanguageConfig(30, ("primal",), primal_mode="delta", **sizes)).eval()
     tokens = torch.randint(0, 30, (3, 5))
     parts = export_streaming(model, tmp_path / "model.onnx", tokens[:2])
-    assert parts == [f"state.{part}" for part in (*(f"blocks.0.attention.{p}" for p in PARTS), "position")]
+    layer = (f"blocks.0.attention.{part}" for part in ("w_e_x", "w_r_x", "conv"))
+    assert parts == [f"state.{part}" for part in (*layer, "position")]
     assert_near(stream(tmp_path / "model.onnx", tokens, [1] * 5), model(tokens))
-
-
-PARTS = ("w_e_x", "w_r_x", "conv")
