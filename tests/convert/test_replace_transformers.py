@@ -6,6 +6,7 @@ import pytest
 import torch
 
 hf = pytest.importorskip("transformers", minversion="5")
+safetensors = pytest.importorskip("safetensors.torch")
 
 from closeness import assert_close  # noqa: E402
 from convert.hf_models import DECODERS, ENCODERS, IMAGES, OTHERS, ROTARY, SMALL, SPECIAL, inputs, make, output  # noqa: E402
@@ -173,6 +174,16 @@ def test_plain_from_pretrained_refuses_a_primalized_folder(kind, tmp_path) -> No
     for plain in (type(model), hf.AutoModel):
         with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
             plain.from_pretrained(tmp_path)
+
+
+def test_folders_of_earlier_versions_without_that_weight_load(tmp_path) -> None:
+    model, call = make("bert"), inputs("bert")
+    primalize(model, **SMALL)
+    model.save_pretrained(tmp_path)
+    weights = safetensors.load_file(tmp_path / "model.safetensors")
+    assert weights.pop("encoder.layer.2.attention.self.query.weight").shape == (1,)
+    safetensors.save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert_close(output(load_primalized(type(model), tmp_path), **call), output(model, **call), EXACT)
 
 
 @pytest.mark.parametrize(("kind", "keywords"), [(kind, {}) for kind in ALL] + [("gpt2", d) for d in DECAYS])

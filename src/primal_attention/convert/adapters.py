@@ -151,8 +151,9 @@ class RotaryPrimalAttention(PrimalAttention):
         weights, applies_output = super()._weights()
         return Weights(None, None, *weights[2:]), applies_output  # `forward` then calls the map and passes q and k
 
-    def _attend(self, x: Tensor, *args: Any, qk: Tensor, **keywords: Any) -> Output:
-        return super()._attend(x, *args, qk=self._rotate(qk), **keywords)
+    def _attend(self, x: Tensor, *args: Any, dropout: float, **keywords: Any) -> Output:
+        keywords["qk"] = self._rotate(keywords["qk"])
+        return super()._attend(x, *args, dropout=dropout, **keywords)
 
     def _rotate(self, qk: Tensor) -> Tensor:
         """Rotate coordinates m and m + p/2 of every head of q and k, (B, N, 2d)."""

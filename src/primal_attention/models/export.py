@@ -88,6 +88,10 @@ class Standardized(nn.Module):
         basis: directions along which the standardised steps are added as further channels; None for none.
     """
 
+    mean: Tensor
+    std: Tensor
+    basis: Tensor | None
+
     def __init__(self, model: nn.Module, mean: Any, std: Any, basis: Any = None) -> None:
         super().__init__()
         self.model = model
@@ -163,7 +167,7 @@ def _write(
 ) -> None:
     # The strides of a slice would become operators that ONNX does not have.
     args, kwargs = tree_map_only(Tensor, lambda t: t.clone(memory_format=torch.contiguous_format), (args, kwargs))
-    table = {torch.ops.aten.searchsorted.Tensor: _searchsorted}
+    table: dict[Any, Any] = {torch.ops.aten.searchsorted.Tensor: _searchsorted}
     with torch.no_grad(), _quiet():
         program = torch.onnx.export(
             model, args, kwargs=kwargs, dynamo=True, dynamic_shapes=shapes, input_names=inputs, output_names=outputs,
@@ -175,8 +179,9 @@ def _write(
 
 def _searchsorted(sorted_sequence: Any, self: Any, **options: Any) -> Any:
     """torch.searchsorted(a, v), left: the number of entries of a below v. ONNX has no such operator."""
-    from onnxscript import opset18 as op
+    from onnxscript import opset18
 
+    op: Any = opset18
     is_less = op.Less(op.Unsqueeze(sorted_sequence, [-2]), op.Unsqueeze(self, [-1]))
     return op.ReduceSum(op.Cast(is_less, to=7), [-1], keepdims=0)  # 7 is int64
 
