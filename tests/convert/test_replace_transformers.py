@@ -6,13 +6,14 @@ import pytest
 import torch
 
 hf = pytest.importorskip("transformers", minversion="5")
+safetensors = pytest.importorskip("safetensors.torch")
 
 from closeness import assert_close  # noqa: E402
-from convert.hf_models import DECODERS, ENCODERS, IMAGES, SMALL, inputs, make, output  # noqa: E402
+from convert.hf_models import DECODERS, ENCODERS, IMAGES, OTHERS, ROTARY, SMALL, SPECIAL, inputs, make, output  # noqa: E402
 from primal_attention import PrimalAttention, ksvd_loss, load_primalized, primalize  # noqa: E402
 from primal_attention.nn.objective import primal_layers  # noqa: E402
 
-ALL = ENCODERS + DECODERS + IMAGES
+ALL = ENCODERS + DECODERS + IMAGES + OTHERS
 DECAYS = [{"decay": 0.9, "max_length": 64}, {"decay": "learned", "max_length": 64}]
 EXACT = 2e-5  # float32, another order of sums
 
@@ -22,7 +23,7 @@ def test_model_runs_and_trains(kind) -> None:
     model, call = make(kind), inputs(kind)
     before = output(model, **call)
     replaced = primalize(model, "all", **SMALL)
-    assert len(replaced) == 3
+    assert len(replaced) == (6 if kind == "whisper" else 3)  # encoder and decoder; cross-attention stays
     assert [f"{name}.primal" for name in replaced] == list(primal_layers(model))
     assert output(model, **call).shape == before.shape
     assert not model.training
@@ -38,7 +39,9 @@ MAPS = {
     "bert": ("self.query", "self.key", "output.dense"),
     "roberta": ("self.query", "self.key", "output.dense"),
     "distilbert": ("q_lin", "k_lin", "out_lin"),
-    **dict.fromkeys(("llama", "vit", "deit"), ("q_proj", "k_proj", "o_proj")),
+    "electra": ("self.query", "self.key", "output.dense"),
+    **dict.fromkeys(("llama", "mistral", "vit", "deit"), ("q_proj", "k_proj", "o_proj")),
+    **dict.fromkeys(("cliptext", "clipvision", "whisper"), ("q_proj", "k_proj", "out_proj")),
 }
 
 
@@ -48,12 +51,12 @@ def test_query_key_and_output_weights_are_kept(kind) -> None:
     (name,) = primalize(model, **SMALL)
     old, new = original.get_submodule(name), model.get_submodule(name).primal
     x = torch.randn(2, 5, 32)
-    if kind == "gpt2":
-        q, k, _ = old.c_attn(x).chunk(3, dim=-1)
-        out = old.c_proj(x)
+    if kind in ("gpt2", "modernbert"):
+        stacked, out = (old.c_attn, old.c_proj) if kind == "gpt2" else (old.Wqkv, old.Wo)
+        (q, k, _), out = stacked(x).chunk(3, dim=-1), out(x)
     else:
         q, k, out = (old.get_submodule(part)(x) for part in MAPS[kind])
-    if kind == "llama":  # two key heads for four query heads: 0, 0, 1, 1
+    if kind in ("llama", "mistral"):  # two key heads for four query heads: 0, 0, 1, 1
         k = k.unflatten(-1, (2, 8)).repeat_interleave(2, dim=-2).flatten(-2)
     assert_close(new.qk_proj(x), torch.cat([q, k], dim=-1), EXACT)
     assert_close(new.out_proj(x), out, EXACT)
@@ -111,6 +114,78 @@ def test_a_static_cache_is_refused_in_one_line() -> None:
         model.generate(inputs("gpt2")["input_ids"], max_new_tokens=2, cache_implementation="static", pad_token_id=0)
 
 
+CAUSAL_MODES = [("llama", {}), ("llama", {"max_length": 32}), ("mistral", {"decay": "learned"})]
+
+
+@pytest.mark.parametrize(("kind", "keywords"), [*CAUSAL_MODES, ("modernbert", {})])
+def test_rotary_positions_are_applied_to_q_and_k(kind, keywords) -> None:
+    """The layer equals one without positions whose q and k are those that the replaced attention compares."""
+    original, model = make(kind), make(kind)
+    (name,) = primalize(model, **SMALL, **keywords)
+    primal, compared = model.get_submodule(name).primal, {}
+
+    def compare(module, query, key, value, mask, **rest):  # stands in for the softmax of the original
+        groups = query.shape[1] // key.shape[1]
+        compared["qk"] = torch.cat([query, key.repeat_interleave(groups, dim=1)], dim=1).transpose(1, 2).flatten(2)
+        return torch.zeros_like(query).transpose(1, 2), None
+
+    hf.AttentionInterface.register("compare", compare)
+    x = torch.randn(2, 9, 32)
+    base = getattr(model, "model", model)
+    layer_type = {"layer_type": "full_attention"} if kind == "modernbert" else {}
+    positions = base.rotary_emb(x, torch.arange(3, 12)[None], **layer_type)
+    original.set_attn_implementation("compare")
+    original.get_submodule(name)(x, position_embeddings=positions, attention_mask=None)
+    modes = {"causal": primal.causal, "data_dependent": primal.data_dependent}
+    plain = PrimalAttention(32, 4, bias=False, **modes, **SMALL, **keywords)
+    plain.load_state_dict(primal.state_dict())
+    plain.qk_proj = ReturnValue(compared["qk"])
+    assert_close(model.get_submodule(name)(x, position_embeddings=positions)[0], plain(x), EXACT)
+
+
+class ReturnValue(torch.nn.Module):
+    """Returns a tensor whatever comes in."""
+
+    def __init__(self, value) -> None:
+        super().__init__()
+        self.value = value
+
+    def forward(self, x):
+        return self.value
+
+
+@pytest.mark.parametrize("kind", ROTARY)
+def test_order_matters_after_all_layers_are_replaced(kind) -> None:
+    model = make(kind)
+    primalize(model, "all", **SMALL)
+    ids = inputs(kind)["input_ids"]
+    swapped = ids[:, [1, 0, *range(2, 9)]]
+    assert (output(model, input_ids=ids)[:, -1] - output(model, input_ids=swapped)[:, -1]).abs().max() > 1e-3
+    layer = next(iter(primal_layers(model).values()))
+    with pytest.raises(ValueError, match=r"rotary positions, and its call has none \(position_embeddings\)"):
+        layer(torch.randn(2, 9, 32))
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_plain_from_pretrained_refuses_a_primalized_folder(kind, tmp_path) -> None:
+    model = make(kind)
+    primalize(model, **SMALL)
+    model.save_pretrained(tmp_path)
+    for plain in (type(model), hf.AutoModel):
+        with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+            plain.from_pretrained(tmp_path)
+
+
+def test_folders_of_earlier_versions_without_that_weight_load(tmp_path) -> None:
+    model, call = make("bert"), inputs("bert")
+    primalize(model, **SMALL)
+    model.save_pretrained(tmp_path)
+    weights = safetensors.load_file(tmp_path / "model.safetensors")
+    assert weights.pop("encoder.layer.2.attention.self.query.weight").shape == (1,)
+    safetensors.save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert_close(output(load_primalized(type(model), tmp_path), **call), output(model, **call), EXACT)
+
+
 @pytest.mark.parametrize(("kind", "keywords"), [(kind, {}) for kind in ALL] + [("gpt2", d) for d in DECAYS])
 def test_saved_and_loaded_gives_the_same(kind, keywords, tmp_path) -> None:
     model, call = make(kind), inputs(kind)
@@ -157,6 +232,7 @@ SIZES = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 1, "num_atten
 T5 = {"vocab_size": 50, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
 REFUSED = [
     ("T5Encoder", "T5", T5, r"SelfAttention \(T5Attention\) cannot be replaced: it adds a bias .*relative"),
+    ("ModernBert", "ModernBert", SIZES | SPECIAL | {"layer_types": ["sliding_attention"]}, "window of 65 tokens"),
     ("Mistral", "Mistral", {**SIZES, "num_key_value_heads": 2, "sliding_window": 8}, "window of 8 tokens"),
     ("Llama", "Llama", {**SIZES, "head_dim": 16}, "heads have 64 features and its input 32"),
     ("Qwen3", "Qwen3", {**SIZES, "num_key_value_heads": 2, "head_dim": 8}, "no adapter knows Qwen3Attention"),
@@ -178,14 +254,13 @@ def test_a_mask_that_is_no_padding_is_refused_not_ignored() -> None:
         output(model, input_ids=ids, attention_mask=pattern)
 
 
-def test_missing_biases_are_zero_and_lost_positions_are_reported() -> None:
+def test_missing_biases_are_zero() -> None:
     model = make("vit", qkv_bias=False)
     (name,) = primalize(model, **SMALL)
     layer = model.get_submodule(name).primal
     assert isinstance(layer, PrimalAttention)
     assert not layer.qk_proj.bias.any()
     assert layer.out_proj.bias is not None
-    assert "rotary positions" in str(primalize(make("llama"), **SMALL).report)
 
 
 def test_arguments_that_contradict_the_model_are_errors() -> None:

@@ -82,7 +82,7 @@ def test_transformers(kind):
         assert_close(layer.singular_values, svd(weights), EXACT)
 
 
-@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+@pytest.mark.parametrize("kind", ["bert", "gpt2", "llama"])
 def test_padding_of_transformers_adds_zeros(kind):
     pytest.importorskip("transformers", minversion="5")
     from convert.hf_models import inputs, make

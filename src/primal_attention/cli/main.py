@@ -24,6 +24,7 @@ COMMANDS = {
     "train": ("train:train", "train a recipe"),
     "evaluate": ("train:evaluate", "measure a finished run again"),
     "generate": ("generate:main", "generate text with a language model"),
+    "export": ("export:main", "write the model of a run as an ONNX file"),
     "recipes": ("train:recipes", "list the recipes"),
     "table": ("table:main", "run a table of the paper beside its published numbers"),
     "data": ("data:main", "make data sets of Long-Range Arena"),

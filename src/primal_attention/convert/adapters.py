@@ -1,13 +1,14 @@
 """Adapters: how attention modules of torch, timm and transformers become Primal-Attention.
 
 An adapter finds a module that it knows (`find`), reads the q, k and output weights that are kept (`Projections`), and
-builds the replacement (`Replacement`), which takes the calls of the replaced module and reads their masks. Modules are
-recognised by structure and class name, so nothing here imports timm or transformers.
+builds the replacement (`Replacement`), which takes the calls of the replaced module and reads their masks and rotary
+positions. Modules are recognised by structure and class name, so nothing here imports timm or transformers. `READERS`
+takes further classes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from ..nn.primal import PrimalAttention
+from ..ops.types import Output, Weights
 
 RELATIVE = "it adds a bias to every pair of tokens (relative positions), and Primal-Attention has no pairs"
 CROSS = "it is cross-attention (queries and keys of different sequences); Primal-Attention is self-attention"
-ROTARY = "rotary positions of this layer are dropped: Primal-Attention does not compare pairs of tokens"
 # Attributes of attentions with relative positions.
 RELATIVE_ATTRIBUTES = (
     "relative_attention_bias", "has_relative_attention_bias", "relative_position_bias_table", "relative_position_bias",
@@ -42,6 +43,7 @@ class Projections:
     key_heads: int
     dropout: float = 0.0
     causal: bool | None = None  # None: calls decide, so the caller of primalize has to say it
+    rotary: bool = False  # calls have cos and sin of the positions as `position_embeddings`
 
     def __post_init__(self) -> None:
         width, heads, key_heads = self.embed_dim, self.num_heads, self.key_heads
@@ -63,7 +65,8 @@ class Projections:
         """Return a PrimalAttention with these maps; its other parameters are initialised as usual."""
         bias = any(b is not None for _, b in (self.q, self.k, self.out))
         where: dict[str, Any] = {"device": self.q[0].device, "dtype": self.q[0].dtype}
-        layer = PrimalAttention(self.embed_dim, self.num_heads, bias=bias, **where, **primal_kwargs)
+        kind = RotaryPrimalAttention if self.rotary else PrimalAttention
+        layer = kind(self.embed_dim, self.num_heads, bias=bias, **where, **primal_kwargs)
         with torch.no_grad():
             _copy_maps(layer.qk_proj, self.q, self._repeat_keys())
             _copy_maps(layer.out_proj, self.out)
@@ -96,7 +99,6 @@ class Site:
     module: nn.Module
     projections: Projections
     wrap: Callable[[PrimalAttention], nn.Module]
-    note: str = ""  # what is lost, for the report
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,60 @@ class Refusal:
     name: str
     module: nn.Module
     reason: str
+
+
+Rotation = tuple[Tensor, Tensor]  # cos and sin of the angles, (B or 1, N, head_dim) each
+
+
+class RotaryPrimalAttention(PrimalAttention):
+    """PrimalAttention whose queries and keys are rotated by the positions of their tokens.
+
+    The rotation comes first: features, running sums and states are those of rotated queries and keys.
+    """
+
+    _rotation: Rotation | None = None
+
+    def forward(self, x: Tensor, *args: Any, rotation: Rotation | None = None, **kwargs: Any) -> Any:
+        """Attend as PrimalAttention does; `rotation` is cos and sin as the models of transformers compute them."""
+        self._rotation = self._check_rotation(rotation)
+        try:
+            return super().forward(x, *args, **kwargs)
+        finally:
+            self._rotation = None
+
+    def kernel_factors(
+        self, x: Tensor, key_padding_mask: Tensor | None = None, rotation: Rotation | None = None
+    ) -> tuple[Tensor, Tensor]:
+        self._rotation = self._check_rotation(rotation)
+        try:
+            with self.qk_proj.register_forward_hook(lambda module, inputs, qk: self._rotate(qk)):
+                return super().kernel_factors(x, key_padding_mask)
+        finally:
+            self._rotation = None
+
+    def _check_rotation(self, rotation: Rotation | None) -> Rotation:
+        self._check_not_sharded("a rotary position")
+        if rotation is None:
+            raise ValueError("this layer has rotary positions, and its call has none (position_embeddings)")
+        if (width := rotation[0].shape[-1]) != self.head_dim:
+            raise ValueError(f"position_embeddings rotate {width} of {self.head_dim} features of a head: not supported")
+        return rotation
+
+    def _weights(self) -> tuple[Weights, bool]:
+        weights, applies_output = super()._weights()
+        return Weights(None, None, *weights[2:]), applies_output  # `forward` then calls the map and passes q and k
+
+    def _attend(self, x: Tensor, *args: Any, dropout: float, **keywords: Any) -> Output:
+        keywords["qk"] = self._rotate(keywords["qk"])
+        return super()._attend(x, *args, dropout=dropout, **keywords)
+
+    def _rotate(self, qk: Tensor) -> Tensor:
+        """Rotate coordinates m and m + p/2 of every head of q and k, (B, N, 2d)."""
+        assert self._rotation is not None
+        cos, sin = (t.unsqueeze(-2) for t in self._rotation)
+        z = qk.unflatten(-1, (2 * self.num_heads, -1))
+        first, second = z.chunk(2, dim=-1)
+        return (z * cos + torch.cat([-second, first], dim=-1) * sin).to(qk.dtype).flatten(-2)
 
 
 class Replacement(nn.Module):
@@ -120,6 +176,15 @@ class Replacement(nn.Module):
     def tokens(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Return the input (B, N, d) and the padding mask (B, N) of a call with these arguments."""
         raise NotImplementedError
+
+    def positions(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the keyword of a rotary layer from those of a call."""
+        is_rotary = isinstance(self.primal, RotaryPrimalAttention)
+        return {"rotation": kwargs.get("position_embeddings")} if is_rotary else {}
+
+    def kernel_factors(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Return the kernel's factors of a call with these arguments."""
+        return self.primal.kernel_factors(*self.tokens(*args, **kwargs), **self.positions(kwargs))
 
 
 def find_site(name: str, module: nn.Module, parent: nn.Module | None) -> Site | Refusal | None:
@@ -289,29 +354,29 @@ class PrimalImageAttention(Replacement):
 
 
 class TransformersAdapter:
-    """BERT, RoBERTa and their variants, DistilBERT, GPT-2, ViT, DeiT and decoders like Llama, by class name."""
+    """Attentions of transformers by class name, and the classes that a caller has added to `READERS`."""
 
     @staticmethod
     def find(name: str, module: Any, parent: nn.Module | None) -> Site | None:
         kind = type(module)
-        if not kind.__module__.startswith("transformers.") or "Attention" not in kind.__name__:
+        is_known = kind.__module__.startswith("transformers.") and "Attention" in kind.__name__
+        if not is_known and kind not in READERS:
             return None
         is_cross = getattr(module, "is_cross_attention", False) or "Cross" in kind.__name__
         if is_cross or name.rpartition(".")[2].lower() == "encoder_attn":
             raise UnsupportedError(CROSS)
-        read = READERS.get(kind.__name__)
+        read = READERS.get(kind) or READERS.get(kind.__name__)
         if read is None:
             if not any(hasattr(child, "weight") and child.weight.ndim == 2 for child in module.children()):
                 return None  # a container of the attention itself
             if has_relative_positions(module) or has_relative_positions(getattr(module, "config", None)):
                 raise UnsupportedError(RELATIVE)
-            known = ", ".join(sorted(READERS))
-            raise UnsupportedError(f"no adapter knows {kind.__name__} ({known} are known)")
+            raise UnsupportedError(f"no adapter knows {kind.__name__} ({known_names()} are known)")
         try:
             kept, wrap = read(module)
         except AttributeError as missing:
             raise UnsupportedError(f"this version of transformers builds it differently ({missing})") from None
-        return Site(name, module, kept, wrap, ROTARY if read is _read_projected and kept.causal else "")
+        return Site(name, module, kept, wrap)
 
 
 Reading = tuple[Projections, Callable[[PrimalAttention], nn.Module]]
@@ -342,57 +407,96 @@ def _read_gpt2(module: Any) -> Reading:
 
 
 def _read_projected(module: Any) -> Reading:
-    """ViT, DeiT, and decoders like Llama, whose key heads may be shared."""
-    check_parts(module, {"q_proj", "k_proj", "v_proj", "o_proj"})
-    window = getattr(module, "sliding_window", getattr(module.config, "sliding_window", None))
-    if window is not None:
-        raise UnsupportedError(f"it attends within a window of {window} tokens, which Primal-Attention cannot do")
-    heads, groups = module.config.num_attention_heads, getattr(module, "num_key_value_groups", 1)
-    causal, dropout = bool(getattr(module, "is_causal", False)), float(getattr(module, "attention_dropout", 0.0))
-    maps = read_maps(module.q_proj, module.k_proj, module.o_proj)
-    kept = Projections(heads, *maps, heads // groups, dropout, causal)
+    """ViT, DeiT, CLIP and Whisper, by the names of their maps."""
+    out = "out_proj" if hasattr(module, "out_proj") else "o_proj"
+    check_parts(module, {"q_proj", "k_proj", "v_proj", out})
+    heads = getattr(module, "num_heads", None) or module.config.num_attention_heads
+    dropout = float(getattr(module, "attention_dropout", getattr(module, "dropout", 0.0)))
+    is_clip_text = getattr(module.config, "model_type", "") == "clip_text_model"  # its layers do not know it
+    causal = is_clip_text or bool(getattr(module, "is_causal", False))
+    maps = read_maps(module.q_proj, module.k_proj, getattr(module, out))
+    kept = Projections(heads, *maps, heads, dropout, causal)
     return kept, lambda primal: PrimalHF(primal, getattr(module, "layer_idx", None))
 
 
-READERS: dict[str, Callable[[Any], Reading]] = {
+def _read_llama(module: Any) -> Reading:
+    """Decoders with rotary positions, whose key heads may be shared."""
+    check_parts(module, {"q_proj", "k_proj", "v_proj", "o_proj"})
+    _check_window(getattr(module, "sliding_window", getattr(module.config, "sliding_window", None)))
+    heads, dropout = module.config.num_attention_heads, float(module.attention_dropout)
+    maps = read_maps(module.q_proj, module.k_proj, module.o_proj)
+    kept = Projections(heads, *maps, heads // module.num_key_value_groups, dropout, bool(module.is_causal), rotary=True)
+    return kept, lambda primal: PrimalHF(primal, module.layer_idx)
+
+
+def _read_modernbert(module: Any) -> Reading:
+    check_parts(module, {"Wqkv", "Wo", "out_drop"})
+    _check_window(module.sliding_window)
+    heads, qk = module.config.num_attention_heads, read_qk(*read_linear(module.Wqkv))
+    kept = Projections(heads, *qk, read_linear(module.Wo), heads, float(module.attention_dropout), False, rotary=True)
+    return kept, lambda primal: PrimalHF(primal, module.layer_idx, module.out_drop)
+
+
+def _check_window(window: int | None) -> None:
+    if window is not None:
+        raise UnsupportedError(f"it attends within a window of {window} tokens, which Primal-Attention cannot do")
+
+
+# By class, or by class name for those of transformers.
+READERS: dict[str | type, Callable[[Any], Reading]] = {
     **dict.fromkeys(("BertAttention", "RobertaAttention", "XLMRobertaAttention", "CamembertAttention"), _read_bert),
+    "ElectraAttention": _read_bert,
     "DistilBertSelfAttention": _read_distilbert,
     "GPT2Attention": _read_gpt2,
-    **dict.fromkeys(("ViTAttention", "DeiTAttention"), _read_projected),
-    **dict.fromkeys(("LlamaAttention", "MistralAttention", "Qwen2Attention"), _read_projected),
+    **dict.fromkeys(("ViTAttention", "DeiTAttention", "CLIPAttention", "WhisperAttention"), _read_projected),
+    **dict.fromkeys(("LlamaAttention", "MistralAttention", "Qwen2Attention"), _read_llama),
+    "ModernBertAttention": _read_modernbert,
 }
+
+
+def known_names() -> str:
+    return ", ".join(sorted(key if isinstance(key, str) else key.__name__ for key in READERS))
 
 
 class PrimalHF(Replacement):
     """Replaces an attention that returns (output, weights); the weights are None.
 
     With a cache (generation) the state of the layer, whose size is constant, replaces keys and values.
+
+    Args:
+        primal: the new layer.
+        layer_idx: the number of the layer in its model, which is its place in a cache.
+        dropout: applied to the output, if the replaced attention had one.
     """
 
-    def __init__(self, primal: PrimalAttention, layer_idx: int | None = None) -> None:
+    plain_name = ""  # of the weight that keeps the plain model from loading this layer; see `primalize`
+
+    def __init__(self, primal: PrimalAttention, layer_idx: int | None = None, dropout: nn.Module | None = None) -> None:
         super().__init__(primal)
         self.layer_idx = layer_idx
         self.is_causal = primal.causal
+        self.dropout = dropout or nn.Identity()
 
     def tokens(
         self, hidden_states: Tensor, attention_mask: Any = None, past_key_values: Any = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        if kwargs.get("encoder_hidden_states") is not None:
-            raise ValueError(f"encoder_hidden_states given to a self-attention: {CROSS}")
+        if any(kwargs.get(name) is not None for name in ("encoder_hidden_states", "key_value_states")):
+            raise ValueError(f"hidden states of an encoder given to a self-attention: {CROSS}")
         return hidden_states, padding_from_transformers(attention_mask, hidden_states.shape[1], self.primal.causal)
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Any = None, past_key_values: Any = None, **kwargs: Any
     ) -> tuple[Tensor, None]:
         x, padding = self.tokens(hidden_states, attention_mask=attention_mask, **kwargs)
+        rotation = self.positions(kwargs)
         if past_key_values is None or not self.primal.causal:
-            return self.primal(x, padding), None
+            return self.dropout(self.primal(x, padding, **rotation)), None
         from .hf_cache import slot
 
         cached = slot(past_key_values, self.layer_idx)
-        y, cached.state = self.primal(x, padding, state=cached.state, return_state=True)
+        y, cached.state = self.primal(x, padding, state=cached.state, return_state=True, **rotation)
         cached.length += x.shape[1]
-        return y, None
+        return self.dropout(y), None
 
 
 class PrimalBert(PrimalHF):
@@ -409,11 +513,7 @@ class PrimalBert(PrimalHF):
 
 
 class PrimalGPT2(PrimalHF):
-    """Replaces GPT2Attention, whose second argument is the cache and whose output passes a dropout."""
-
-    def __init__(self, primal: PrimalAttention, layer_idx: int | None, resid_dropout: nn.Module) -> None:
-        super().__init__(primal, layer_idx)
-        self.resid_dropout = resid_dropout
+    """Replaces GPT2Attention, whose second argument is the cache."""
 
     def tokens(  # type: ignore[override]
         self, hidden_states: Tensor, past_key_values: Any = None, attention_mask: Any = None, **kwargs: Any
@@ -423,8 +523,7 @@ class PrimalGPT2(PrimalHF):
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, past_key_values: Any = None, attention_mask: Any = None, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        y, _ = super().forward(hidden_states, attention_mask, past_key_values, **kwargs)
-        return self.resid_dropout(y), None
+        return super().forward(hidden_states, attention_mask, past_key_values, **kwargs)
 
 
 # Masks. Primal-Attention has no pairs of tokens: a mask must be padding, the causal order, or both. Others are refused.

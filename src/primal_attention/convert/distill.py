@@ -414,7 +414,8 @@ def initialise(teacher: nn.Module, pairs: Pairs, batches: Iterable[Any]) -> list
             student, (args, kwargs, _) = pairs[name][0], calls[name]
             x, padding = student.tokens(*args, **kwargs)
             if x.shape == heads[name].shape:
-                half, new = number % 2, _compute_moments(student.primal, x, padding, heads[name])
+                factors = student.kernel_factors(*args, **kwargs)
+                half, new = number % 2, _compute_moments(factors, padding, heads[name])
                 old = moments[name][half]
                 moments[name][half] = new if old is None else old + new
     fitted = []
@@ -433,11 +434,10 @@ def _store_input(inputs: dict[str, Tensor], name: str) -> Callable[..., None]:
     return hook
 
 
-def _compute_moments(layer: PrimalAttention, x: Tensor, padding: Tensor | None, heads: Tensor) -> Moments:
-    q, k = layer.kernel_factors(x, padding)  # (B, H, N, f) each
-    valid = torch.ones_like(x[..., 0], dtype=torch.bool) if padding is None else ~padding
-    features = torch.cat([q, k], -1).transpose(1, 2)[valid]
-    return Moments.of(features, heads.unflatten(-1, (layer.num_heads, -1))[valid])
+def _compute_moments(factors: tuple[Tensor, Tensor], padding: Tensor | None, heads: Tensor) -> Moments:
+    features = torch.cat(factors, -1).transpose(1, 2)  # (B, N, H, f)
+    valid = torch.ones_like(heads[..., 0], dtype=torch.bool) if padding is None else ~padding
+    return Moments.of(features[valid], heads.unflatten(-1, (features.shape[2], -1))[valid])
 
 
 def _set_weights(layer: PrimalAttention, fit: Tensor, covariance: Tensor) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ..nn.primal import PrimalAttention
-from .adapters import READERS, Projections, Refusal, Replacement, Site, TorchAdapter, find_site
+from .adapters import PrimalHF, Projections, Refusal, Replacement, Site, TorchAdapter, find_site, known_names
 
 Layers = Literal["last", "all"] | int | Sequence[int] | Callable[[str, nn.Module], bool]
 READ_FROM_MODULE = ("embed_dim", "num_heads", "bias", "device", "dtype")
@@ -37,7 +37,6 @@ class Row:
     parameters_before: int
     parameters_after: int
     layer: PrimalAttention = field(repr=False)
-    note: str = ""
 
     def flops(self, tokens: int) -> tuple[int, int]:
         """Return the operations before and after on one sequence; a multiply-add counts as two."""
@@ -80,7 +79,6 @@ class Report:
         for tokens in (512, 4096):
             before, after = (flops / 1e6 for flops in self.flops(tokens))
             lines.append(f"replaced attentions at {tokens:,} tokens: {before:,.1f} → {after:,.1f} MFLOP")
-        lines += sorted({f"note: {row.note}" for row in self.rows if row.note})
         lines += [f"not replaced: {name}: {reason}" for name, reason in self.left]
         return "\n".join(lines)
 
@@ -133,10 +131,12 @@ def primalize(model: nn.Module, layers: Layers = "last", *, copy: bool = False, 
         size, kept = _count(site.module), site.projections
         replacement = site.wrap(layer)
         replacement.train(site.module.training)
+        if isinstance(replacement, PrimalHF):
+            _refuse_plain_loading(site.module, replacement)
         _replace_module(model, site.module, replacement)
         _record(model, site.name, arguments)
         key_width, sizes = kept.embed_dim // kept.num_heads * kept.key_heads, (size, _count(replacement))
-        rows.append(Row(site.name, type(site.module).__name__, kept.embed_dim, key_width, *sizes, layer, site.note))
+        rows.append(Row(site.name, type(site.module).__name__, kept.embed_dim, key_width, *sizes, layer))
     TorchAdapter.prepare(model)
     left = tuple((refusal.name, refusal.reason) for refusal in refusals)
     return Primalized([row.name for row in rows], model, Report(tuple(rows), before, _count(model), left))
@@ -170,7 +170,7 @@ def _choose(model: nn.Module, sites: list[Site], refusals: list[Refusal], layers
             raise ValueError(_describe(refusals[0]))
         already = sum(isinstance(m, PrimalAttention) for m in model.modules())
         found = f"its {already} attentions are Primal-Attention already" if already else "no attention was found"
-        known = "nn.MultiheadAttention, timm's Attention, and of transformers " + ", ".join(sorted(READERS))
+        known = f"nn.MultiheadAttention, timm's Attention, and of transformers {known_names()}"
         raise ValueError(f"nothing to replace in {type(model).__name__}: {found} (known: {known})")
     elif layers in ("last", "all"):
         chosen = sites if layers == "all" else sites[-1:]
@@ -223,7 +223,8 @@ def _count(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-# Saving: `save_pretrained` writes the replaced modules and their arguments into config.json.
+# Saving: `save_pretrained` writes the replaced modules and their arguments into config.json. The weights do not fit the
+# plain model, so that only `load_primalized` can read them.
 
 
 def _record(model: nn.Module, name: str, arguments: dict[str, Any]) -> None:
@@ -237,6 +238,23 @@ def _record(model: nn.Module, name: str, arguments: dict[str, Any]) -> None:
             recorded[".".join(parts[depth:])] = {key: _to_json(value) for key, value in arguments.items()}
             setattr(config, CONFIG_KEY, recorded)
             return
+
+
+def _refuse_plain_loading(old: nn.Module, new: PrimalHF) -> None:
+    """Register one number under the name of a weight of the replaced attention.
+
+    `from_pretrained` of the plain model ignores names that it does not know and draws missing weights at random. A
+    weight of another shape is an error.
+    """
+    name, weight = next((name, p) for name, p in old.named_parameters() if p.ndim == 2)
+    *parts, last = name.split(".")
+    place: nn.Module = new
+    for part in parts:
+        if part not in place._modules:
+            place.add_module(part, nn.Module())
+        place = place.get_submodule(part)
+    place.register_buffer(last, weight.new_zeros(1))
+    new.plain_name = name
 
 
 def _to_json(value: Any) -> Any:
@@ -276,7 +294,9 @@ def load_primalized(model_class: Any, folder: str | Path, **from_pretrained_kwar
     Primal.__name__, Primal.__module__ = model_class.__name__, model_class.__module__
     model, info = Primal.from_pretrained(folder, **from_pretrained_kwargs, output_loading_info=True)
     model.__class__ = model_class
-    missing = [n for n in sorted(info["missing_keys"]) if any(part in n for part in ("primal.", "attention", "attn"))]
+    plain = {f"{name}.{m.plain_name}" for name, m in model.named_modules() if isinstance(m, PrimalHF)}
+    absent = sorted(info["missing_keys"] - plain)  # folders of earlier versions lack the plain names
+    missing = [n for n in absent if any(part in n for part in ("primal.", "attention", "attn"))]
     wrong = [*missing, *sorted(info["unexpected_keys"]), *sorted(info["mismatched_keys"])]
     if wrong:
         raise ValueError(

@@ -199,7 +199,8 @@ def _hook_primal(name: str, module: PrimalAttention, record: Record) -> Any:
         if kwargs.get("cu_seqlens") is not None:
             raise ValueError(f"{name}: a packed batch has no single matrix; pass padded batches")
         mask = args[1] if len(args) > 1 else kwargs.get("key_padding_mask")
-        left, right = layer.kernel_factors(args[0], mask)
+        rotary = {key: value for key, value in kwargs.items() if key == "rotation"}
+        left, right = layer.kernel_factors(args[0], mask, **rotary)
         record(name, layer, Matrix("primal", left=left, right=right))
 
     return module.register_forward_pre_hook(hook, with_kwargs=True)

@@ -54,6 +54,7 @@ EXTRAS = {
     "rl": "gymnasium h5py imageio minari mujoco",
     "vision": "PIL timm torchvision",
     "hf": "accelerate transformers",
+    "onnx": "onnx onnxruntime onnxscript",
     "report": "jinja2 matplotlib pandas plotly",
     "ray": "ray",
 }
