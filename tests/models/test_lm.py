@@ -151,7 +151,13 @@ def test_the_default_is_the_best_stored_setting_without_softmax_attention() -> N
     assert {name: getattr(config, name) for name in names[1:]} == {n: best["config"]["model"][n] for n in names[1:]}
     assert (list(config.attention), config.positions) == (["primal"], "none")
     plain = LanguageConfig(primal_mode="mean").resolved()  # a mode alone has no convolution and no gate
-    assert (plain.primal_heads, plain.rank, plain.conv, plain.gate, plain.positions) == (None, 30, 0, False, "sinusoidal")
+    assert (plain.primal_heads, plain.rank, plain.conv, plain.gate, plain.positions) == (
+        None,
+        30,
+        0,
+        False,
+        "sinusoidal",
+    )
 
 
 def test_the_papers_sizes() -> None:

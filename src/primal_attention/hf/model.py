@@ -75,8 +75,8 @@ class PrimalPreTrainedModel(PreTrainedModel):
         super().__init__(config)
         self.model = LanguageModel(config.language())
         if self.has_score:
-            self.num_labels = config.num_labels
-            self.score = nn.Linear(config.hidden_size, config.num_labels)
+            self.num_labels = cast(int, config.num_labels)
+            self.score = nn.Linear(config.hidden_size, self.num_labels)
         self.post_init()
         self._is_built = True
 

@@ -103,7 +103,8 @@ class LanguageConfig:
 
     def __post_init__(self) -> None:
         check_primal_mode(self.primal_mode)
-        one_of("positions", self.positions, (*get_args(Positions), None))
+        if self.positions is not None:
+            one_of("positions", self.positions, get_args(Positions))
         names = attention_names(self.attention, self.layers)
         if self.positions == "rotary" and "softmax" not in names:
             raise ValueError(
@@ -146,7 +147,8 @@ def check_primal_mode(mode: str | None) -> None:
     """Raise for a mode that does not exist, or no longer does."""
     if mode in ("selective", "dual"):
         raise ValueError(f"attention {mode!r} was removed; use 'decay' or 'delta'")
-    one_of("primal_mode", mode, (*get_args(PrimalMode), None))
+    if mode is not None:
+        one_of("primal_mode", mode, get_args(PrimalMode))
 
 
 class LanguageState(NamedTuple):
@@ -165,11 +167,11 @@ def causal_attention(name: str, config: LanguageConfig) -> nn.Module:
     if name != "primal":
         return make_attention(name, config.embed_dim, config.num_heads, causal=True)
     heads = config.primal_heads or config.num_heads
+    keywords: dict[str, Any] = {"rank": config.rank}
     if config.primal_mode == "delta":
-        return DeltaPrimalAttention(
-            config.embed_dim, heads, rank=config.rank, conv=config.conv, gate=config.gate, dropout=config.dropout
-        )
-    keywords: dict[str, Any] = {"rank": config.rank, "causal": True, "data_dependent": False}
+        keywords |= {"conv": config.conv, "gate": config.gate, "dropout": config.dropout}
+        return DeltaPrimalAttention(config.embed_dim, heads, **keywords)
+    keywords |= {"causal": True, "data_dependent": False}
     if config.primal_mode == "landmarks":
         keywords |= {"data_dependent": True, "landmarks": config.landmarks, "max_length": config.max_length}
     elif config.primal_mode == "decay":
@@ -207,9 +209,9 @@ class LanguageModel(nn.Module):
             causal_attention(name, config),
             ffn_dim=config.ffn_dim,
             dropout=config.dropout,
-            conv=config.conv if beside else 0,
+            conv=config.conv or 0 if beside else 0,
             conv_place=config.conv_place,
-            gate=config.gate and beside,
+            gate=bool(config.gate) and beside,
             activation=config.activation,
         )
 

@@ -88,7 +88,7 @@ class LanguageNetwork(NetworkConfig):
     conv_place: Literal["beside", "before"] = "beside"
     """Add the convolution to the layer's output, or apply it to the layer's input."""
     gate: bool = False
-    """A multiplicative gate on each Primal layer's output."""
+    """A multiplicative gate on each Primal layer's output; always on with primal-mode None."""
     positions: Literal["rotary", "sinusoidal", "none"] | None = None
     """None: rotary in softmax layers; sinusoidal where nothing else in the model encodes the order of the tokens."""
 
