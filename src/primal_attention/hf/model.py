@@ -187,11 +187,19 @@ class PrimalPreTrainedModel(PreTrainedModel):
 
 
 class PrimalModel(PrimalPreTrainedModel):
-    """Tokens to hidden states (B, N, hidden_size): `AutoModel`."""
+    """Tokens to hidden states (B, N, hidden_size): `AutoModel`.
+
+    Args:
+        config: the configuration.
+    """
 
 
 class PrimalForSequenceClassification(PrimalPreTrainedModel):
-    """A class of each sequence, from the hidden state of its last token. Logits are (B, num_labels)."""
+    """A class of each sequence, from the hidden state of its last token. Logits are (B, num_labels).
+
+    Args:
+        config: the configuration.
+    """
 
     output_class = SequenceClassifierOutputWithPast
     has_score = True
@@ -205,7 +213,11 @@ class PrimalForSequenceClassification(PrimalPreTrainedModel):
 
 
 class PrimalForTokenClassification(PrimalPreTrainedModel):
-    """A class of each token, from the tokens up to it. Logits are (B, N, num_labels)."""
+    """A class of each token, from the tokens up to it. Logits are (B, N, num_labels).
+
+    Args:
+        config: the configuration.
+    """
 
     output_class = TokenClassifierOutput
     has_score = True
