@@ -9,7 +9,8 @@ import torch
 from primal_attention.hf import PrimalConfig, PrimalForCausalLM
 
 MODES: dict[str, dict[str, Any]] = {
-    "mean": {},
+    "default": {},
+    "mean": {"primal_mode": "mean"},
     "decay": {"primal_mode": "decay"},
     "decay-conv-gate": {"primal_mode": "decay", "conv": 4, "gate": True},
     "delta-conv-gate": {"primal_mode": "delta", "conv": 4, "gate": True},

@@ -20,7 +20,10 @@ from primal_attention.models.lm import LanguageConfig, LanguageModel  # noqa: E4
 
 def test_the_configuration_converts_both_ways() -> None:
     config = LanguageConfig(50, attention=("softmax", "primal"), layers=2, primal_mode="delta", conv=3, max_length=77)
-    assert PrimalConfig.from_language(config).language() == config
+    assert PrimalConfig.from_language(config).language() == config.resolved()
+    default = LanguageConfig().resolved()
+    assert PrimalConfig().language() == default
+    assert (default.primal_mode, default.conv, default.gate) == ("delta", 4, True)
     made = AutoConfig.for_model("primal", vocab_size=50, hidden_size=64, attention="primal+")
     assert isinstance(made, PrimalConfig)
     assert (made.language().vocabulary, made.language().embed_dim, made.language().attention) == (50, 64, ("primal+",))
@@ -127,7 +130,9 @@ BAD_INPUT = [
     (lambda m: m(torch.zeros(1, 41, dtype=torch.int64)), "max_length=40 is exceeded by a sequence of 41 tokens"),
     (lambda m: m(torch.tensor([[30]])), "tokens must lie in 0 … 29"),
     (lambda m: m(torch.zeros(1, 0, dtype=torch.int64)), "at least one token"),
-    (lambda m: m(), "input_ids is required"),
+    (lambda m: m(), "exactly one of input_ids and inputs_embeds is required"),
+    (lambda m: m(inputs_embeds=torch.zeros(1, 3, 15)), "embeddings must have shape"),
+    (lambda m: PrimalConfig(positions="rotary"), "positions='rotary' needs a softmax layer"),
     (lambda m: m(batch()[0], output_attentions=True), "output_attentions is not supported"),
     (lambda m: m(batch()[0], past_key_values=hf.DynamicCache()), "must be a PrimalCache .got DynamicCache"),
     (lambda m: m(batch()[0], batch()[1][:, :4]), "attention_mask must have shape"),

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,9 +22,8 @@ from primal_attention.models.lm import (
     probabilities,
 )
 
-SMALL = LanguageConfig(
-    50, embed_dim=16, num_heads=2, layers=2, ffn_dim=16, rank=4, landmarks=6, max_length=40, positions="none"
-)
+SIZES = {"embed_dim": 16, "num_heads": 2, "layers": 2, "ffn_dim": 16, "rank": 4, "landmarks": 6, "max_length": 40}
+SMALL = LanguageConfig(50, **SIZES, primal_mode="mean", positions="none")
 EXACT = {"rtol": 0.0, "atol": 1e-10}  # float64, some ten layers deep
 KINDS = {
     "softmax": {"attention": ("softmax",), "positions": "rotary"},
@@ -125,9 +127,42 @@ def test_every_parameter_has_a_gradient(kind: str) -> None:
     assert silent == []
 
 
+@pytest.mark.parametrize("kind", ["default", *KINDS])
+@torch.no_grad()
+def test_a_new_model_knows_the_order_of_its_tokens_and_starts_near_the_uniform_loss(kind: str) -> None:
+    torch.manual_seed(0)
+    options = {} if kind == "default" else {"primal_mode": "mean", **KINDS[kind], "positions": None}
+    sizes = {**SIZES, "embed_dim": 128, "rank": 16, "landmarks": 16}
+    model, tokens = LanguageModel(LanguageConfig(2000, **{**sizes, **options})).eval(), torch.randint(2000, (8, 33))
+    loss = model(tokens[:, :-1], targets=tokens[:, 1:])
+    assert abs(loss.item() - math.log(2000)) < 0.3
+    swapped = tokens[:, [*reversed(range(32)), 32]]
+    difference = (model(tokens, only_last=True) - model(swapped, only_last=True)).abs().max()
+    assert difference > 1e-3  # logits are about 0.2; without order it is below 1e-6
+
+
+def test_the_default_is_the_best_stored_setting_without_softmax_attention() -> None:
+    names = ("attention", "primal_mode", "primal_heads", "rank", "conv", "gate")
+    runs = [json.loads(file.read_text()) for file in Path(__file__).parents[2].glob("results/lm/wikipedia/*.json")]
+    runs = [run for run in runs if run["config"]["model"]["attention"] == ["primal"]]
+    best = min(runs, key=lambda run: run["test"]["bits_per_byte"])
+    assert f"{best['test']['bits_per_byte']:.4f}" in LanguageConfig.__doc__
+    config = LanguageConfig().resolved()
+    assert {name: getattr(config, name) for name in names[1:]} == {n: best["config"]["model"][n] for n in names[1:]}
+    assert (list(config.attention), config.positions) == (["primal"], "none")
+    plain = LanguageConfig(primal_mode="mean").resolved()  # a mode alone has no convolution and no gate
+    assert (plain.primal_heads, plain.rank, plain.conv, plain.gate, plain.positions) == (
+        None,
+        30,
+        0,
+        False,
+        "sinusoidal",
+    )
+
+
 def test_the_papers_sizes() -> None:
     with torch.device("meta"):
-        model = LanguageModel(LanguageConfig(1000, attention=("primal+",)))
+        model = LanguageModel(LanguageConfig(1000, attention=("primal+",), primal_mode="mean"))
     assert model.attention_names == ("softmax",) * 5 + ("primal",)
     assert not any(name.startswith("head") for name, _ in model.named_parameters())  # tied embeddings
     assert model.blocks[0].feed_forward[0].weight.shape == (2048, 512)
@@ -157,6 +192,12 @@ def test_bad_input_is_one_line() -> None:
     }.items():
         with pytest.raises(ValueError, match=message):
             LanguageModel(dataclasses.replace(SMALL, attention=changes[:1], primal_mode=changes[1]))
+    with pytest.raises(ValueError, match=r"positions='rotary' needs a softmax layer.*use 'sinusoidal', 'none' or None"):
+        LanguageConfig(50, primal_mode="decay", positions="rotary")
+    with pytest.raises(ValueError, match="initializer_range must be positive or None"):
+        LanguageConfig(50, initializer_range=0.0)
+    with pytest.raises(ValueError, match=r"embeddings must have shape \(batch, at least one token, 16\)"):
+        model.hidden(torch.zeros(1, 3, 15))
 
 
 # Generation

@@ -93,9 +93,10 @@ DELTA = {"primal_mode": "delta", "primal_heads": 4, "rank": 64, "conv": 4, "gate
         (("softmax",), {}, "rotary"),
         (("primal+",), {}, "rotary"),
         (("primal",), {"primal_mode": "decay"}, "rotary"),
-        (("primal",), {"conv": 4}, "rotary"),
+        (("primal",), {"primal_mode": "mean", "conv": 4}, "rotary"),
         (("primal", "primal", "softmax") * 2, DELTA, "rotary"),
-        (("primal",), {}, "sinusoidal"),
+        (("primal",), {}, "rotary"),  # the recipe's default: the delta rule
+        (("primal",), {"primal_mode": "mean"}, "sinusoidal"),
         (("primal",), {"primal_mode": "landmarks"}, "sinusoidal"),
         (("linear",), {}, "sinusoidal"),
         (("flow",), {}, "sinusoidal"),
@@ -111,6 +112,16 @@ def test_parameters_are_equal_and_positions_are_added_where_nothing_else_encodes
     softmax = override(registry.get("lm/wikipedia"), {"model.attention": ("softmax",)}).resolved()
     counts = [language.parameters(language.network(r, 8192)) for r in (recipe, softmax)]
     assert abs(counts[0] / counts[1] - 1) < 0.002
+
+
+def test_the_default_of_wikipedia_is_the_best_mode_and_a_mode_alone_has_plain_settings() -> None:
+    best = override(registry.get("lm/wikipedia"), {f"model.{name}": value for name, value in DELTA.items()}).resolved()
+    assert registry.get("lm/wikipedia").resolved() == best
+    assert registry.get("lm/wikipedia").label() == best.label() == "primal-delta-conv4-gate"
+    decay = override(registry.get("lm/wikipedia"), {"model.primal_mode": "decay"}).resolved().model
+    assert (decay.primal_heads, decay.rank, decay.conv, decay.gate) == (None, 30, 0, False)
+    softmax = override(registry.get("lm/wikipedia"), {"model.attention": ("softmax",)}).resolved().model
+    assert (softmax.primal_mode, softmax.rank, softmax.conv, softmax.gate) == ("mean", 30, 0, False)  # as stored
 
 
 def test_the_papers_setting() -> None:
@@ -151,7 +162,7 @@ def test_a_run_is_evaluated_by_what_its_model_predicts_and_repeats(
 
 def refuse_foreign_vocabularies(run: Path) -> None:
     file = run / "vocabulary.json"
-    others = Vocabulary.train_byte_pairs(["Quite other words, and more of these words than of others."], 280).text()
+    others = Vocabulary.train_byte_pairs(["Quite other words, and more of these words than of others."], 280).text
     for content in (others, '{"words": ["<eos>", "a"]}'):
         file.write_text(content)
         with pytest.raises(RunError, match=r"vocabulary.json is not the vocabulary that the run was trained with"):

@@ -12,17 +12,35 @@ Needs the extra [hf].
 from __future__ import annotations
 
 try:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
 except ImportError as missing:
     raise ImportError(
         f"primal_attention.hf needs transformers ({missing}): pip install 'primal-attention[hf]'"
     ) from None
 
-from .configuration import PrimalConfig
-from .model import PrimalCache, PrimalForCausalLM
+from .configuration import AUTO_CLASSES, PrimalConfig
+from .model import (
+    PrimalCache,
+    PrimalForCausalLM,
+    PrimalForSequenceClassification,
+    PrimalForTokenClassification,
+    PrimalModel,
+)
 from .run import from_model, from_run, make_tokenizer
 
-AutoConfig.register(PrimalConfig.model_type, PrimalConfig)
-AutoModelForCausalLM.register(PrimalConfig, PrimalForCausalLM)
+transformers.AutoConfig.register(PrimalConfig.model_type, PrimalConfig)
+for auto_class, name in AUTO_CLASSES.items():
+    if auto_class != "AutoConfig":
+        getattr(transformers, auto_class).register(PrimalConfig, globals()[name])
 
-__all__ = ["PrimalCache", "PrimalConfig", "PrimalForCausalLM", "from_model", "from_run", "make_tokenizer"]
+__all__ = [
+    "PrimalCache",
+    "PrimalConfig",
+    "PrimalForCausalLM",
+    "PrimalForSequenceClassification",
+    "PrimalForTokenClassification",
+    "PrimalModel",
+    "from_model",
+    "from_run",
+    "make_tokenizer",
+]

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
 
-from primal_attention.models.lm import LanguageConfig, check_primal_mode
+from primal_attention.models.lm import LanguageConfig
 from primal_attention.nn.blocks import attention_names
-from primal_attention.nn.checks import one_of
 
 # Fields of LanguageConfig that have another name in transformers.
-NAMES = {
+RENAMED = {
     "vocabulary": "vocab_size",
     "embed_dim": "hidden_size",
     "num_heads": "num_attention_heads",
@@ -22,10 +23,42 @@ NAMES = {
     "activation": "hidden_act",
     "max_length": "max_context",  # max_length is an argument of `generate` there
 }
+NAMES = {f.name: RENAMED.get(f.name, f.name) for f in dataclasses.fields(LanguageConfig)}
+
+# What a config.json without `initializer_range` means: the defaults of the version that wrote it.
+EARLIER_DEFAULTS = {
+    "attention": ["primal"],
+    "primal_mode": "mean",
+    "positions": "rotary",
+    "initializer_range": None,
+}
+
+# The classes of the Auto classes, written to config.json: `trust_remote_code=True` finds them in `CODE_FILE`.
+AUTO_CLASSES = {
+    "AutoConfig": "PrimalConfig",
+    "AutoModel": "PrimalModel",
+    "AutoModelForCausalLM": "PrimalForCausalLM",
+    "AutoModelForSequenceClassification": "PrimalForSequenceClassification",
+    "AutoModelForTokenClassification": "PrimalForTokenClassification",
+}
+CODE_FILE = "modeling_primal.py"
+CODE = f'''"""Imports the classes of this model from the library primal-attention."""
+
+try:
+    from primal_attention.hf import {", ".join(AUTO_CLASSES.values())}
+except ImportError as missing:
+    raise ImportError(
+        f"this model needs the library primal-attention ({{missing}}): pip install 'primal-attention[hf]'"
+    ) from None
+'''
 
 
 class PrimalConfig(PreTrainedConfig):
-    """Configuration of `PrimalForCausalLM`: the fields of `LanguageConfig` under the names of transformers.
+    """Configuration of the models: the fields of `LanguageConfig` under the names of transformers.
+
+    Without `primal_mode` the Primal layers have the best setting that was measured without softmax attention: the
+    delta rule with convolution 4, a gate, half the heads and a rank of half the head width (see `LanguageConfig`).
+    Attributes whose argument is None have the value that it stands for.
 
     Args:
         vocab_size: number of tokens.
@@ -36,15 +69,16 @@ class PrimalConfig(PreTrainedConfig):
         intermediate_size: hidden width of the MLPs.
         hidden_act: activation of the MLPs, "gelu" or "relu".
         dropout: as in `LanguageConfig`.
-        primal_mode: "mean", "landmarks", "decay" or "delta".
+        primal_mode: "mean", "landmarks", "decay" or "delta"; None is the setting above, except for values given.
         primal_heads: heads of the Primal layers; None is `num_attention_heads`.
-        rank: directions of the Primal layers.
+        rank: directions of the Primal layers; None is 30.
         landmarks: landmarks of the mode "landmarks".
         max_context: the longest text of the mode "landmarks"; the other modes have no limit.
-        conv: kernel of a short causal convolution at each Primal layer; 0 is none.
+        conv: kernel of a short causal convolution at each Primal layer; None and 0 are none.
         conv_place: "beside" or "before".
-        gate: multiply each Primal layer's output by a gate.
-        positions: "rotary", "sinusoidal" or "none".
+        gate: multiply each Primal layer's output by a gate; None is no gate.
+        positions: "rotary" (needs a softmax layer), "sinusoidal" or "none"; None is what the layers need.
+        initializer_range: standard deviation of new embeddings; None is as in `LanguageConfig`.
         eta: weight of the KSVD loss, which is added to the loss in training.
         use_cache: return the streaming state.
         bos_token_id: token that begins a text.
@@ -59,22 +93,8 @@ class PrimalConfig(PreTrainedConfig):
     def __init__(
         self,
         vocab_size: int = 8192,
-        attention: str | Sequence[str] = ("primal",),
-        hidden_size: int = 512,
-        num_attention_heads: int = 8,
-        num_hidden_layers: int = 6,
-        intermediate_size: int = 2048,
-        hidden_act: str = "gelu",
-        dropout: float = 0.0,
-        primal_mode: str = "mean",
-        primal_heads: int | None = None,
-        rank: int = 30,
-        landmarks: int = 300,
-        max_context: int = 512,
-        conv: int = 0,
-        conv_place: str = "beside",
-        gate: bool = False,
-        positions: str = "rotary",
+        attention: str | Sequence[str] = "primal",
+        *,
         eta: float = 5e-5,
         use_cache: bool = True,
         bos_token_id: int | None = None,
@@ -85,41 +105,46 @@ class PrimalConfig(PreTrainedConfig):
     ) -> None:
         if not tie_word_embeddings:
             raise ValueError("tie_word_embeddings must be True: input and output embeddings are one tensor here")
-        check_primal_mode(primal_mode)
-        one_of("positions", positions, ("rotary", "sinusoidal", "none"))
-        self.vocab_size = vocab_size
-        self.attention = [attention] if isinstance(attention, str) else list(attention)
-        self.hidden_size = hidden_size
-        self.num_attention_heads = num_attention_heads
-        self.num_hidden_layers = num_hidden_layers
-        self.intermediate_size = intermediate_size
-        self.hidden_act = hidden_act
-        self.dropout = dropout
-        self.primal_mode = primal_mode
-        self.primal_heads = primal_heads
-        self.rank = rank
-        self.landmarks = landmarks
-        self.max_context = max_context
-        self.conv = conv
-        self.conv_place = conv_place
-        self.gate = gate
-        self.positions = positions
+        fields = {own: kwargs.pop(name) for own, name in NAMES.items() if name in kwargs}
+        names = (attention,) if isinstance(attention, str) else tuple(attention)
+        language = LanguageConfig(vocab_size, names, **fields).resolved()  # raises for wrong values
+        for own, name in NAMES.items():
+            setattr(self, name, getattr(language, own))
+        self.attention = list(names)
         self.eta = eta
         self.use_cache = use_cache
         self.bos_token_id = bos_token_id
         self.eos_token_id = eos_token_id
         self.pad_token_id = pad_token_id
         self.tie_word_embeddings = tie_word_embeddings
-        attention_names(tuple(self.attention), num_hidden_layers)  # raises for unknown names
         super().__init__(**kwargs)
+        self.auto_map = {name: f"{Path(CODE_FILE).stem}.{value}" for name, value in AUTO_CLASSES.items()}
 
     def language(self) -> LanguageConfig:
         """Return the configuration of `LanguageModel`."""
-        fields = {f.name: getattr(self, NAMES.get(f.name, f.name)) for f in dataclasses.fields(LanguageConfig)}
+        fields: dict[str, Any] = {own: getattr(self, name) for own, name in NAMES.items()}
         return LanguageConfig(**{**fields, "attention": tuple(self.attention)})
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Return the configuration of a config.json, also of one that an earlier version wrote."""
+        if "initializer_range" not in config_dict:
+            config_dict = {**EARLIER_DEFAULTS, **config_dict}
+            names = attention_names(tuple(config_dict["attention"]), config_dict.get("num_hidden_layers", 6))
+            if config_dict["positions"] == "rotary" and "softmax" not in names:
+                config_dict["positions"] = "none"  # without softmax layers it had no effect
+        return super().from_dict(config_dict, **kwargs)
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
+        """Write config.json and the file that lets `trust_remote_code=True` import the library."""
+        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+        Path(save_directory, CODE_FILE).write_text(CODE, encoding="utf-8")
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
+        """Do nothing: `save_pretrained` writes the code file itself, no copy of this module."""
 
     @classmethod
     def from_language(cls, config: LanguageConfig, **settings: Any) -> PrimalConfig:
         """Return the configuration of a `LanguageModel`; settings: fields of transformers."""
-        fields = {NAMES.get(f.name, f.name): getattr(config, f.name) for f in dataclasses.fields(config)}
-        return cls(**fields, **settings)
+        return cls(**{name: getattr(config, own) for own, name in NAMES.items()}, **settings)

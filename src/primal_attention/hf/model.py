@@ -1,6 +1,7 @@
-"""The language model as a PreTrainedModel: loss, saving, loading, and `generate` with the streaming state as the cache.
+"""The language model in transformers: hidden states, next tokens, and classes of sequences and of tokens.
 
-Padding is ignored: a left-padded batch generates what its prompts generate one by one.
+`generate` has the streaming state as its cache. Padding is ignored: a left-padded batch generates what its prompts
+generate one by one. All classes hold the same `LanguageModel` as `model`, so each loads the folders of the others.
 """
 
 from __future__ import annotations
@@ -12,7 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache, GenerationMixin, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+    SequenceClassifierOutputWithPast,
+    TokenClassifierOutput,
+)
 
 from primal_attention.convert.hf_cache import PrimalSlot
 from primal_attention.hf.configuration import PrimalConfig
@@ -51,18 +57,16 @@ class PrimalCache(Cache):
             slot.length += columns
 
 
-class PrimalForCausalLM(PreTrainedModel, GenerationMixin):
-    """`LanguageModel` for transformers. Input and output embeddings are the same tensor.
-
-    Args:
-        config: the configuration.
-    """
+class PrimalPreTrainedModel(PreTrainedModel):
+    """What the models share: the language model, loading, the pass through it, and the loss."""
 
     config: PrimalConfig
     config_class = PrimalConfig
     base_model_prefix = "model"
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
+    output_class: type[Any] = BaseModelOutputWithPast
+    has_score = False  # a linear map from hidden states to `num_labels` classes
     _no_split_modules = ["DecoderBlock"]  # noqa: RUF012 - the type that transformers expects
     _is_stateful = True  # the state cannot be rolled back, which assisted generation needs
     _tied_weights_keys: dict[str, str] = {}  # noqa: RUF012 - one tensor under one name: nothing to tie
@@ -70,6 +74,9 @@ class PrimalForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: PrimalConfig) -> None:
         super().__init__(config)
         self.model = LanguageModel(config.language())
+        if self.has_score:
+            self.num_labels = cast(int, config.num_labels)
+            self.score = nn.Linear(config.hidden_size, self.num_labels)
         self.post_init()
         self._is_built = True
 
@@ -80,7 +87,7 @@ class PrimalForCausalLM(PreTrainedModel, GenerationMixin):
         state = self.state_dict(keep_vars=True)
         missing = [name for name, tensor in state.items() if not getattr(tensor, "_is_hf_initialized", False)]
         if missing:
-            initial = LanguageModel(self.config.language()).state_dict(prefix="model.")
+            initial = type(self)(self.config).state_dict()
             with torch.no_grad():
                 for name in missing:
                     state[name].copy_(initial[name])
@@ -92,53 +99,76 @@ class PrimalForCausalLM(PreTrainedModel, GenerationMixin):
         self.model.embedding = cast(nn.Embedding, value)
         self.model.config = dataclasses.replace(self.model.config, vocabulary=len(self.model.embedding.weight))
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
+        """Do nothing: the configuration writes the code file, no copy of this module."""
+
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         past_key_values: PrimalCache | None = None,
+        inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        position_ids: Tensor | None = None,
         return_dict: bool | None = None,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
-        """Return logits (B, N, vocabulary) and, with labels, the mean loss; in training plus η times the KSVD loss.
+    ) -> Any:
+        """Return logits and, with labels, the mean loss; in training plus η times the KSVD loss.
 
         Args:
             input_ids: Tokens (B, N).
             attention_mask: (B, N), or (B, past + N) as in `generate`; 0 is padding, anywhere in a row.
             past_key_values: State after earlier tokens; it is updated.
-            labels: (B, N), the tokens themselves. They are shifted here; −100 is ignored.
+            inputs_embeds: Rows of the input embeddings (B, N, hidden_size) instead of tokens.
+            labels: Causal: the tokens (B, N), which are shifted here. Classes of tokens (B, N) or of sequences (B,).
+                −100 is ignored. `PrimalModel` takes none.
             use_cache: Return the state; None takes the configuration's value outside training.
             logits_to_keep: Number of last positions, or their indices, whose logits are computed; 0 is all.
+            output_hidden_states: Return the input of each layer and the last hidden state; None takes the
+                configuration's value.
+            output_attentions: Not supported.
+            position_ids: Ignored: the state counts the tokens.
             return_dict: False returns a tuple.
             **kwargs: Arguments of the loss function.
         """
-        refuse_unsupported(kwargs)
-        if input_ids is None:
-            raise ValueError("input_ids is required: this model takes tokens, no inputs_embeds")
+        if output_attentions:
+            raise ValueError("output_attentions is not supported by this model: its layers form no attention matrices")
+        tokens = input_ids if inputs_embeds is None else inputs_embeds
+        if tokens is None or (input_ids is not None and inputs_embeds is not None):
+            raise ValueError("exactly one of input_ids and inputs_embeds is required")
         if past_key_values is not None and not isinstance(past_key_values, PrimalCache):
             raise TypeError(f"past_key_values must be a PrimalCache (got {type(past_key_values).__name__})")
         use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
         streams = past_key_values is not None or (use_cache and self.model.streams)
         cache = past_key_values or (PrimalCache(self.config) if streams else None)
+        every_layer = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         hidden, state = self.model.hidden(
-            input_ids,
-            padding_mask(attention_mask, input_ids),
+            tokens,
+            padding_mask(attention_mask, tokens),
             state=None if cache is None else cache.state,
             return_state=streams,
+            every_layer=bool(every_layer),
         )
         if cache is not None and state is not None:
-            cache.store(state, input_ids.shape[1])
-        if not isinstance(logits_to_keep, int):
-            hidden = hidden[:, logits_to_keep]
-        elif logits_to_keep:
-            hidden = hidden[:, -logits_to_keep:]
-        logits = F.linear(hidden, self.model.embedding.weight)
-        loss = None if labels is None else self.compute_loss(logits, labels, **kwargs)
-        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)  # type: ignore[arg-type]
+            cache.store(state, tokens.shape[1])
+        logits = self.compute_logits(hidden[-1], attention_mask, logits_to_keep)
+        values: dict[str, Any] = {
+            "loss": None if labels is None else self.compute_loss(logits, labels, **kwargs),
+            "logits": logits,
+            "last_hidden_state": hidden[-1],
+            "past_key_values": cache,
+            "hidden_states": hidden if every_layer else None,
+        }
+        output = self.output_class(**{f.name: values.get(f.name) for f in dataclasses.fields(self.output_class)})
         return output if return_dict is not False else output.to_tuple()
+
+    def compute_logits(self, hidden: Tensor, attention_mask: Tensor | None, logits_to_keep: int | Tensor) -> Any:
+        """Return the logits of the last hidden state; None without any."""
 
     def compute_loss(
         self, logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None, **kwargs: Any
@@ -146,12 +176,71 @@ class PrimalForCausalLM(PreTrainedModel, GenerationMixin):
         """Return the loss of transformers; in training plus the KSVD loss."""
         if num_items_in_batch is not None:
             kwargs["num_items_in_batch"] = num_items_in_batch
-        loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
+        kwargs |= {"vocab_size": self.config.vocab_size, "config": self.config, "pooled_logits": logits}
+        loss = self.loss_function(logits=logits, labels=labels, **kwargs)
         if not (self.training and self.config.eta and primal_layers(self)):
             return loss
-        # With gradient accumulation, each batch contributes its share of the tokens.
-        share = 1.0 if num_items_in_batch is None else (labels[:, 1:] != -100).sum() / num_items_in_batch
+        # With gradient accumulation, each batch contributes its share of the labels.
+        counted = labels[:, 1:] if isinstance(self, PrimalForCausalLM) else labels
+        share = 1.0 if num_items_in_batch is None else (counted != -100).sum() / num_items_in_batch
         return loss + self.config.eta * share * ksvd_loss(self)
+
+
+class PrimalModel(PrimalPreTrainedModel):
+    """Tokens to hidden states (B, N, hidden_size): `AutoModel`.
+
+    Args:
+        config: the configuration.
+    """
+
+
+class PrimalForSequenceClassification(PrimalPreTrainedModel):
+    """A class of each sequence, from the hidden state of its last token. Logits are (B, num_labels).
+
+    Args:
+        config: the configuration.
+    """
+
+    output_class = SequenceClassifierOutputWithPast
+    has_score = True
+
+    def compute_logits(self, hidden: Tensor, attention_mask: Tensor | None, logits_to_keep: int | Tensor) -> Tensor:
+        if attention_mask is None:
+            return self.score(hidden[:, -1])
+        places = torch.arange(hidden.shape[1], device=hidden.device)
+        last = (places * (attention_mask[:, -hidden.shape[1] :] != 0)).argmax(dim=1)
+        return self.score(hidden[torch.arange(len(hidden), device=hidden.device), last])
+
+
+class PrimalForTokenClassification(PrimalPreTrainedModel):
+    """A class of each token, from the tokens up to it. Logits are (B, N, num_labels).
+
+    Args:
+        config: the configuration.
+    """
+
+    output_class = TokenClassifierOutput
+    has_score = True
+
+    def compute_logits(self, hidden: Tensor, attention_mask: Tensor | None, logits_to_keep: int | Tensor) -> Tensor:
+        return self.score(hidden)
+
+
+class PrimalForCausalLM(PrimalPreTrainedModel, GenerationMixin):
+    """The next token: logits are (B, N, vocabulary). Input and output embeddings are the same tensor.
+
+    Args:
+        config: the configuration.
+    """
+
+    output_class = CausalLMOutputWithPast
+
+    def compute_logits(self, hidden: Tensor, attention_mask: Tensor | None, logits_to_keep: int | Tensor) -> Tensor:
+        if not isinstance(logits_to_keep, int):
+            hidden = hidden[:, logits_to_keep]
+        elif logits_to_keep:
+            hidden = hidden[:, -logits_to_keep:]
+        return F.linear(hidden, self.model.embedding.weight)
 
     def prepare_inputs_for_generation(  # type: ignore[override]
         self,
@@ -183,28 +272,19 @@ class PrimalForCausalLM(PreTrainedModel, GenerationMixin):
             if self.model.streams:
                 model_kwargs["past_key_values"] = PrimalCache(self.config)
             else:  # a layer without a streaming state: every step reads the whole text again
-                model_kwargs["use_cache"] = False
+                generation_config.use_cache = False
 
 
-def padding_mask(attention_mask: Tensor | None, input_ids: Tensor) -> Tensor | None:
+def padding_mask(attention_mask: Tensor | None, tokens: Tensor) -> Tensor | None:
     """Return (B, N) bool, True at padding, for the new columns; None if there is none."""
     if attention_mask is None:
         return None
-    if attention_mask.ndim != 2 or attention_mask.shape[1] < input_ids.shape[1]:
+    if attention_mask.ndim != 2 or attention_mask.shape[1] < tokens.shape[1]:
         raise ValueError(
             f"attention_mask must have shape (batch, tokens) (got {tuple(attention_mask.shape)} "
-            f"for input_ids {tuple(input_ids.shape)})"
+            f"for input {tuple(tokens.shape[:2])})"
         )
-    padding = attention_mask[:, -input_ids.shape[1] :] == 0
+    padding = attention_mask[:, -tokens.shape[1] :] == 0
     if padding.device.type == "cpu" and not padding.any():  # on a GPU the test would synchronise
         return None
     return padding
-
-
-def refuse_unsupported(kwargs: dict[str, Any]) -> None:
-    """Raise for arguments that the model cannot serve."""
-    for name in ("inputs_embeds", "output_hidden_states", "output_attentions"):
-        value = kwargs.pop(name, None)
-        if value is not None and value is not False:
-            raise ValueError(f"{name} is not supported by this model")
-    kwargs.pop("position_ids", None)

@@ -33,8 +33,10 @@ def load_lm(state: State, num_heads: int | None) -> LanguageModel:
         layers=layers,
         ffn_dim=len(state["decoder.layers.0.fc1.weight"]),
         activation="relu",
+        primal_mode="mean",
         rank=primal.get("rank", 30),
         positions="sinusoidal",
+        initializer_range=None,
     )
     ours = {"embedding.weight": embeddings, **rename_maps(state, {"norm": "decoder.layer_norm"})}
     for i, name in enumerate(names):

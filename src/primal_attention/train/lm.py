@@ -2,7 +2,7 @@
 
     primal train lm/wikitext-103 --model.attention primal+            the paper's Primal.+
     primal train lm/wikipedia --model.attention softmax               rotary positions
-    primal train lm/wikipedia --model.primal-mode delta --model.rank 32 --model.conv 4 --model.gate
+    primal train lm/wikipedia                                         the delta rule in all layers
     primal train lm/wikipedia --model.attention primal primal softmax primal primal softmax --model.primal-mode decay
 
 The last step is evaluated on validation and on test; neither chooses anything. Scores:
@@ -28,7 +28,8 @@ from torch import Tensor, nn
 
 from primal_attention.data import lm as text
 from primal_attention.data.lm import TextData, TextSplit, Vocabulary, load_vocabulary
-from primal_attention.models.lm import LanguageConfig, LanguageModel
+from primal_attention.models.lm import LanguageConfig, LanguageModel, primal_defaults
+from primal_attention.nn.blocks import attention_names
 from primal_attention.train.batches import Batches, derive_seed
 from primal_attention.train.checkpoint import read_run
 from primal_attention.train.config import NetworkConfig, OptimConfig, Recipe, TrainerConfig, require, require_range
@@ -69,32 +70,38 @@ class LanguageNetwork(NetworkConfig):
     """The network; see primal_attention.models.lm."""
 
     layers: int = 6
-    rank: int = 30
+    rank: int | None = None
+    """Directions of the Primal layers; None is 30."""
     ffn_dim: int | None = None
     """Hidden width of the feed-forward networks; None gives as many parameters as softmax with 4 × embed-dim."""
     activation: Literal["gelu", "relu"] = "gelu"
     """Of the feed-forward networks."""
     dropout: float = 0.0
-    primal_mode: Literal["mean", "landmarks", "decay", "delta"] = "mean"
-    """mean: the paper's; landmarks: causal and data-dependent; decay: a learned decay; delta: the delta rule."""
+    primal_mode: Literal["mean", "landmarks", "decay", "delta"] | None = "mean"
+    """mean: the paper's; landmarks: causal and data-dependent; decay: a learned decay; delta: the delta rule; None:
+    delta with half the heads, a rank of half the head width, conv 4 and gate: the best without softmax attention."""
     primal_heads: int | None = None
     """Heads of the Primal layers, for more time scales of decay; None is num-heads."""
     landmarks: int = 300
-    conv: int = 0
-    """Kernel of a short causal convolution at each Primal layer; 0 is none."""
+    conv: int | None = None
+    """Kernel of a short causal convolution at each Primal layer; None and 0 are none."""
     conv_place: Literal["beside", "before"] = "beside"
     """Add the convolution to the layer's output, or apply it to the layer's input."""
     gate: bool = False
-    """A multiplicative gate on each Primal layer's output."""
+    """A multiplicative gate on each Primal layer's output; always on with primal-mode None."""
     positions: Literal["rotary", "sinusoidal", "none"] | None = None
     """None: rotary in softmax layers; sinusoidal where nothing else in the model encodes the order of the tokens."""
 
     MAY_BE_ZERO: ClassVar[tuple[str, ...]] = ("conv",)
 
     @property
+    def has_primal_layers(self) -> bool:
+        return any(name.startswith("primal") for name in self.attention)
+
+    @property
     def encodes_order(self) -> bool:
         """Softmax layers (by rotation), decay or a convolution encode the order of the tokens."""
-        decays = self.primal_mode in ("decay", "delta") or self.conv > 0
+        decays = self.primal_mode in ("decay", "delta") or bool(self.conv)
         return any(name == "softmax" or name.endswith("+") or (name == "primal" and decays) for name in self.attention)
 
 
@@ -109,6 +116,10 @@ class LanguageRecipe(Recipe):
 
     def resolved(self) -> LanguageRecipe:
         model = self.model
+        if model.primal_mode is None and not model.has_primal_layers:
+            model = replace(model, primal_mode="mean")  # not used
+        unset = [name for name, value in vars(model).items() if value is None or value is False]
+        model = replace(model, **{name: value for name, value in primal_defaults(model).items() if name in unset})
         if model.positions is None:
             model = replace(model, positions="rotary" if model.encodes_order else "sinusoidal")
         # The published weight is 0.1 over the tokens of a batch, which is this.
@@ -116,9 +127,9 @@ class LanguageRecipe(Recipe):
 
     def label(self) -> str:
         """The attention, the mode of its Primal layers, and their convolution and gate."""
-        model, words = self.model, [super().label()]
-        if any(name.startswith("primal") for name in model.attention):
-            words.append(model.primal_mode)
+        model, words = self.resolved().model, [super().label()]
+        if model.has_primal_layers:
+            words.append(str(model.primal_mode))
             if model.conv:
                 before = model.conv_place == "before" and model.primal_mode != "delta"
                 words.append(f"conv{model.conv}" + ("-before" if before else ""))
@@ -133,6 +144,7 @@ def wikipedia() -> LanguageRecipe:
     """A little over two passes through the bundled text: 1640 steps of 32 windows, 204 million bytes."""
     return LanguageRecipe(
         optim=OptimConfig("adamw", lr=1.5e-3, weight_decay=0.1, beta2=0.98, schedule="onecycle", warmup=0.1, clip=1.0),
+        model=LanguageNetwork(primal_mode=None),
         trainer=TrainerConfig(epochs=4, steps_per_epoch=410, batch_size=32, precision="bf16-mixed"),
     )
 
@@ -141,7 +153,9 @@ def wikitext() -> LanguageRecipe:
     """The paper's settings: windows of 512 words, 150,000 updates after 6,000 of warm-up, Primal in the last layer."""
     return LanguageRecipe(
         data=LanguageData("wikitext-103", vocabulary=None, context=512),
-        model=LanguageNetwork(("primal+",), ffn_dim=2048, activation="relu", dropout=0.1, positions="sinusoidal"),
+        model=LanguageNetwork(
+            ("primal+",), ffn_dim=2048, activation="relu", dropout=0.1, primal_mode="mean", positions="sinusoidal"
+        ),
         optim=OptimConfig("adam", lr=1e-3, beta2=0.98, schedule="inverse-sqrt", warmup=6 / 156, clip=0.0),
         trainer=TrainerConfig(epochs=156, steps_per_epoch=1000, batch_size=64, precision="bf16-mixed"),
     )
@@ -175,7 +189,15 @@ def network(recipe: LanguageRecipe, vocabulary: int) -> LanguageConfig:
     """The model's own configuration, with the feed-forward width that makes parameters equal."""
     values: dict[str, Any] = {f.name: getattr(recipe.model, f.name) for f in fields(recipe.model)}
     width = values.pop("ffn_dim")
-    config = LanguageConfig(vocabulary, **values, ffn_dim=width or WIDTH_MULTIPLE, max_length=recipe.data.context)
+    if values["positions"] == "rotary" and "softmax" not in attention_names(recipe.model.attention, values["layers"]):
+        values["positions"] = "none"  # the recipes' "rotary" means: in softmax layers, if there are any
+    config = LanguageConfig(
+        vocabulary,
+        **values,
+        ffn_dim=width or WIDTH_MULTIPLE,
+        max_length=recipe.data.context,
+        initializer_range=None,  # as in the stored results
+    )
     return config if width else replace(config, ffn_dim=equal_width(config))
 
 
