@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -198,11 +199,13 @@ class NetworkConfig:
 def current_fields(kind: type, data: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Translate the fields of an older version: `RENAMED` ones, and `REMOVED` ones at the value that still holds.
 
-    A removed field with the value `...` changes no result: any value is left out.
+    A removed field with the value `...` is ignored at any value, with a note if `where` names a file.
     """
     renamed, removed = getattr(kind, "RENAMED", {}), getattr(kind, "REMOVED", {})
     for key, value in data.items():
         require(removed.get(key, value) in (value, ...), f"{where}{key} {value!r} was removed in this version")
+        if removed.get(key) is ... and ": " in where:
+            warnings.warn(f"{where}{key} is ignored: this version does not have it", stacklevel=2)
     return {renamed.get(key, key): value for key, value in data.items() if key not in removed}
 
 
