@@ -463,6 +463,6 @@ DATA_KINDS = {
     "pathfinder-splits": data_kind(make_pathfinder, "splits.json", pathfinder.load, SPLITS, harmless="missing"),
     "image-folder": data_kind(
         make_images, "train/n02/1.jpg", load_images, {}, harmless="missing foreign-image",
-        layout="train/CLASS/*.jpg", recipe="image/imagenette --data.strict",
+        layout="train/CLASS/*.jpg",
     ),
 }  # fmt: skip
