@@ -20,12 +20,7 @@ from torch import Tensor
 from primal_attention.nn.baselines.random_buffers import RandomBuffers
 from primal_attention.nn.objective import primal_layers
 from primal_attention.train.config import Recipe, require
-from primal_attention.train.optimizer import (
-    RecordableRAdam,
-    average_share,
-    set_learning_rate,
-    update_average,
-)
+from primal_attention.train.optimizer import average_share, set_learning_rate, update_average
 from primal_attention.train.task import Batch, TrainingModule, precision_context
 
 WARMUP = 3  # eager steps per shape: whatever is set up on first use must exist before the capture
@@ -120,8 +115,6 @@ class RecordedStep:
         """Set the numbers of the next step."""
         module, config = self.module, self.module.recipe
         lr, share = self.rate(module.global_step), average_share(config.trainer.ema, module.global_step + 1)
-        if isinstance(self.optimizer, RecordableRAdam):
-            lr = self.optimizer.rectify(lr, module.global_step + 1)
         if isinstance(self.lr, Tensor) and isinstance(self.share, Tensor):
             self.lr.fill_(lr)
             self.share.fill_(share)
@@ -155,8 +148,7 @@ class RecordedStep:
         shape = tuple((tuple(t.shape), t.dtype) for t in batch)
         if shape not in self.recordings:
             self.seen[shape] = self.seen.get(shape, 0) + 1
-            is_steady = not getattr(self.optimizer, "is_first", False)  # later steps launch the kernels of this one
-            if self.seen[shape] <= WARMUP or len(self.recordings) >= SHAPES or not is_steady:
+            if self.seen[shape] <= WARMUP or len(self.recordings) >= SHAPES:
                 return None
             try:
                 inputs = [t.to(self.device, copy=True) for t in batch]

@@ -218,10 +218,7 @@ class TrainingModule(nn.Module):
         own = [states[self.global_rank]] if same else states
         self._steps = steps
         for key in own[0]["sums"]:  # only the mean over the processes matters, so each may hold the mean
-            total = torch.tensor([state["sums"][key] for state in own], device=self.device).mean(dim=0)
-            if key == "J" and total.ndim == 0:  # written before J was kept per layer
-                total = total.repeat(len(primal_layers(self.model)))
-            self._sums[key] = total
+            self._sums[key] = torch.tensor([state["sums"][key] for state in own], device=self.device).mean(dim=0)
         if not same:
             self._seed("resumed", steps, self.share[0])
             return
