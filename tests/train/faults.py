@@ -94,6 +94,7 @@ KILLS = {
     "in the training with validation samples": kill_at(TrainingModule, "losses", 14),
 }
 STOPS = {
+    "in the first step": stop_at(TrainingModule, "losses", 1),
     "in the last step of an epoch": stop_at(TrainingModule, "losses", 4),
     "while the last epoch is evaluated": stop_at(TrainingModule, "evaluate", 2),
 }
@@ -135,11 +136,9 @@ def interrupt(recipe: Recipe, whole: Path, place: Path, arm: Callable[[], None],
 
 def main(root: Path) -> None:
     data = toy.folder(root / "data")
-    first = {"in the first step": stop_at(TrainingModule, "losses", 1)}
     cases = [
         ("kill", {"protocol": "both"}, KILLS, -signal.SIGKILL),
         ("stop", {}, STOPS, distributed.EXIT_CODE),
-        ("stop accumulated", {"trainer.accumulate": 2}, first, distributed.EXIT_CODE),
     ]
     for kind, changes, moments, code in cases:
         recipe = toy.recipe(data, **changes, **{"trainer.epochs": 2})

@@ -249,7 +249,7 @@ def test_a_recipe_that_cannot_be_built_leaves_no_folder(toy_folder: Path, tmp_pa
     [
         {"model__attention": ("softmax",)},
         {"model__attention": ("linear", "primal"), "trainer__precision": "bf16-mixed"},
-        {"trainer__accumulate": 2, "trainer__ema": 0.0},
+        {"trainer__ema": 0.0},
         {"model__kind": "paper"},
     ],
     ids=str,

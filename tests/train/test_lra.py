@@ -113,7 +113,7 @@ def test_variants_train(changes):
     experiment = build_from(small(**changes).resolved(), made_up(pairs="name" in changes))
     batch = next(iter(experiment.train))
     assert {t.dtype for t in batch[:-1]} == {torch.uint8}
-    loss = experiment.module.training_step(batch)
+    loss = experiment.module(batch)
     loss.backward()
     assert torch.isfinite(loss)
     assert 0 <= experiment.module.evaluate(experiment.test)["accuracy"] <= 1
@@ -148,7 +148,7 @@ def test_black_pixels_are_padding_only_on_request(tmp_path: Path):
         assert experiment.module.padded == zero_is_padding
         assert (experiment.module.model.room is not None) == zero_is_padding
         assert experiment.train.lengths is None
-        assert torch.isfinite(experiment.module.training_step(next(iter(experiment.train))))
+        assert torch.isfinite(experiment.module(next(iter(experiment.train))))
 
 
 def test_bad_input_is_one_line(expressions: Path, tmp_path: Path):

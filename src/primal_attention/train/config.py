@@ -86,8 +86,6 @@ class TrainerConfig:
     steps_per_epoch: int = 0
     """Batches that count as one epoch, for benchmarks that count steps; 0 is one pass over the data."""
     batch_size: int = 16
-    accumulate: int = 1
-    """Batches whose gradients are summed before a step."""
     accelerator: Literal["auto", "cpu", "gpu", "mps"] = "auto"
     devices: int = 1
     """Devices per run; more than one needs strategy ddp or fsdp."""
@@ -111,16 +109,16 @@ class TrainerConfig:
     """Record a training step as one CUDA graph and replay it; auto: on one GPU, if the other settings allow it."""
     compile: Literal["auto", "on", "off"] = "off"
     """Run the model through torch.compile; auto: on one GPU, because elsewhere compilation costs more than it saves."""
-    deterministic: bool = False
-    """Only deterministic CUDA kernels. A CPU run is deterministic without it."""
     progress: bool = True
     """Show a progress bar."""
     logger: tuple[Literal["csv", "tensorboard", "wandb", "mlflow"], ...] = ("csv",)
     """Where losses, J per layer, learning rate and scores are logged. metrics.csv is always written; the others also
     get the throughput."""
 
+    REMOVED: ClassVar[Mapping[str, Any]] = {"accumulate": 1, "deterministic": ...}
+
     def __post_init__(self) -> None:
-        counts = "epochs batch_size accumulate devices context evaluate_every checkpoint_every"
+        counts = "epochs batch_size devices context evaluate_every checkpoint_every"
         require_range(self, "trainer", counts, "be at least 1")
         require_range(self, "trainer", "steps_per_epoch checkpoint_steps early_stop", "not be negative")
         require_range(self, "trainer", "ema", "lie in [0, 1)")

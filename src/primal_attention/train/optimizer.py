@@ -56,11 +56,6 @@ def learning_rate(config: OptimConfig, total: int, warmup_total: int = 0) -> Cal
     return lambda step: config.lr * factor(step)
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float | Tensor) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-
-
 def one_cycle(step: int, warmup: int, total: int, *, linear: bool = False) -> float:
     """Return the factor on the peak learning rate: from 1/25 up to 1, then down to 0, as a cosine or linear."""
 

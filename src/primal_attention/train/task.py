@@ -24,7 +24,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from primal_attention.nn.baselines.random_buffers import RandomBuffers
 from primal_attention.nn.objective import ksvd_loss, primal_layers
 from primal_attention.train import distributed
 from primal_attention.train.batches import Batches, derive_seed, set_seed
@@ -156,18 +155,11 @@ class TrainingModule(nn.Module):
     def _weighted(self, mean: Tensor) -> Tensor:
         return mean if self.batch_weight == 1.0 else self.batch_weight * mean
 
-    def training_step(self, batch: Batch) -> Tensor:
-        """Return the loss of a batch and add its parts to the epoch's sums."""
-        if self.compiled:  # a compiled layer does not count its forward passes
-            for layer in self.model.modules():
-                if isinstance(layer, RandomBuffers):
-                    layer.count_forward()
+    def forward(self, batch: Batch) -> Tensor:
+        """Return the loss of a batch and add its parts to the epoch's sums; DDP synchronizes what runs in forward."""
         parts = self.losses(batch)
         self.add_to_sums(parts)
-        self.count_step(batch)
         return parts["loss"]
-
-    forward = training_step  # DDP synchronizes gradients of what runs in forward
 
     def add_to_sums(self, parts: Mapping[str, Tensor]) -> None:
         values = {key: value.detach().float() for key, value in parts.items()}
@@ -360,7 +352,7 @@ def compiles(config: TrainerConfig) -> bool:
     if config.compile != "auto":
         return config.compile == "on"
     one_gpu = config.devices == 1 and config.accelerator in ("auto", "gpu") and torch.cuda.is_available()
-    return one_gpu and config.strategy == "auto" and not config.deterministic
+    return one_gpu and config.strategy == "auto"
 
 
 def run_eagerly(compiled: bool = True) -> AbstractContextManager[Any]:
