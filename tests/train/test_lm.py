@@ -151,7 +151,7 @@ def test_a_run_is_evaluated_by_what_its_model_predicts_and_repeats(
 
 def refuse_foreign_vocabularies(run: Path) -> None:
     file = run / "vocabulary.json"
-    others = Vocabulary.train_byte_pairs(["Quite other words, and more of these words than of others."], 280).text()
+    others = Vocabulary.train_byte_pairs(["Quite other words, and more of these words than of others."], 280).text
     for content in (others, '{"words": ["<eos>", "a"]}'):
         file.write_text(content)
         with pytest.raises(RunError, match=r"vocabulary.json is not the vocabulary that the run was trained with"):

@@ -124,9 +124,6 @@ class TrainerConfig:
         require_range(self, "trainer", "ema", "lie in [0, 1)")
         is_even = self.devices % self.context == 0
         require(is_even, f"trainer.context must divide trainer.devices (got {self.context} and {self.devices})")
-        for name in ("graph", "compile"):
-            value = getattr(self, name)
-            require(value in ("auto", "on", "off"), f"trainer.{name} must be auto, on or off (got {value!r})")
 
 
 @dataclass(frozen=True)

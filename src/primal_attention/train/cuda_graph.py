@@ -116,7 +116,7 @@ class TrainingStep:
         else:
             recording.replay(batch)
         self.module.global_step += 1
-        self.module.count_step(batch)
+        self.module.count_step()
 
     def _prepare(self) -> None:
         """Set the numbers of the next step."""

@@ -31,7 +31,7 @@ from primal_attention.data import image as image_data
 from primal_attention.data.image import ImageData, ImageFiles, ImageSplit, collate, complain
 from primal_attention.data.uea import stratified_holdout
 from primal_attention.models.image import deit
-from primal_attention.train.batches import Batches, derive_seed, set_seed
+from primal_attention.train.batches import Batches, derive_seed
 from primal_attention.train.config import NetworkConfig, OptimConfig, Recipe, TrainerConfig, require_range
 from primal_attention.train.task import Batch, Experiment, TrainingModule, classification_scores, hash_data
 
@@ -221,7 +221,7 @@ class SeededFiles:
     def __getitem__(self, key: tuple[tuple[int, int], int]) -> tuple[np.ndarray | None, int, int]:
         position, index = key
         with torch.random.fork_rng(devices=[]):  # without workers this is the training's own process
-            set_seed(derive_seed(*self.seed, *position), torch.device("cpu"))
+            torch.default_generator.manual_seed(derive_seed(*self.seed, *position))
             return self.files[index]
 
 
