@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,13 +79,7 @@ def signal_at(number: signal.Signals, owner: object, name: str, call: int) -> Ca
     return arm
 
 
-def kill_at(owner: object, name: str, call: int) -> Callable[[], None]:
-    return signal_at(signal.SIGKILL, owner, name, call)
-
-
-def stop_at(owner: object, name: str, call: int) -> Callable[[], None]:
-    return signal_at(signal.SIGTERM, owner, name, call)
-
+kill_at, stop_at = partial(signal_at, signal.SIGKILL), partial(signal_at, signal.SIGTERM)
 
 # 30 samples in batches of 8 are 4 steps per epoch; protocol both is two trainings of 2 epochs.
 KILLS = {

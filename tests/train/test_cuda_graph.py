@@ -11,47 +11,15 @@ import torch
 import toy
 from faults import cut_off
 from safetensors.torch import load_file
-from toy import rows
+from toy import PLAIN, rows
 
 from primal_attention.train import loop
 from primal_attention.train.config import override
-from primal_attention.train.cuda_graph import Recording, TrainingStep, records_steps
+from primal_attention.train.cuda_graph import TrainingStep, records_steps
 from primal_attention.train.task import TrainingModule
 from primal_attention.utils.errors import RunError
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-PLAIN = {
-    "model__dropout": 0.0,
-    "augment__warp": 0.0,
-    "augment__scale": 0.0,
-    "augment__jitter": 0.0,
-    "augment__mixup": 0.0,
-}
-
-
-def test_steps_are_recorded_once_they_are_steady(toy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    eager: list[int] = []
-    work = TrainingStep.work
-
-    def count(self: TrainingStep, batch: Any) -> None:
-        eager.append(self.module.global_step)
-        work(self, batch)
-
-    def replay_eagerly(self: Recording, batch: Any) -> None:
-        self.graph(batch)
-
-    monkeypatch.setattr(TrainingStep, "work", count)
-    monkeypatch.setattr(TrainingStep, "_capture", lambda self, _: lambda batch: work(self, batch))
-    monkeypatch.setattr(Recording, "replay", replay_eagerly)
-    init = TrainingStep.__init__
-
-    def recorded_on_a_cpu(self: TrainingStep, *args: Any, **options: Any) -> None:
-        init(self, *args, **options)
-        self.records = True
-
-    monkeypatch.setattr(TrainingStep, "__init__", recorded_on_a_cpu)
-    loop.train(toy.recipe(toy_folder, trainer__graph="on", trainer__steps_per_epoch=4), tmp_path)
-    assert eager == [0, 1, 2], "later steps of the shape are replayed"
 
 
 @pytest.mark.parametrize(

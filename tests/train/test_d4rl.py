@@ -14,8 +14,8 @@ from closeness import assert_close
 from primal_attention.cli import main as cli
 from primal_attention.data import d4rl as data
 from primal_attention.train import loop, registry
-from primal_attention.train.config import from_plain, override
-from primal_attention.train.d4rl import ContextBatches, EvaluationConfig, make_environment, play
+from primal_attention.train.config import override
+from primal_attention.train.d4rl import ContextBatches, make_environment, play
 from primal_attention.utils.errors import RunError
 
 pytest.importorskip("mujoco")
@@ -207,12 +207,6 @@ def test_the_command_says_in_one_line_what_is_wrong(folder, args, message, capsy
     said = capsys.readouterr().err
     assert message in said
     assert len(said.strip().splitlines()) == 1
-
-
-def test_settings_of_earlier_versions_are_read_at_the_values_that_still_hold():
-    assert from_plain(EvaluationConfig, {"streaming": "off", "video": "a.gif"}) == EvaluationConfig()
-    with pytest.raises(RunError, match="streaming 'rolling' was removed in this version"):
-        from_plain(EvaluationConfig, {"streaming": "rolling"})
 
 
 def test_a_set_without_reference_scores_is_refused(tmp_path, folder):
