@@ -61,6 +61,22 @@ def restarted() -> bool:
     return any(count.isdigit() and int(count) > 0 for count in counts)
 
 
+def rejoin(device: torch.device) -> None:
+    """After a restart by torchrun, initialize the process group under keys of this attempt.
+
+    torchrun's store outlives the processes, and the keys of the dead ones would point to addresses that are gone.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or dist.is_initialized():
+        return
+    world = int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, is_master=False)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.PrefixStore(f"attempt-{attempt}", store), rank=rank(), world_size=world)
+
+
 def agree_on_folder(folder: Path, *, named: bool = True) -> Path:
     """Return the main process's run folder.
 

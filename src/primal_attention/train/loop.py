@@ -159,6 +159,7 @@ class Training:
     def set_up(self) -> None:
         """Launch the other processes; place the model, its shards, the optimizer and the data."""
         fabric, module, config = self.fabric, self.module, self.config
+        distributed.rejoin(fabric.device)
         fabric.launch()
         self.device, self.is_main = fabric.device, fabric.is_global_zero
         module.to(self.device).train()
