@@ -263,7 +263,11 @@ def load_vocabulary(folder: Path) -> object:
 
 def load_images(folder: Path) -> object:
     data = images.load(folder)
-    return [images.decode_once(folder, "train", split, 16, strict=True) for split in (data.train, data.test)]
+    found = [images.ImageFiles(split, images.evaluation(14)) for split in (data.train, data.test)]
+    for files in found:
+        broken = images.collate([files[i] for i in range(len(files))])[2]
+        images.complain([files.split.files[i] for i in broken], len(files), strict=True)
+    return found
 
 
 TS_HEADER = "@problemName Toy\n@timeStamps false\n@missing true\n@univariate false\n@equalLength false".splitlines()
@@ -459,6 +463,6 @@ DATA_KINDS = {
     "pathfinder-splits": data_kind(make_pathfinder, "splits.json", pathfinder.load, SPLITS, harmless="missing"),
     "image-folder": data_kind(
         make_images, "train/n02/1.jpg", load_images, {}, harmless="missing foreign-image",
-        layout="train/CLASS/*.jpg", recipe="image/imagenette --data.strict",
+        layout="train/CLASS/*.jpg",
     ),
 }  # fmt: skip

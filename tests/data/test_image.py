@@ -67,10 +67,6 @@ def test_a_wrong_layout_is_one_line(folder: Path, tmp_path: Path) -> None:
         images.load(folder)
 
 
-def split(*files: Path) -> images.ImageSplit:
-    return images.ImageSplit(files, np.arange(len(files)))
-
-
 def test_decoding_takes_the_centre_of_the_short_side(tmp_path: Path) -> None:
     from PIL import Image
 
@@ -78,30 +74,21 @@ def test_decoding_takes_the_centre_of_the_short_side(tmp_path: Path) -> None:
     wide[:, 20:40] = (10, 20, 30)
     Image.fromarray(wide).save(tmp_path / "wide.png")
     Image.fromarray(wide).convert("L").save(tmp_path / "gray.png")
-    files = split(tmp_path / "wide.png", tmp_path / "gray.png")
-    pixels, labels = images.decode_once(tmp_path, "x", files, 20, strict=True)
-    assert pixels.shape == (2, 3, 20, 20)
-    assert labels.tolist() == [0, 1]
-    assert (pixels[0] == np.array([10, 20, 30])[:, None, None]).all()
-    assert len(np.unique(pixels[1])) == 1
+    centre, gray = (images.crop_centre(images.read(tmp_path / f"{name}.png"), 20, 20) for name in ("wide", "gray"))
+    assert centre.shape == gray.shape == (3, 20, 20)
+    assert (centre == np.array([10, 20, 30])[:, None, None]).all()
+    assert len(np.unique(gray)) == 1
 
 
-def test_broken_files_are_skipped_with_a_warning_or_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = images.load(folder)
-    bad = spoil(data.train.files[4])
-    data.train.files[6].write_text("no picture")
-    with pytest.raises(DataError, match=rf"{bad} does not decode as an image \(1 of 1 do not\)"):
-        images.decode_once(folder, "one", split(bad), 16, strict=False)
-    found = []
-    for _ in range(2):  # the second time from the cache, with the same warning
-        with pytest.warns(UserWarning, match=rf"2 of 9 images do not decode and are skipped, first {bad}"):
-            found.append(images.decode_once(folder, "train", data.train, 16, strict=False))
-        monkeypatch.setattr(images, "read", lambda file: pytest.fail("decoded again"))
-    assert all(np.array_equal(a, b) for a, b in zip(*found, strict=True))
-    assert found[0][1].tolist() == [0, 0, 0, 1, 1, 2, 2]
-    assert len(found[0][0]) == 7
-    with pytest.raises(DataError, match=rf"{bad} does not decode as an image \(2 of 9 do not\)"):
-        images.decode_once(folder, "train", data.train, 16, strict=True)
+def test_broken_files_are_skipped_with_a_warning_or_an_error(folder: Path) -> None:
+    files = images.load(folder).train.files
+    bad = files[4]
+    images.complain([], 9, strict=True)
+    with pytest.warns(UserWarning, match=rf"2 of 9 images do not decode and are skipped, first {bad}"):
+        images.complain([bad, files[6]], 9, strict=False)
+    for total, strict in ((9, True), (1, False)):
+        with pytest.raises(DataError, match=rf"{bad} does not decode as an image \(1 of {total} do not\)"):
+            images.complain([bad], total, strict=strict)
 
 
 def test_evaluation_crops_seven_eighths(folder: Path) -> None:
@@ -120,22 +107,33 @@ def test_a_dataset_keeps_the_index_of_broken_files(folder: Path) -> None:
     assert images.collate([files[1]]) == (None, None, [1])
 
 
-@pytest.mark.parametrize("ops", [0, 2])
-def test_training_crops_follow_torchs_generator(folder: Path, ops: int) -> None:
-    pytest.importorskip("torchvision", reason="random crops and RandAugment are torchvision's")
+@pytest.mark.parametrize("strong", [False, True])
+def test_training_images_follow_torchs_generator_and_mixed_labels_the_images(folder: Path, strong: bool) -> None:
+    pytest.importorskip("torchvision", reason="augmentation is torchvision's")
     image = images.read(images.load(folder).train.files[0])
-    crop = images.training(24, smallest=0.3, ops=ops, magnitude=0.9)
+    crop = images.training(24, smallest=0.3, ops=2 * strong, magnitude=0.9, erase=float(strong))
 
     def four(seed: int) -> np.ndarray:
         torch.manual_seed(seed)
         return np.stack([crop(image) for _ in range(4)])
 
-    assert four(0).shape == (4, 3, 24, 24)
+    assert (four(0).shape, four(0).dtype) == ((4, 3, 24, 24), np.float32)
     assert np.array_equal(four(0), four(0))
     assert not np.array_equal(four(0), four(1))
+    labels = torch.tensor([0, 1, 1, 0])
+    pixels = labels.float().view(4, 1, 1, 1).expand(4, 3, 16, 16)
+    for mix in (images.mixing(0.8, 0.0, 2), images.mixing(0.0, 1.0, 2), images.mixing(0.8, 1.0, 2)):
+        mixed, targets = mix(pixels, labels)
+        # Images of class 1 are ones, of class 0 zeros: the mean pixel is the probability of class 1.
+        torch.testing.assert_close(mixed.mean((1, 2, 3)), targets[:, 1])
+    assert images.mixing(0.0, 0.0, 2) is None
 
 
-def test_without_torchvision_training_crops_are_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torchvision_augmentation_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchvision.transforms.v2", None)
-    with pytest.raises(DataError, match=r"needs torchvision: pip install 'primal-attention\[vision\]', or use"):
-        images.training(24, smallest=0.3, ops=2, magnitude=0.9)
+    for make in (
+        lambda: images.training(24, smallest=0.3, ops=2, magnitude=0.9, erase=0),
+        lambda: images.mixing(1, 1, 2),
+    ):
+        with pytest.raises(DataError, match=r"needs torchvision: pip install 'primal-attention\[vision\]'"):
+            make()

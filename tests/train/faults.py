@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,13 +79,7 @@ def signal_at(number: signal.Signals, owner: object, name: str, call: int) -> Ca
     return arm
 
 
-def kill_at(owner: object, name: str, call: int) -> Callable[[], None]:
-    return signal_at(signal.SIGKILL, owner, name, call)
-
-
-def stop_at(owner: object, name: str, call: int) -> Callable[[], None]:
-    return signal_at(signal.SIGTERM, owner, name, call)
-
+kill_at, stop_at = partial(signal_at, signal.SIGKILL), partial(signal_at, signal.SIGTERM)
 
 # 30 samples in batches of 8 are 4 steps per epoch; protocol both is two trainings of 2 epochs.
 KILLS = {
@@ -94,6 +89,7 @@ KILLS = {
     "in the training with validation samples": kill_at(TrainingModule, "losses", 14),
 }
 STOPS = {
+    "in the first step": stop_at(TrainingModule, "losses", 1),
     "in the last step of an epoch": stop_at(TrainingModule, "losses", 4),
     "while the last epoch is evaluated": stop_at(TrainingModule, "evaluate", 2),
 }
@@ -135,11 +131,9 @@ def interrupt(recipe: Recipe, whole: Path, place: Path, arm: Callable[[], None],
 
 def main(root: Path) -> None:
     data = toy.folder(root / "data")
-    first = {"in the first step": stop_at(TrainingModule, "losses", 1)}
     cases = [
         ("kill", {"protocol": "both"}, KILLS, -signal.SIGKILL),
         ("stop", {}, STOPS, distributed.EXIT_CODE),
-        ("stop accumulated", {"trainer.accumulate": 2}, first, distributed.EXIT_CODE),
     ]
     for kind, changes, moments, code in cases:
         recipe = toy.recipe(data, **changes, **{"trainer.epochs": 2})

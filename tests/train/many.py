@@ -29,16 +29,8 @@ from primal_attention.train.task import TrainingModule
 from primal_attention.train.uea import ClassificationModule
 from primal_attention.utils.errors import Preempted
 
-# No random numbers that depend on the process; batches of 7 that two ranks cannot halve, and a last one of 2.
-PLAIN = {
-    "model.dropout": 0.0,
-    "augment.warp": 0.0,
-    "augment.scale": 0.0,
-    "augment.jitter": 0.0,
-    "augment.mixup": 0.0,
-    "trainer.batch_size": 7,
-    "trainer.epochs": 2,
-}
+# Batches of 7 that two ranks cannot halve, and a last one of 2.
+PLAIN = {**toy.PLAIN, "trainer.batch_size": 7, "trainer.epochs": 2}
 WAYS: dict[str, dict[str, Any]] = {
     "ddp": {"trainer.strategy": "ddp"},
     "fsdp": {"trainer.strategy": "fsdp"},

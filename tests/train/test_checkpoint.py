@@ -14,13 +14,12 @@ from typing import Any
 import pytest
 import torch
 import toy
-import yaml
 from faults import assert_same, cut_off
 
 from primal_attention.cli import main as cli
 from primal_attention.train import checkpoint, loop
 from primal_attention.utils import files
-from primal_attention.utils.errors import RunError, WriteError
+from primal_attention.utils.errors import RunError
 
 STEPS = 4  # of an epoch of the toy set
 SMALL = """
@@ -58,7 +57,7 @@ def flip(file: Path) -> None:
 
 def resave(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Change a checkpoint's content and write it with a valid checksum."""
-    content = checkpoint.read_checkpoint(file)
+    content = checkpoint._read_part(file)
     change(content)
     checkpoint.save_checkpoint(file, content)
 
@@ -115,56 +114,35 @@ def test_a_checkpoint_of_another_model_is_one_line(run: Path, toy_folder: Path):
     assert "\n" not in str(caught.value)
 
 
-def test_a_checkpoint_of_the_lightning_trainer_is_resumed(run: Path, finished: Path, toy_folder: Path):
-    """Earlier versions stored the run's progress as a callback, and J as one number."""
-    for file in (run / "checkpoints").iterdir():
-        resave(file, lambda content: content.update(callbacks={"RunState": content.pop("run")}, loops={}))
-    text = yaml.safe_load((run / "config.yaml").read_text())
-    del text["config"]["trainer"]["logger"]
-    text["config"]["trainer"]["tensorboard"] = False
-    (run / "config.yaml").write_text(yaml.safe_dump(text))
-    loop.train(toy.recipe(toy_folder), run, resume=True)
-    assert_same(run, finished)
-
-
 # Sharded checkpoints
 
 
 @pytest.fixture
 def shards(run: Path) -> Path:
     """The run's last checkpoint as two processes would write it."""
-    content = checkpoint.read_checkpoint(run / "checkpoints" / "last.ckpt")
-    place = run / "checkpoints" / "000002.sharded"
-    tensors = {f"model/{name}": tensor for name, tensor in content["state_dict"].items()}
-    split = [name for name, tensor in tensors.items() if tensor.ndim == 2]
+    place, whole = run / "checkpoints" / "000002.sharded", run / "checkpoints" / "last.ckpt"
+    place.mkdir()
     for rank in range(2):
-        own = {name: tensors[name].chunk(2)[rank] for name in split}
-        own |= {} if rank else {name: tensor for name, tensor in tensors.items() if name not in split}
-        files.write_weights(place / f"rank{rank}.safetensors", own)
-    rest = {key: content[key] for key in ("global_step", "run")}
-    rest |= {"shapes": {n: list(t.shape) for n, t in tensors.items()}, "split": split, "param_groups": []}
-    checkpoint.save_checkpoint(place / "rest.pt", rest)
-    sums = {file.name: checkpoint._file_digest(file) for file in place.iterdir()}
-    files.write_json(place / "checksums.json", sums)
+        content = checkpoint.read_checkpoint(whole)
+        for name, tensor in content["state_dict"].items():
+            if tensor.ndim == 2:
+                content["state_dict"][name] = {"rows": tensor.chunk(2)[rank]}
+        checkpoint.save_checkpoint(place / f"rank{rank}.ckpt", {**content, "processes": 2})
     return place
 
 
 def test_shards_hold_what_the_checkpoint_holds(shards: Path):
-    content = checkpoint.read_sharded(shards)
-    state = dict(checkpoint.read_shards(shards, content, "model/"))
-    expected = checkpoint.read_checkpoint(shards.parent / "last.ckpt")["state_dict"]
+    state, expected = (checkpoint.read_checkpoint(p)["state_dict"] for p in (shards, shards.parent / "last.ckpt"))
     assert state.keys() == expected.keys()
     assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
 
 
 SHARD_DAMAGES: dict[str, Callable[[Path], object]] = {
-    "a flipped bit in the tensors": lambda place: flip(place / "rank1.safetensors"),
-    "a flipped bit in the rest": lambda place: flip(place / "rest.pt"),
-    "tensors missing": lambda place: (place / "rank0.safetensors").unlink(),
-    "the rest missing": lambda place: (place / "rest.pt").unlink(),
-    "the checksums missing": lambda place: (place / "checksums.json").unlink(),
-    "the checksums of nothing": lambda place: (place / "checksums.json").write_text("{}"),
-    "an empty folder": lambda place: [file.unlink() for file in place.iterdir()],
+    "a flipped bit": lambda place: flip(place / "rank1.ckpt"),
+    "a part missing": lambda place: (place / "rank1.ckpt").unlink(),
+    "the first part missing": lambda place: (place / "rank0.ckpt").unlink(),
+    "a part of another model": lambda place: resave(place / "rank1.ckpt", lambda part: part["state_dict"].clear()),
+    "no number of processes": lambda place: resave(place / "rank0.ckpt", lambda part: part.pop("processes")),
 }
 
 
@@ -256,22 +234,6 @@ def test_a_full_disk_is_one_line_and_leaves_no_half_file(
     assert "continue with --resume" in err
     assert not list(place.rglob(".*"))
     assert not list(place.rglob(file))
-
-
-def test_a_checkpoint_that_grows_too_large_leaves_the_one_before(tmp_path: Path):
-    """`torch.save` against a real limit of the kernel."""
-    resource = pytest.importorskip("resource")
-    file = tmp_path / "last.ckpt"
-    checkpoint.save_checkpoint(file, {"a": 1})
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
-    try:
-        with pytest.raises(WriteError, match=r"last\.ckpt \(File too large\)"):
-            checkpoint.save_checkpoint(file, {"a": torch.zeros(100_000)}, keep=file.with_name("previous.ckpt"))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert [p.name for p in tmp_path.iterdir()] == ["last.ckpt"]
-    assert checkpoint.read_checkpoint(tmp_path / "last.ckpt", schema={}) == {"a": 1}
 
 
 # Readers: `test_hostile_files.py` damages each file and reads it through the commands

@@ -1,4 +1,4 @@
-"""Recorded steps train as eager ones: to the bit on a CPU, where nothing is recorded, and closely on a GPU."""
+"""Recorded steps train as eager ones."""
 
 from __future__ import annotations
 
@@ -9,90 +9,31 @@ from typing import Any
 import pytest
 import torch
 import toy
-from faults import assert_resumes_to_the_same, assert_same, cut_off
+from faults import cut_off
 from safetensors.torch import load_file
-from toy import rows
+from toy import PLAIN, rows
 
 from primal_attention.train import loop
 from primal_attention.train.config import override
-from primal_attention.train.cuda_graph import RecordedStep, Recording, records_steps
+from primal_attention.train.cuda_graph import TrainingStep, records_steps
 from primal_attention.train.task import TrainingModule
-from primal_attention.utils.errors import DivergedError, RunError
+from primal_attention.utils.errors import RunError
 
-GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-PLAIN = {
-    "model__dropout": 0.0,
-    "augment__warp": 0.0,
-    "augment__scale": 0.0,
-    "augment__jitter": 0.0,
-    "augment__mixup": 0.0,
-}
-
-
-@pytest.mark.parametrize("attention", ["primal", "performer", "reformer"])
-def test_on_a_cpu_the_training_is_the_same_to_the_bit(toy_folder: Path, tmp_path: Path, attention: str):
-    for graph in ("off", "on"):
-        recipe = toy.recipe(toy_folder, trainer__graph=graph, model__attention=(attention,), optim__name="adamw")
-        loop.train(recipe, tmp_path / graph)
-    assert_same(tmp_path / "on", tmp_path / "off")
-    assert [row["step"] for row in rows(tmp_path / "on")] == [4, 8, 12]
-
-
-def test_a_run_cut_off_resumes_to_the_same_metrics_and_weights(toy_folder: Path, tmp_path: Path):
-    recipe = toy.recipe(toy_folder, trainer__graph="on", optim__name="radam")
-    assert_resumes_to_the_same(recipe, tmp_path, step=6)
-
-
-def test_a_loss_that_is_not_finite_is_found_before_the_epoch_is_evaluated(
-    toy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    # As on a GPU, where the loss is checked every so many steps.
-    monkeypatch.setattr(TrainingModule, "count_step", lambda self, _: setattr(self, "_steps", self._steps + 1))
-    recipe = toy.recipe(toy_folder, trainer__graph="on", optim__lr=1e12, optim__schedule="constant", optim__clip=0.0)
-    with pytest.raises(DivergedError, match=r"one of the steps \d+ to \d+ \(epoch \d+\): weight .* is not finite"):
-        loop.train(recipe, tmp_path)
-    assert not list(tmp_path.glob("model.safetensors"))
-
-
-def test_steps_are_recorded_once_they_are_steady(toy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    eager: list[int] = []
-    work = RecordedStep.work
-
-    def count(self: RecordedStep, batch: Any) -> None:
-        eager.append(self.module.global_step)
-        work(self, batch)
-
-    def replay_eagerly(self: Recording, batch: Any) -> None:
-        self.graph(batch)
-
-    monkeypatch.setattr(RecordedStep, "work", count)
-    monkeypatch.setattr(RecordedStep, "_capture", lambda self, _: lambda batch: work(self, batch))
-    monkeypatch.setattr(Recording, "replay", replay_eagerly)
-    init = RecordedStep.__init__
-
-    def recorded_on_a_cpu(self: RecordedStep, *args: Any) -> None:
-        init(self, *args)
-        self.records = True
-
-    monkeypatch.setattr(RecordedStep, "__init__", recorded_on_a_cpu)
-    loop.train(toy.recipe(toy_folder, trainer__graph="on", trainer__steps_per_epoch=4), tmp_path)
-    assert eager == [0, 1, 2], "later steps of the shape are replayed"
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"trainer__accumulate": 2}, "trainer.accumulate 1"),
         ({"trainer__precision": "16-mixed"}, "loss scaling"),
         ({"trainer__devices": 2, "trainer__strategy": "ddp"}, "one device"),
     ],
 )
 def test_graph_on_names_what_it_needs_and_auto_runs_eagerly(toy_folder: Path, changes: dict[str, Any], reason: str):
     recipe = toy.recipe(toy_folder, trainer__graph="on", **changes)
-    found = loop.build(recipe.resolved()).module
     with pytest.raises(RunError, match=f"trainer.graph on needs .*{reason}.*--trainer.graph auto"):
-        records_steps(recipe, found)
-    assert not records_steps(override(recipe, {"trainer.graph": "auto"}), found)
+        records_steps(recipe.trainer, torch.device("cuda"))
+    assert not records_steps(override(recipe, {"trainer.graph": "auto"}).trainer, torch.device("cuda"))
 
 
 # On a GPU
@@ -106,11 +47,12 @@ def train(folder: Path, data: Path, graph: str, **changes: Any) -> dict[str, Any
         return loop.train(toy.recipe(data, trainer__graph=graph, **LONG, **changes), folder)
 
 
-@pytest.mark.parametrize("marked", [pytest.param(None, marks=GPU)], ids=["gpu"])
+@gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("optimizer", ["adamw", "radam"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_on_a_gpu_recorded_steps_give_the_numbers_of_eager_ones(
-    toy_folder: Path, tmp_path: Path, optimizer: str, precision: str, marked: None
+    toy_folder: Path, tmp_path: Path, optimizer: str, precision: str
 ):
     for graph in ("off", "on"):
         train(tmp_path / graph, toy_folder, graph, optim__name=optimizer, trainer__precision=precision, **PLAIN)
@@ -127,17 +69,18 @@ def test_on_a_gpu_recorded_steps_give_the_numbers_of_eager_ones(
         torch.testing.assert_close(weight, weights[1][name], rtol=0, atol=10 * tolerance)
 
 
-@pytest.mark.parametrize("marked", [pytest.param(None, marks=GPU)], ids=["gpu"])
-def test_on_a_gpu_steps_are_recorded_and_draw_anew(toy_folder: Path, tmp_path: Path, monkeypatch, marked: None):
-    found: list[RecordedStep] = []
-    usual = RecordedStep.run
-    monkeypatch.setattr(RecordedStep, "run", lambda self, b: (found.append(self), usual(self, b))[1])
+@gpu
+@pytest.mark.gpu
+def test_on_a_gpu_steps_are_recorded_and_draw_anew(toy_folder: Path, tmp_path: Path, monkeypatch):
+    found: list[TrainingStep] = []
+    usual = TrainingStep.run
+    monkeypatch.setattr(TrainingStep, "run", lambda self, b: (found.append(self), usual(self, b))[1])
     replays: list[float] = []
     count = TrainingModule.count_step
 
-    def look(self: TrainingModule, batch: Any) -> None:
+    def look(self: TrainingModule) -> None:
         replays.append(float(self._sums["loss"]))
-        count(self, batch)
+        count(self)
 
     monkeypatch.setattr(TrainingModule, "count_step", look)
     train(tmp_path, toy_folder, "on", optim__lr=1e-12, trainer__steps_per_epoch=12)
@@ -146,9 +89,10 @@ def test_on_a_gpu_steps_are_recorded_and_draw_anew(toy_folder: Path, tmp_path: P
     assert len({round(float(s), 5) for s in steps}) > len(steps) // 2, "replays repeat each other's random numbers"
 
 
-@pytest.mark.parametrize("marked", [pytest.param(None, marks=GPU)], ids=["gpu"])
+@gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("attention", ["softmax", "performer", "reformer", "linformer", "nystrom", "primal+"])
-def test_on_a_gpu_every_attention_trains(toy_folder: Path, tmp_path: Path, attention: str, marked: None):
+def test_on_a_gpu_every_attention_trains(toy_folder: Path, tmp_path: Path, attention: str):
     recipe = toy.recipe(toy_folder, trainer__graph="on", model__attention=(attention,), **LONG, **PLAIN)
     summary = loop.train(recipe, tmp_path / "on")
     loop.train(override(recipe, {"trainer.graph": "off"}), tmp_path / "off")
@@ -157,8 +101,9 @@ def test_on_a_gpu_every_attention_trains(toy_folder: Path, tmp_path: Path, atten
     assert summary["epochs"] == 8
 
 
-@pytest.mark.parametrize("marked", [pytest.param(None, marks=GPU)], ids=["gpu"])
-def test_on_a_gpu_a_recorded_run_resumes(toy_folder: Path, tmp_path: Path, marked: None):
+@gpu
+@pytest.mark.gpu
+def test_on_a_gpu_a_recorded_run_resumes(toy_folder: Path, tmp_path: Path):
     recipe = toy.recipe(toy_folder, trainer__graph="on", **LONG, **PLAIN)
     loop.train(recipe, tmp_path / "whole")
     cut_off(recipe, tmp_path / "cut", step=21)
@@ -168,10 +113,9 @@ def test_on_a_gpu_a_recorded_run_resumes(toy_folder: Path, tmp_path: Path, marke
         assert (x["step"], x["lr"]) == (y["step"], y["lr"])
 
 
-@pytest.mark.parametrize("marked", [pytest.param(None, marks=GPU)], ids=["gpu"])
-def test_on_a_gpu_a_step_that_cannot_be_recorded_runs_as_usual(
-    toy_folder: Path, tmp_path: Path, monkeypatch, marked: None
-):
+@gpu
+@pytest.mark.gpu
+def test_on_a_gpu_a_step_that_cannot_be_recorded_runs_as_usual(toy_folder: Path, tmp_path: Path, monkeypatch):
     usual = TrainingModule.losses
 
     def look_at_the_device(self: TrainingModule, batch: Any) -> Any:

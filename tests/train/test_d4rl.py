@@ -14,8 +14,8 @@ from closeness import assert_close
 from primal_attention.cli import main as cli
 from primal_attention.data import d4rl as data
 from primal_attention.train import loop, registry
-from primal_attention.train.config import from_plain, override
-from primal_attention.train.d4rl import ContextBatches, EvaluationConfig, make_environment, play
+from primal_attention.train.config import override
+from primal_attention.train.d4rl import ContextBatches, make_environment, play
 from primal_attention.utils.errors import RunError
 
 pytest.importorskip("mujoco")
@@ -82,16 +82,9 @@ def test_a_window_holds_what_follows_its_row_in_its_episode(folder):
             assert (column[kept:] == 0).all()
 
 
-def test_every_row_begins_a_window_once_per_pass_and_grouping_changes_nothing(folder):
+def test_every_row_begins_a_window_once_per_pass(folder):
     found = data.load("hopper-medium", folder)
-    alone, grouped = ContextBatches(found, K, 8, 1), ContextBatches(found, K, 8, 1)
-    grouped.group = 4
-    assert torch.equal(torch.cat(list(alone.rows())).sort().values, torch.arange(len(found)))
-    one_by_one = list(alone)
-    together = list(grouped)
-    assert len(one_by_one) == len(together) == -(-len(found) // 8)
-    for a, b in zip(one_by_one, together, strict=True):
-        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    assert torch.equal(torch.cat(list(ContextBatches(found, K, 8, 1).rows())).sort().values, torch.arange(len(found)))
 
 
 @pytest.mark.parametrize("attention", ["softmax", "primal+", "linear"])
@@ -214,12 +207,6 @@ def test_the_command_says_in_one_line_what_is_wrong(folder, args, message, capsy
     said = capsys.readouterr().err
     assert message in said
     assert len(said.strip().splitlines()) == 1
-
-
-def test_settings_of_earlier_versions_are_read_at_the_values_that_still_hold():
-    assert from_plain(EvaluationConfig, {"streaming": "off", "video": "a.gif"}) == EvaluationConfig()
-    with pytest.raises(RunError, match="streaming 'rolling' was removed in this version"):
-        from_plain(EvaluationConfig, {"streaming": "rolling"})
 
 
 def test_a_set_without_reference_scores_is_refused(tmp_path, folder):

@@ -17,7 +17,7 @@ from faults import assert_same
 
 from once import once
 from primal_attention.train import distributed, loop
-from primal_attention.train.checkpoint import candidates, export, read_sharded, read_shards, read_weights
+from primal_attention.train.checkpoint import candidates, export, read_checkpoint, read_weights
 from primal_attention.train.config import TrainerConfig
 from primal_attention.train.uea import ClassificationModule
 from primal_attention.utils.errors import RunError
@@ -90,15 +90,14 @@ def test_a_sharded_checkpoint_resumes_with_another_number_of_ranks_and_exports(r
     place = runs / "fsdp-stopped"
     saved, before = candidates(place / "checkpoints")
     export(saved, runs / "exported.safetensors")
-    averaged = dict(read_shards(saved, read_sharded(saved), "model/averaged."))
-    exported = read_weights(runs / "exported.safetensors")
-    assert exported.keys() == averaged.keys()
-    assert all(torch.equal(exported[n], averaged[n]) for n in averaged)
+    stored, exported = read_checkpoint(saved)["state_dict"], read_weights(runs / "exported.safetensors")
+    assert {f"averaged.{name}" for name in exported} == {name for name in stored if name.startswith("averaged.")}
+    assert all(torch.equal(tensor, stored[f"averaged.{name}"]) for name, tensor in exported.items())
 
-    shard = saved / "rank1.safetensors"  # damaged: the run continues from the checkpoint before
+    shard = saved / "rank1.ckpt"  # damaged: the run continues from the checkpoint before
     shard.write_bytes(bytes(byte ^ 1 for byte in shard.read_bytes()))
     try:
-        with pytest.warns(UserWarning, match=rf"{shard.name} does not match\): continuing from {before.name}"):
+        with pytest.warns(UserWarning, match=rf"{shard.name} is damaged.*: continuing from {before.name}"):
             loop.train(many.series(runs, **many.WAYS["fsdp"]), place, resume=True)
     finally:
         torch.distributed.destroy_process_group()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import sys
 import threading
 import time
 from multiprocessing import active_children
@@ -15,7 +18,7 @@ from primal_attention.report.tables import model_variants
 from primal_attention.train import grid, registry
 from primal_attention.train.config import override, to_plain
 from primal_attention.utils.errors import RunError
-from primal_attention.utils.files import write_json
+from primal_attention.utils.files import read_json
 
 SMALL = ("model.embed_dim", "model.num_heads", "model.layers", "model.ffn_dim", "model.rank", "model.landmarks")
 
@@ -28,10 +31,6 @@ def jobs(data: Path, place: Path, sets: tuple[str, ...] = ("Toy",)) -> list[grid
     return [plan.job(name, variant, 0, place / "runs", place / "results") for name, variant in plan.cells()]
 
 
-def names(place: Path) -> list[str]:
-    return sorted(file.name for file in (place / "results").rglob("*.json"))
-
-
 def test_two_workers_run_a_grid_and_a_failure_stays_alone(toy_folder: Path, tmp_path: Path) -> None:
     seen: list[grid.Outcome] = []
     todo = jobs(toy_folder, tmp_path, ("Toy", "Gone"))
@@ -39,20 +38,24 @@ def test_two_workers_run_a_grid_and_a_failure_stays_alone(toy_folder: Path, tmp_
     done = {outcome.job.recipe: outcome for outcome in outcomes}
     assert len(outcomes) == len(seen) == len(done) == 2
     assert "timeseriesclassification.com" in str(done["uea/Gone"].error)
-    assert names(tmp_path) == ["primal-seed0.json"]
+    assert [file.name for file in (tmp_path / "results").rglob("*.json")] == ["primal-seed0.json"]
     # A finished job is not run again.
     before = todo[0].result.stat().st_mtime_ns
     assert grid.run_job(todo[0]).summary == done["uea/Toy"].summary
     assert todo[0].result.stat().st_mtime_ns == before
 
 
-def test_ray_runs_jobs_from_the_working_directory(toy_folder: Path, tmp_path: Path, monkeypatch) -> None:
+def test_ray_trains_a_job_from_the_working_directory(toy_folder: Path, tmp_path: Path, monkeypatch) -> None:
     pytest.importorskip("ray", reason="ray is not installed: pip install ray")
     monkeypatch.chdir(tmp_path)
-    (job,) = jobs(toy_folder, Path())
-    write_json(job.result, {"scores": {"last": {}}})  # a finished run, which a worker finds by its relative path
+    # Workers are started by Ray, with the modules of this process.
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    (job,) = jobs(toy_folder, Path())  # a worker finds the run and the result by their relative paths
     (outcome,) = grid.run([job], launcher="ray")
-    assert (outcome.error, outcome.summary) == (None, {"scores": {"last": {}}})
+    assert outcome.error is None
+    assert outcome.summary["epochs"] == 1
+    assert read_json(job.result) == read_json(job.run / "summary.json") == outcome.summary
+    assert re.fullmatch("[0-9a-f]{64}", outcome.summary["data"]["sha256"])
 
 
 def test_bad_workers_and_launchers_are_one_line() -> None:

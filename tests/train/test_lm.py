@@ -187,9 +187,7 @@ def test_a_vocabulary_beside_the_text_is_used(folder: Path, tmp_path: Path) -> N
     ("changes", "message"),
     [
         ({"data__vocabulary": 256}, "data.vocabulary must be at least 257"),
-        ({"data__context": 0}, "data.context must be at least 1"),
         ({"model__conv": -1}, "model.conv must not be negative"),
-        ({"model__dropout": 1.0}, r"model.dropout must lie in \[0, 1\)"),
         ({"model__primal_mode": "dual"}, r"attention 'dual' was removed; use 'decay' or 'delta'"),
     ],
 )

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import toy
 from faults import assert_resumes_to_the_same, assert_same, cut_off
 from toy import rows
@@ -19,6 +18,7 @@ from primal_attention.nn.baselines.performer import PerformerAttention
 from primal_attention.nn.baselines.reformer import ReformerAttention
 from primal_attention.train import logs, loop
 from primal_attention.train.checkpoint import read_weights
+from primal_attention.train.task import TrainingModule
 from primal_attention.utils.errors import DivergedError, RunError
 
 
@@ -48,10 +48,7 @@ def test_the_protocols_stand_apart(both):
     chosen = summary["scores"]["validation_chosen"]
     assert chosen["validation_accuracy"] == max(r["val_accuracy"] for r in held)
     assert chosen["retrained_accuracy"] == main[chosen["epoch"] - 1]["test_accuracy"]
-
-
-def test_losses_and_j_are_logged_apart(both):
-    for row in rows(both[0]):
+    for row in main:
         assert row["loss"] == pytest.approx(row["task_loss"] + 0.1 * row["ksvd_loss"], rel=1e-5)
         assert "J" in row
 
@@ -199,19 +196,16 @@ def test_a_logger_without_its_package_is_one_line(toy_folder: Path, tmp_path: Pa
 # Finished runs and bad recipes
 
 
-def test_a_finished_run_is_not_trained_again(both, toy_folder: Path):
+def test_a_folder_with_a_run_is_neither_trained_again_nor_overwritten(both, toy_folder: Path):
     place, summary = both
-    before = (place / "checkpoints" / "last.ckpt").stat().st_mtime_ns
-    assert loop.train(toy.recipe(toy_folder, protocol="both"), place, resume=True) == summary
-    assert (place / "checkpoints" / "last.ckpt").stat().st_mtime_ns == before
-
-
-def test_a_folder_with_a_run_is_not_overwritten(both, toy_folder: Path):
-    place, _ = both
+    recipe, last = toy.recipe(toy_folder, protocol="both"), place / "checkpoints" / "last.ckpt"
+    before = last.stat().st_mtime_ns
+    assert loop.train(recipe, place, resume=True) == summary
     with pytest.raises(RunError, match="already holds a run: add --resume"):
-        loop.train(toy.recipe(toy_folder, protocol="both"), place)
+        loop.train(recipe, place)
     with pytest.raises(RunError, match=r"started with --model\.rank 3, not 4"):
         loop.train(toy.recipe(toy_folder, protocol="both", model__rank=4), place, resume=True)
+    assert last.stat().st_mtime_ns == before
 
 
 def test_a_run_folder_of_another_version_says_so(both, tmp_path: Path):
@@ -249,7 +243,7 @@ def test_a_recipe_that_cannot_be_built_leaves_no_folder(toy_folder: Path, tmp_pa
     [
         {"model__attention": ("softmax",)},
         {"model__attention": ("linear", "primal"), "trainer__precision": "bf16-mixed"},
-        {"trainer__accumulate": 2, "trainer__ema": 0.0},
+        {"trainer__ema": 0.0},
         {"model__kind": "paper"},
     ],
     ids=str,
@@ -261,24 +255,17 @@ def test_variants_train(changes, toy_folder: Path, tmp_path: Path):
     assert loop.evaluate(tmp_path / "run")[""] == summary["test"]
 
 
-def test_a_model_learns_the_toy_set(toy_folder: Path, tmp_path: Path):
-    changes = {"model__dropout": 0.0, "optim__lr": 1e-2, "trainer__checkpoint_every": 80, "trainer__evaluate_every": 80}
-    easy = toy.recipe(toy_folder, trainer__epochs=80, trainer__batch_size=30, **changes)
-    summary = loop.train(easy, tmp_path / "run")
-    assert summary["scores"]["last"]["accuracy"] > 0.6  # chance is a third
-    assert summary["objective"]["last"] < summary["objective"]["first"]
-
-
-def test_a_loss_that_is_not_finite_names_step_layer_and_remedy(toy_folder: Path, tmp_path: Path):
-    experiment = loop.build(toy.recipe(toy_folder).resolved())
-    module = experiment.module
-    batch = next(iter(experiment.train))
-    assert "the weights are finite" in module.first_bad_layer(batch)
-    with torch.no_grad():
-        module.model.encoder.blocks[1].feed_forward[0].weight.fill_(torch.nan)
-    assert "'encoder.blocks.1.feed_forward.0.weight'" in module.first_bad_layer(batch)
-    with pytest.raises(DivergedError, match=r"step \d+ \(epoch \d+\): .*; try a smaller --optim\.lr"):
-        loop.train(toy.recipe(toy_folder, optim__lr=1e30, optim__warmup=0.0, trainer__epochs=5), tmp_path / "run")
+def test_a_loss_that_is_not_finite_names_the_step_and_what_to_try(
+    toy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    recipe = toy.recipe(toy_folder, optim__lr=1e30, optim__warmup=0.0, trainer__epochs=5)
+    with pytest.raises(DivergedError, match=r"at step \d+ \(epoch \d+\): try a smaller --optim\.lr"):
+        loop.train(recipe, tmp_path / "run")
+    # As on a GPU, where the loss is checked every so many steps: found before the epoch is evaluated.
+    monkeypatch.setattr(TrainingModule, "count_step", lambda self: setattr(self, "_steps", self._steps + 1))
+    with pytest.raises(DivergedError, match=r"at one of the steps \d+ to \d+ \(epoch \d+\): try"):
+        loop.train(recipe, tmp_path / "late")
+    assert not list(tmp_path.rglob("model.safetensors"))
 
 
 def test_saved_weights_are_the_averaged_ones(both, toy_folder: Path):

@@ -17,7 +17,6 @@ from primal_attention.data.lra import listops, pathfinder
 from primal_attention.data.lra.tokens import TokenData, TokenSplit
 from primal_attention.models.lra import LRAClassifier
 from primal_attention.train import loop, lra, registry
-from primal_attention.train.batches import Batches
 from primal_attention.train.config import override
 from primal_attention.train.lra import (
     SHORT,
@@ -113,7 +112,7 @@ def test_variants_train(changes):
     experiment = build_from(small(**changes).resolved(), made_up(pairs="name" in changes))
     batch = next(iter(experiment.train))
     assert {t.dtype for t in batch[:-1]} == {torch.uint8}
-    loss = experiment.module.training_step(batch)
+    loss = experiment.module(batch)
     loss.backward()
     assert torch.isfinite(loss)
     assert 0 <= experiment.module.evaluate(experiment.test)["accuracy"] <= 1
@@ -148,7 +147,7 @@ def test_black_pixels_are_padding_only_on_request(tmp_path: Path):
         assert experiment.module.padded == zero_is_padding
         assert (experiment.module.model.room is not None) == zero_is_padding
         assert experiment.train.lengths is None
-        assert torch.isfinite(experiment.module.training_step(next(iter(experiment.train))))
+        assert torch.isfinite(experiment.module(next(iter(experiment.train))))
 
 
 def test_bad_input_is_one_line(expressions: Path, tmp_path: Path):
@@ -181,11 +180,6 @@ def bucketed(batch_size: int = 8, seed: int | None = 3, steps: int = 6) -> Token
     return TokenBatches(tensors, batch_size, seed, steps, lengths=lengths, widths=widths)
 
 
-def assert_same(first: Any, second: Any) -> None:
-    for a, b in zip(first, second, strict=True):
-        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
 def test_lengths_end_at_the_last_token(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(lra, "ROWS_AT_ONCE", 3)
     tokens = np.array([[1, 2, 0, 0], [0, 3, 0, 0], [1, 2, 3, 4], [0, 0, 0, 0]], dtype=np.uint8)
@@ -202,6 +196,7 @@ def test_every_bucket_holds_half_of_the_rest():
 
 def test_batches_of_a_bucket_have_one_width_and_lose_no_token():
     batches = bucketed(steps=25)  # a pass
+    batches.group = 4
     for epoch in range(2):
         batches.epoch = epoch
         seen, shapes = [], set()
@@ -215,20 +210,6 @@ def test_batches_of_a_bucket_have_one_width_and_lose_no_token():
         assert len(shapes) > 2
 
 
-def test_epochs_continue_and_groups_are_the_same_batches():
-    short, long, grouped = bucketed(steps=3), bucketed(steps=9), bucketed(steps=9)
-    grouped.group = 4
-    parts = []
-    for epoch in range(3):
-        short.epoch = epoch
-        parts += list(short)
-    assert_same(parts, long)
-    assert_same(long, grouped)
-    few = [numbers for _, numbers in bucketed(batch_size=300, steps=2)]  # fewer samples than a batch are one batch
-    assert [sorted(numbers.tolist()) for numbers in few] == 2 * [list(range(200))]
-    assert not torch.equal(*few), "each pass has its own order"
-
-
 def test_an_evaluation_takes_every_sample_once_and_bounds_the_tokens_of_a_batch():
     seen = []
     for tokens, numbers in bucketed(seed=None, steps=0):
@@ -236,11 +217,6 @@ def test_an_evaluation_takes_every_sample_once_and_bounds_the_tokens_of_a_batch(
         assert (tokens != 0).sum(dim=1).max() > tokens.shape[1] - lra.WIDTH_MULTIPLE
         seen += numbers.tolist()
     assert sorted(seen) == list(range(200))
-
-
-def test_without_lengths_the_batches_are_the_plain_ones():
-    tensors = [torch.arange(40, dtype=torch.uint8).view(20, 2), torch.arange(20)]
-    assert_same(Batches(tensors, 6, 3), TokenBatches(tensors, 6, 3).to(torch.device("cpu")))
 
 
 # Runs

@@ -48,6 +48,16 @@ BRIEF: dict[str, Any] = {
 }
 
 
+# No random numbers that depend on the process.
+PLAIN: dict[str, Any] = {
+    "model.dropout": 0.0,
+    "augment.warp": 0.0,
+    "augment.scale": 0.0,
+    "augment.jitter": 0.0,
+    "augment.mixup": 0.0,
+}
+
+
 def change(recipe: Any, settings: Mapping[str, Any], **changes: Any) -> Any:
     """Return a brief recipe with other settings; `model__rank` stands for model.rank."""
     return override(

@@ -2,19 +2,16 @@
 
     data = load("data/imagenette")                           # files and labels; nothing is decoded yet
     data = load("data/imagenet", classes="imagenet100.txt")  # of 1000 folders only those that the file names
-    pixels, labels = decode_once(data.folder, "train-128", data.train, side=128, strict=False)   # small sets
-    ImageFiles(data.train, training(224, smallest=0.08, ops=2, magnitude=0.9))                   # for a DataLoader
+    ImageFiles(data.train, training(224, smallest=0.08, ops=2, magnitude=0.9, erase=0.25))   # for a DataLoader
 
 `val` is the test set. A file that does not decode is skipped with a warning, or is an error if `strict`. Decoding and
-central crops need Pillow alone. Random crops and RandAugment are torchvision's and draw from torch's global generator.
+central crops need Pillow alone. Augmentation is torchvision's and draws from torch's global generator.
 """
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from primal_attention.data.storage import cached
 from primal_attention.utils.errors import DataError, import_package
 from primal_attention.utils.files import read_text
 
@@ -132,27 +128,6 @@ def whole_side(size: int) -> int:
     return round(size / CROP_FRACTION)
 
 
-def decode_once(home: Path, name: str, split: ImageSplit, side: int, *, strict: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Central squares of a split, uint8 (decoded, 3, side, side), and their labels; cached in `home/.cache`."""
-
-    def decode(file: Path) -> np.ndarray | None:
-        image = read(file)
-        return None if image is None else crop_centre(image, side, side)
-
-    def make() -> dict[str, np.ndarray]:
-        # Threads are enough: Pillow decodes and resizes without the interpreter lock.
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            squares = list(pool.map(decode, split.files))
-        kept = [i for i, square in enumerate(squares) if square is not None]
-        pixels = np.array([squares[i] for i in kept], dtype=np.uint8).reshape(-1, 3, side, side)
-        return {"pixels": pixels, "kept": np.array(kept, dtype=np.int64)}
-
-    arrays = cached(home, name, split.files, {"side": side}, make)
-    broken = np.setdiff1d(np.arange(len(split)), arrays["kept"])
-    complain([split.files[i] for i in broken], len(split), strict=strict)
-    return arrays["pixels"], split.labels[arrays["kept"]]
-
-
 def complain(broken: Sequence[Path], total: int, *, strict: bool) -> None:
     """Report files that do not decode: an error if `strict` or if nothing is left, else a warning with the count."""
     if not broken:
@@ -194,20 +169,50 @@ def evaluation(size: int) -> Callable[[Image], np.ndarray]:
     return partial(crop_centre, side=whole_side(size), size=size)
 
 
-def training(size: int, *, smallest: float, ops: int, magnitude: float) -> Callable[[Image], np.ndarray]:
-    """Random resized crop of at least `smallest` of the area, random flip, and `ops` operations of RandAugment.
+def training(size: int, *, smallest: float, ops: int, magnitude: float, erase: float) -> Callable[[Image], np.ndarray]:
+    """Augment a training image by torchvision: normalised float32 (3, size, size).
 
-    magnitude: of RandAugment, from 0 to 1.
+    Args:
+        size: Side of the result.
+        smallest: Smallest fraction of the area that the random crop keeps; half of the crops are mirrored.
+        ops: Operations of RandAugment.
+        magnitude: Their strength, from 0 to 1.
+        erase: Probability that a rectangle is replaced by noise.
     """
-    v2 = import_package(
-        "torchvision.transforms.v2",
-        "reading training images from files",
-        ", or use --data.cache device for sets that fit in memory",
-    )
+    import torch
+
+    from primal_attention.models.image import MEAN, STD
+
+    v2 = _torchvision()
     bicubic = v2.InterpolationMode.BICUBIC
     steps = [v2.RandomResizedCrop(size, scale=(smallest, 1.0), interpolation=bicubic), v2.RandomHorizontalFlip()]
     if ops:
         # torchvision's strongest of 31 levels is DeiT's level 10.
         level = round(30 * magnitude)
         steps.append(v2.RandAugment(ops, magnitude=level, num_magnitude_bins=31, fill=[124, 116, 104]))
-    return v2.Compose([*steps, to_array])
+    steps += [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
+    if erase:
+        steps.append(v2.RandomErasing(erase, value="random"))
+    return v2.Compose([*steps, np.asarray])
+
+
+def mixing(mixup: float, cutmix: float, classes: int) -> Any:
+    """Return torchvision's mixup or cutmix of a batch, each for half of the batches if both are positive.
+
+    Args:
+        mixup: Parameter of the beta distribution; 0 does not mix.
+        cutmix: The same for cutmix.
+        classes: Number of classes. The labels become class probabilities.
+
+    Returns:
+        A function of images and labels; None if both parameters are 0.
+    """
+    if not (mixup or cutmix):
+        return None
+    v2 = _torchvision()
+    kinds = {v2.MixUp: mixup, v2.CutMix: cutmix}
+    return v2.RandomChoice([kind(alpha=alpha, num_classes=classes) for kind, alpha in kinds.items() if alpha])
+
+
+def _torchvision() -> Any:
+    return import_package("torchvision.transforms.v2", "augmenting training images")

@@ -19,16 +19,6 @@ def derive_seed(*parts: object) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def set_seed(seed: int, device: torch.device) -> None:
-    """Seed the generators of the CPU and of the device as `torch.manual_seed` does, without its millisecond."""
-    if device.type not in ("cpu", "cuda"):
-        torch.manual_seed(seed)
-        return
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.manual_seed_all(seed)
-
-
 def send(t: Tensor, device: torch.device) -> Tensor:
     """Copy to the device without waiting for it, which needs pinned memory."""
     return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t.to(device)

@@ -6,7 +6,7 @@
     summary.json                  read_summary      the result; written last: its presence means the run has finished
     checkpoints/last.ckpt         read_checkpoint   `torch.save`'s format, then a line with its sha256
     checkpoints/previous.ckpt                       the one before, used if last.ckpt is damaged
-    checkpoints/000007.sharded/   read_sharded      rankN.safetensors of each process, rest.pt, checksums.json
+    checkpoints/000007.sharded/                     the same as rankN.ckpt of each process, with its rows of the tensors
     validation/                                     the same for the training with validation samples (protocol both)
     .lock                                           the process that trains here, while it does
 
@@ -22,19 +22,18 @@ import io
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import yaml
-from torch import Tensor
 
 import primal_attention
 from primal_attention.train.config import FORMAT, Recipe, from_plain, to_plain
-from primal_attention.train.optimizer import load_optimizer
+from primal_attention.train.distributed import load_full, split_like
 from primal_attention.utils.errors import RunError
 from primal_attention.utils.files import (
     COUNT,
@@ -48,7 +47,6 @@ from primal_attention.utils.files import (
     sync_folder,
     write_atomically,
     write_error,
-    write_json,
     write_text,
     write_weights,
 )
@@ -56,7 +54,7 @@ from primal_attention.utils.provenance import collect
 
 LOCK = ".lock"
 LAST, PREVIOUS, DAMAGED, SHARDED = "last.ckpt", "previous.ckpt", ".damaged", ".sharded"
-REST, CHECKSUMS = "rest.pt", "checksums.json"
+ROWS = "rows"  # key of a process's rows of a tensor that FSDP splits
 MAX_CONFIG_BYTES = 2**20  # the YAML parser needs seconds per megabyte
 TRAILER = b"\nsha256 "  # follows the content of a checkpoint, with 64 digits and a newline
 TRAILER_BYTES = len(TRAILER) + 64 + 1
@@ -82,9 +80,7 @@ RUN = {  # fields of `State`
     "unmeasured": (dict, None),
     "peak_bytes": (Number(integer=True), None),
 }
-PROGRESS = {"global_step": Number(integer=True), "run": RUN}
-CHECKPOINT = {"state_dict": dict, "optimizer_states": list, **PROGRESS}
-SHARDED_REST = {"shapes": dict, "split": list, "param_groups": list, **PROGRESS}
+CHECKPOINT = {"state_dict": dict, "optimizer_states": [dict], "global_step": Number(integer=True), "run": RUN}
 # Fields that may change when a run resumes: they change no result, or only rounding and dropout (devices, context).
 FREE = {
     "data.folder",
@@ -240,47 +236,31 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
     The operating system releases the lock of a process that ends. The lock file holds the process's number.
     """
+    from filelock import FileLock, Timeout
+
     created = [place for place in (folder, *folder.parents) if not place.exists()]
     folder.mkdir(parents=True, exist_ok=True)
+    file = folder / LOCK
+    lock = FileLock(file, timeout=0)
     try:
-        with _open_locked(folder / LOCK) as file:
-            try:
-                file.truncate(0)
-                file.write(str(os.getpid()).encode())
-                _remove_partial_files(folder)
-                yield
-            finally:
-                (folder / LOCK).unlink(missing_ok=True)
+        try:
+            lock.acquire()
+        except Timeout:
+            reason = f"is in use by process {file.read_text()}: wait until it ends, or choose another folder"
+            raise RunError(f"{folder} {reason}") from None
+        except OSError as error:
+            raise write_error(file, error) from error
+        try:
+            file.write_text(str(os.getpid()))
+            _remove_partial_files(folder)
+            yield
+        finally:
+            file.unlink(missing_ok=True)
     finally:
+        lock.release()
         with contextlib.suppress(OSError):  # not empty
             for place in created:
                 place.rmdir()
-
-
-def _open_locked(path: Path) -> IO[bytes]:
-    """Open a lock file and lock it; raise if another process holds the lock."""
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        return path.open("ab+", buffering=0)
-    while True:
-        try:
-            file = path.open("ab+", buffering=0)
-        except OSError as error:
-            raise write_error(path, error) from error
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            owner = file.read(20).decode(errors="replace")
-            file.close()
-            reason = f"is in use by process {owner}: wait until it ends, or choose another folder"
-            raise RunError(f"{path.parent} {reason}") from None
-        except OSError:  # a file system without locks
-            return file
-        if path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno())):
-            return file
-        file.close()  # the holder before has removed this file
 
 
 def _remove_partial_files(folder: Path) -> None:
@@ -329,21 +309,67 @@ def save(
     sharded: bool = False,
 ) -> None:
     """Write a checkpoint and keep the one before; all processes call this together."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    tensors = {"state_dict": module.state_dict(), "optimizer_states": [optimizer.state_dict()]}
     if sharded:
-        save_sharded(folder, module, optimizer, progress)
-    elif not dist.is_initialized() or dist.get_rank() == 0:
-        tensors = {"state_dict": module.state_dict(), "optimizer_states": [optimizer.state_dict()]}
+        own = {**split_tensors(tensors), **(progress if rank == 0 else {})}
+        _save_sharded(folder, rank, {**own, "processes": dist.get_world_size()})
+    elif rank == 0:
         save_checkpoint(folder / LAST, {**tensors, **progress}, keep=folder / PREVIOUS)
 
 
+def _save_sharded(folder: Path, rank: int, content: Mapping[str, Any]) -> None:
+    """Write this process's part under a hidden name; the folder is renamed when it is complete."""
+    places: list[Any] = [None]
+    if rank == 0:
+        last = max(folder.glob(f"*{SHARDED}"), default=None)
+        place = folder / f"{int(last.stem) + 1 if last is not None else 1:06d}{SHARDED}"
+        places = [(place, partial_name(place))]
+        places[0][1].mkdir(parents=True)
+    dist.broadcast_object_list(places)
+    place, partial = places[0]
+    # If this fails in one process, the launcher ends the others; the next holder of the lock removes what is left.
+    save_checkpoint(partial / f"rank{rank}.ckpt", content)
+    dist.barrier()
+    if rank == 0:
+        partial.rename(place)
+        sync_folder(folder)
+        for old in sorted(folder.glob(f"*{SHARDED}"))[:-2]:
+            old.rename(partial_name(old))  # a half-deleted checkpoint must not look intact
+            shutil.rmtree(partial_name(old))
+
+
+def split_tensors(value: Any) -> Any:
+    """Replace each tensor that FSDP splits by this process's rows of it."""
+    if isinstance(value, Mapping):
+        return {key: split_tensors(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [split_tensors(item) for item in value]
+    return {ROWS: value.to_local()} if hasattr(value, "to_local") else value
+
+
+def join_tensors(parts: Sequence[Any]) -> Any:
+    """Invert `split_tensors`, given the values of all processes; what is not split is the main process's."""
+    first = parts[0]
+    if isinstance(first, dict) and first.keys() == {ROWS}:
+        return torch.cat([part[ROWS] for part in parts])
+    if isinstance(first, dict):
+        return {key: join_tensors([part[key] for part in parts]) for key in first}
+    if isinstance(first, list):
+        return [join_tensors(items) for items in zip(*parts, strict=True)]
+    return first
+
+
 def restore(place: Path, content: Mapping[str, Any], module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Load the weights and the optimizer state that `load_newest` found."""
+    """Load the weights and the optimizer state that `load_newest` found, written by any number of processes."""
     try:
-        if place.is_dir():
-            load_sharded(place, content, module, optimizer)
-        else:
-            module.load_state_dict(content["state_dict"])
-            load_optimizer(optimizer, content["optimizer_states"][0])
+        load_full(module, content["state_dict"])
+        state = content["optimizer_states"][0]
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        for index, entries in state["state"].items():
+            shape = params[index].shape
+            entries |= {key: split_like(params[index], t) for key, t in entries.items() if t.shape == shape}
+        optimizer.load_state_dict(state)
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:
         raise RunError(f"{place} does not fit the recipe of its config.yaml ({_reason(error)})") from error
 
@@ -368,7 +394,7 @@ def load_newest(folder: Path, *, main: bool = True) -> tuple[Path, dict[str, Any
     damaged: list[tuple[Path, RunError]] = []
     for place in candidates(folder):
         try:
-            content = read_sharded(place) if place.is_dir() else read_checkpoint(place)
+            content = read_checkpoint(place)
         except RunError as error:
             damaged.append((place, error))
             continue
@@ -384,124 +410,49 @@ def load_newest(folder: Path, *, main: bool = True) -> tuple[Path, dict[str, Any
     return None
 
 
-def read_checkpoint(path: Path, schema: Any = CHECKPOINT) -> dict[str, Any]:
-    """Return the content of a checkpoint: tensors on the CPU and plain values, never pickled code."""
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """Return the content of a checkpoint: whole tensors on the CPU and plain values, never pickled code."""
+    if not path.is_dir():
+        content = _read_part(path)
+    else:
+        content = _read_part(path / "rank0.ckpt")
+        check(content, {"processes": COUNT}, path)
+        parts = [content, *(_read_part(path / f"rank{rank}.ckpt") for rank in range(1, content["processes"]))]
+        try:
+            content |= {key: join_tensors([part[key] for part in parts]) for key in ("state_dict", "optimizer_states")}
+        except (ValueError, KeyError, TypeError, RuntimeError) as error:
+            raise RunError(f"{path} is damaged: its parts do not fit each other ({_reason(error)})") from error
+    check(content, CHECKPOINT, path)
+    return content
+
+
+def _read_part(file: Path) -> dict[str, Any]:
+    """Return the content of a file that `save_checkpoint` wrote."""
     try:
-        stored = path.read_bytes()
+        stored = file.read_bytes()
         data, trailer = stored[:-TRAILER_BYTES], stored[-TRAILER_BYTES:]
         if not trailer.startswith(TRAILER):
             raise ValueError("it does not end in its checksum")
         if trailer != _trailer(data):
             raise ValueError("its checksum does not match")
         content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        check(content, dict, file)
+        return content
     except FileNotFoundError:
-        raise RunError(f"{path} is missing") from None
+        raise RunError(f"{file} is missing") from None
     except Exception as error:  # torch raises a dozen types for a damaged file, some without a message
-        raise RunError(f"{path} is damaged or no checkpoint of this library ({_reason(error)})") from error
-    if isinstance(content, dict) and isinstance(content.get("callbacks"), dict):  # of an earlier version
-        content["run"] = content.pop("callbacks").get("RunState")
-    check(content, schema, path)
-    return content
+        raise RunError(f"{file} is damaged or no checkpoint of this library ({_reason(error)})") from error
 
 
 def _trailer(data: bytes | memoryview) -> bytes:
     return TRAILER + hashlib.sha256(data).hexdigest().encode() + b"\n"
 
 
-# Sharded checkpoints: a process writes its rows of the tensors that FSDP splits; the main process writes the others.
-
-
-def flat_tensors(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return the tensors of weights and optimizer as "model/NAME" and "optimizer/INDEX/KEY"."""
-    tensors = {f"model/{name}": tensor for name, tensor in module.state_dict().items()}
-    for index, entries in optimizer.state_dict()["state"].items():
-        tensors |= {f"optimizer/{index}/{key}": tensor for key, tensor in entries.items()}
-    return tensors
-
-
-def save_sharded(
-    folder: Path, module: torch.nn.Module, optimizer: torch.optim.Optimizer, progress: Mapping[str, Any]
-) -> None:
-    """Write a checkpoint under a hidden name and rename it when it is complete; all processes call this together."""
-    rank = dist.get_rank()
-    places: list[Any] = [None]
-    if rank == 0:
-        last = max(folder.glob(f"*{SHARDED}"), default=None)
-        place = folder / f"{int(last.stem) + 1 if last is not None else 1:06d}{SHARDED}"
-        places = [(place, partial_name(place))]
-        places[0][1].mkdir(parents=True)
-    dist.broadcast_object_list(places)
-    place, partial = places[0]
-    tensors = flat_tensors(module, optimizer)
-    split = [name for name, tensor in tensors.items() if hasattr(tensor, "to_local")]
-    own = {name: tensors[name].to_local() for name in split}  # type: ignore[attr-defined]
-    if rank == 0:
-        own |= {name: tensor for name, tensor in tensors.items() if name not in own}
-    # If this fails in one process, the launcher ends the others; the next holder of the lock removes what is left.
-    write_weights(partial / f"rank{rank}.safetensors", own)
-    dist.barrier()
-    if rank == 0:
-        shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
-        groups = optimizer.state_dict()["param_groups"]
-        save_checkpoint(partial / REST, {**progress, "shapes": shapes, "split": split, "param_groups": groups})
-        write_json(partial / CHECKSUMS, {file.name: _file_digest(file) for file in sorted(partial.iterdir())})
-        sync_folder(partial)
-        partial.rename(place)
-        sync_folder(folder)
-        for old in sorted(folder.glob(f"*{SHARDED}"))[:-2]:
-            old.rename(partial_name(old))  # a half-deleted checkpoint must not look intact
-            shutil.rmtree(partial_name(old))
-
-
-def _file_digest(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
-
-
-def read_sharded(place: Path) -> dict[str, Any]:
-    """Check a sharded checkpoint and return its content without the tensors, which `read_shards` reads."""
-    sums = read_json(place / CHECKSUMS, {REST: str, "rank0.safetensors": str, ...: str})
-    for name, expected in sums.items():
-        if Path(name).name != name or not (place / name).is_file():
-            raise RunError(f"{place} is damaged ({name} is missing)")
-        if _file_digest(place / name) != expected:
-            raise RunError(f"{place} is damaged (the checksum of {name} does not match)")
-    return read_checkpoint(place / REST, SHARDED_REST)
-
-
-def read_shards(place: Path, content: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the whole tensors whose names start with `prefix`, one after the other."""
-    from safetensors import safe_open
-
-    with contextlib.ExitStack() as stack:
-        files = sorted(place.glob("rank*.safetensors"), key=lambda file: int(file.stem[4:]))
-        shards = [stack.enter_context(safe_open(file, "pt")) for file in files]
-        for name in content["shapes"]:
-            if name.startswith(prefix):
-                parts = [shard.get_tensor(name) for shard in (shards if name in content["split"] else shards[:1])]
-                yield name.removeprefix(prefix), torch.cat(parts) if len(parts) > 1 else parts[0]
-
-
-def load_sharded(
-    place: Path, content: Mapping[str, Any], module: torch.nn.Module, optimizer: torch.optim.Optimizer
-) -> None:
-    """Load weights and optimizer state from a checkpoint of any number of processes."""
-    from primal_attention.train.distributed import load_full, split_like
-
-    load_full(module, dict(read_shards(place, content, "model/")))
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    state: dict[int, dict[str, Tensor]] = {}
-    for name, tensor in read_shards(place, content, "optimizer/"):
-        index, key = name.split("/")
-        is_split = f"optimizer/{name}" in content["split"]
-        state.setdefault(int(index), {})[key] = split_like(params[int(index)], tensor) if is_split else tensor
-    optimizer.load_state_dict({"state": state, "param_groups": content["param_groups"]})
-
-
 def export(place: Path, file: Path) -> None:
     """Write the weights that a run would save (the average's, if there is one) to one safetensors file."""
-    content = read_sharded(place)
-    has_average = any(name.startswith("model/averaged.") for name in content["shapes"])
-    write_weights(file, dict(read_shards(place, content, "model/averaged." if has_average else "model/model.")))
+    state = read_checkpoint(place)["state_dict"]
+    prefix = "averaged." if any(name.startswith("averaged.") for name in state) else "model."
+    write_weights(file, {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)})
 
 
 # Readers of the other files

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,8 +86,6 @@ class TrainerConfig:
     steps_per_epoch: int = 0
     """Batches that count as one epoch, for benchmarks that count steps; 0 is one pass over the data."""
     batch_size: int = 16
-    accumulate: int = 1
-    """Batches whose gradients are summed before a step."""
     accelerator: Literal["auto", "cpu", "gpu", "mps"] = "auto"
     devices: int = 1
     """Devices per run; more than one needs strategy ddp or fsdp."""
@@ -110,24 +109,21 @@ class TrainerConfig:
     """Record a training step as one CUDA graph and replay it; auto: on one GPU, if the other settings allow it."""
     compile: Literal["auto", "on", "off"] = "off"
     """Run the model through torch.compile; auto: on one GPU, because elsewhere compilation costs more than it saves."""
-    deterministic: bool = False
-    """Only deterministic CUDA kernels. A CPU run is deterministic without it."""
     progress: bool = True
     """Show a progress bar."""
     logger: tuple[Literal["csv", "tensorboard", "wandb", "mlflow"], ...] = ("csv",)
     """Where losses, J per layer, learning rate and scores are logged. metrics.csv is always written; the others also
     get the throughput."""
 
+    REMOVED: ClassVar[Mapping[str, Any]] = {"accumulate": 1, "deterministic": ...}
+
     def __post_init__(self) -> None:
-        counts = "epochs batch_size accumulate devices context evaluate_every checkpoint_every"
+        counts = "epochs batch_size devices context evaluate_every checkpoint_every"
         require_range(self, "trainer", counts, "be at least 1")
         require_range(self, "trainer", "steps_per_epoch checkpoint_steps early_stop", "not be negative")
         require_range(self, "trainer", "ema", "lie in [0, 1)")
         is_even = self.devices % self.context == 0
         require(is_even, f"trainer.context must divide trainer.devices (got {self.context} and {self.devices})")
-        for name in ("graph", "compile"):
-            value = getattr(self, name)
-            require(value in ("auto", "on", "off"), f"trainer.{name} must be auto, on or off (got {value!r})")
 
 
 @dataclass(frozen=True)
@@ -198,11 +194,13 @@ class NetworkConfig:
 def current_fields(kind: type, data: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Translate the fields of an older version: `RENAMED` ones, and `REMOVED` ones at the value that still holds.
 
-    A removed field with the value `...` changes no result: any value is left out.
+    A removed field with the value `...` is ignored at any value, with a note if `where` names a file.
     """
     renamed, removed = getattr(kind, "RENAMED", {}), getattr(kind, "REMOVED", {})
     for key, value in data.items():
         require(removed.get(key, value) in (value, ...), f"{where}{key} {value!r} was removed in this version")
+        if removed.get(key) is ... and ": " in where:
+            warnings.warn(f"{where}{key} is ignored: this version does not have it", stacklevel=2)
     return {renamed.get(key, key): value for key, value in data.items() if key not in removed}
 
 

@@ -1,9 +1,9 @@
-"""A training step as one CUDA graph: forward, losses, backward, clipping, optimizer, averaged weights, sums.
+"""One training step: forward, losses, backward, clipping, optimizer, average, sums; on one GPU as a CUDA graph.
 
 The models here are small, and launched kernel by kernel their steps wait for the host. The first steps of each batch
 shape run eagerly and count as steps of the training. Then one step is captured. From there on a step fills the graph's
 inputs and the few numbers that change (learning rate, the average's share) and replays. Random numbers are drawn anew
-in each replay. If a step cannot be captured, or on a CPU, the same work runs eagerly.
+in each replay. If a step cannot be captured, the same work runs eagerly.
 """
 
 from __future__ import annotations
@@ -19,13 +19,8 @@ from torch import Tensor
 
 from primal_attention.nn.baselines.random_buffers import RandomBuffers
 from primal_attention.nn.objective import primal_layers
-from primal_attention.train.config import Recipe, require
-from primal_attention.train.optimizer import (
-    RecordableRAdam,
-    average_share,
-    set_learning_rate,
-    update_average,
-)
+from primal_attention.train.config import TrainerConfig, require
+from primal_attention.train.optimizer import average_share, update_average
 from primal_attention.train.task import Batch, TrainingModule, precision_context
 
 WARMUP = 3  # eager steps per shape: whatever is set up on first use must exist before the capture
@@ -33,23 +28,18 @@ GATHERED = 32  # batches that are gathered at once: for small models a gather co
 SHAPES = 4  # graphs per training; each one holds the memory of a step, and further shapes run eagerly
 
 
-def records_steps(recipe: Recipe, module: TrainingModule) -> bool:
-    """Return True if a training runs through `RecordedStep`. With "on" it does on a CPU too, without recording."""
-    config = recipe.trainer
+def records_steps(config: TrainerConfig, device: torch.device) -> bool:
+    """Return True if the steps of a training are recorded."""
     if config.graph == "off":
         return False
     needs = {
         "one device": config.devices == 1 and config.strategy == "auto",
-        "trainer.accumulate 1": config.accumulate == 1,
         "a precision without loss scaling": config.precision != "16-mixed",
-        "a module with the usual training_step": type(module).training_step is TrainingModule.training_step,
     }
     if config.graph == "on":
         for need, holds in needs.items():
             require(holds, f"trainer.graph on needs {need}: use --trainer.graph auto")
-        return True
-    wants_gpu = config.accelerator in ("auto", "gpu") and torch.cuda.is_available()
-    return wants_gpu and not config.deterministic and all(needs.values())
+    return device.type == "cuda" and all(needs.values())
 
 
 class Recording(NamedTuple):
@@ -64,24 +54,36 @@ class Recording(NamedTuple):
         self.graph.replay()
 
 
-class RecordedStep:
+class TrainingStep:
     """The steps of one training, recorded by batch shape.
 
     Args:
+        fabric: For the backward pass, clipping and the update, which scale the loss in 16-mixed precision.
         module: The model in training.
-        optimizer: Made with `recordable` on a GPU.
+        wrapped: What is called: the module, or DDP around it.
+        optimizer: Made with `recordable` if steps are recorded.
         rate: Learning rate by step.
+        records: Record the steps; needs a GPU.
     """
 
-    def __init__(self, module: TrainingModule, optimizer: torch.optim.Optimizer, rate: Callable[[int], float]) -> None:
-        self.module, self.optimizer, self.rate = module, optimizer, rate
-        self.device = module.device
-        self.on_gpu = self.records = self.device.type == "cuda"
+    def __init__(
+        self,
+        fabric: Any,
+        module: TrainingModule,
+        wrapped: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        rate: Callable[[int], float],
+        *,
+        records: bool,
+    ) -> None:
+        self.fabric, self.module, self.wrapped = fabric, module, wrapped
+        self.optimizer, self.rate, self.device = optimizer, rate, module.device
+        self.on_gpu = self.records = records
         self.recordings: dict[Any, Recording] = {}
         self.seen: dict[Any, int] = {}
         layers = [layer for layer in module.model.modules() if isinstance(layer, RandomBuffers)]
         self.redraws = {layer: layer.redraw_every for layer in layers if layer.redraw_every is not None}
-        for layer in self.redraws:  # `_prepare` redraws, the layer itself does not
+        for layer in self.redraws:  # `_prepare` redraws, because compiled and captured layers do not
             layer.redraw_every = None
         # What changes between steps; on a GPU in tensors, which a captured step reads.
         self.lr: Tensor | float = 0.0
@@ -114,36 +116,33 @@ class RecordedStep:
         else:
             recording.replay(batch)
         self.module.global_step += 1
-        self.module.count_step(batch)
+        self.module.count_step()
 
     def _prepare(self) -> None:
         """Set the numbers of the next step."""
         module, config = self.module, self.module.recipe
         lr, share = self.rate(module.global_step), average_share(config.trainer.ema, module.global_step + 1)
-        if isinstance(self.optimizer, RecordableRAdam):
-            lr = self.optimizer.rectify(lr, module.global_step + 1)
         if isinstance(self.lr, Tensor) and isinstance(self.share, Tensor):
             self.lr.fill_(lr)
             self.share.fill_(share)
         else:
             self.lr, self.share = lr, share
-        set_learning_rate(self.optimizer, self.lr)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr
         for layer, every in self.redraws.items():
             redraw_in_place(layer, every)
 
     def work(self, batch: Batch) -> None:
         """Run one step eagerly: everything that a replay repeats."""
-        module, config = self.module, self.module.recipe
+        module, fabric, config = self.module, self.fabric, self.module.recipe
         self.optimizer.zero_grad(set_to_none=True)
         # No autocast cache: a weight cast inside a capture is filled by replays only.
         with precision_context(config.trainer.precision, self.device, cache=False):
-            parts = module.losses(batch)
-        module.add_to_sums(parts)
-        parts["loss"].backward()
+            loss = self.wrapped(batch)
+        fabric.backward(loss)
         if config.optim.clip:
-            weights = [p for group in self.optimizer.param_groups for p in group["params"]]
-            torch.nn.utils.clip_grad_norm_(weights, config.optim.clip)
-        self.optimizer.step()
+            fabric.clip_gradients(module, self.optimizer, max_norm=config.optim.clip, error_if_nonfinite=False)
+        fabric.strategy.optimizer_step(self.optimizer)
         if module.averaged is not None:
             update_average(module.averaged, module.model, self.share)
         for layer in primal_layers(module.model).values():
@@ -155,8 +154,7 @@ class RecordedStep:
         shape = tuple((tuple(t.shape), t.dtype) for t in batch)
         if shape not in self.recordings:
             self.seen[shape] = self.seen.get(shape, 0) + 1
-            is_steady = not getattr(self.optimizer, "is_first", False)  # later steps launch the kernels of this one
-            if self.seen[shape] <= WARMUP or len(self.recordings) >= SHAPES or not is_steady:
+            if self.seen[shape] <= WARMUP or len(self.recordings) >= SHAPES:
                 return None
             try:
                 inputs = [t.to(self.device, copy=True) for t in batch]

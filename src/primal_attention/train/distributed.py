@@ -125,9 +125,6 @@ def make_fabric(config: TrainerConfig) -> Any:
     devices, nodes = machines(config)
     if config.devices > 1 and config.strategy == "auto":
         raise RunError(f"trainer.devices {config.devices} needs --trainer.strategy ddp or fsdp")
-    if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(config.deterministic)
     strategy = "auto" if config.strategy == "auto" else "ddp"
     options: dict[str, Any] = {"accelerator": config.accelerator, "devices": devices, "num_nodes": nodes}
     try:

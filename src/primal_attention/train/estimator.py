@@ -22,7 +22,7 @@ from sklearn.utils import check_random_state
 
 from primal_attention.data.uea import PrincipalChannels, SeriesData, Split, Standardizer, interpolate_missing, pad
 from primal_attention.train import distributed, loop
-from primal_attention.train.batches import derive_seed
+from primal_attention.train.batches import Batches, derive_seed
 from primal_attention.train.checkpoint import read_weights
 from primal_attention.train.config import from_plain, to_plain
 from primal_attention.train.uea import AugmentConfig, ClassifierConfig, UEARecipe, build_from, make_model, modern_recipe
@@ -213,12 +213,9 @@ class PrimalClassifier(BaseClassifier):
         model.load_state_dict({name: torch.from_numpy(array.copy()) for name, array in self.weights_.items()})
         where = distributed.pick_device(self.recipe().trainer)
         model.to(where).eval()
-        parts = []
+        batches = Batches([torch.from_numpy(array) for array in (values, mask)], EVALUATED_SAMPLES).to(where)
         with torch.no_grad():
-            for start in range(0, len(values), EVALUATED_SAMPLES):
-                rows = slice(start, start + EVALUATED_SAMPLES)
-                x, padding = (torch.from_numpy(array[rows]).to(where) for array in (values, mask))
-                parts.append(model(x, padding).double().softmax(dim=-1).cpu())
+            parts = [model(x, padding).double().softmax(dim=-1).cpu() for x, padding in batches]
         return torch.cat(parts).numpy()
 
     def save(self, file: str | Path) -> Path:

@@ -259,8 +259,7 @@ class Windows(Batches):
 
     def gather(self, rows: Tensor) -> Sequence[Tensor]:
         (stream,) = self.tensors
-        windows = stream[rows[:, None] + torch.arange(self.context + 1, device=stream.device)].long()
-        return [windows & 0xFFFF if stream.dtype == torch.int16 else windows]
+        return [stream[rows[:, None] + torch.arange(self.context + 1, device=stream.device)].long()]
 
 
 class TrainingWindows(Windows):
@@ -273,9 +272,7 @@ class TrainingWindows(Windows):
             raise DataError(
                 f"train has {len(tokens)} tokens: windows of {context} need {2 * context + 1} (--data.context)"
             )
-        # torch does not index uint16, so the tokens are stored as int16 and converted back in `Windows`.
-        stream = torch.from_numpy(tokens.view(np.int16) if tokens.dtype == np.uint16 else tokens)
-        super().__init__(stream, context, count, batch_size, seed, steps)
+        super().__init__(torch.from_numpy(tokens.astype(np.int32)), context, count, batch_size, seed, steps)
 
     def order(self, turn: int) -> Tensor:
         generator = torch.Generator().manual_seed(derive_seed("windows", self.shuffle_seed, turn))

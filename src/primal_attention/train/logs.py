@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import statistics
+import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -82,6 +83,7 @@ class RunLog:
     def __init__(self, title: str, config: TrainerConfig, folder: Path | None) -> None:
         from tqdm import tqdm
 
+        tqdm.set_lock(threading.RLock())  # the default lock is a semaphore, which a killed worker would leak
         self.title, self.config, self.folder = title, config, folder
         self.loggers: dict[str, Any] = {}
         self.make_bar, self.bar = tqdm, tqdm(disable=True)

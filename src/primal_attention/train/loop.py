@@ -19,15 +19,9 @@ from primal_attention.train import checkpoint, distributed
 from primal_attention.train.batches import derive_seed
 from primal_attention.train.checkpoint import State, read_summary
 from primal_attention.train.config import Recipe, require
-from primal_attention.train.cuda_graph import GATHERED, RecordedStep, records_steps
+from primal_attention.train.cuda_graph import GATHERED, TrainingStep, records_steps
 from primal_attention.train.logs import Row, RunLog, Summary, merge, summarize
-from primal_attention.train.optimizer import (
-    average_share,
-    learning_rate,
-    make_optimizer,
-    set_learning_rate,
-    update_average,
-)
+from primal_attention.train.optimizer import learning_rate, make_optimizer
 from primal_attention.train.task import Experiment, compile_failure
 from primal_attention.utils.errors import Preempted, RunError
 from primal_attention.utils.files import write_csv, write_json, write_weights
@@ -131,7 +125,7 @@ class Training:
         self.schedule_epochs = schedule_epochs or self.config.epochs
         self.state = State()
         self.stop = distributed.StopRequest()
-        self.recorded: RecordedStep | None = None
+        self.step: Any = None
         self.log = RunLog(title, recipe.trainer, folder)
         needs_selection = self.config.early_stop and experiment.select is None
         require(not needs_selection, "trainer.early-stop needs validation samples: add --protocol validation")
@@ -157,7 +151,7 @@ class Training:
             raise
         finally:
             self.module.poll = None
-            self.recorded = None  # the recordings hold the memory of a step
+            self.step = None  # the recordings hold the memory of a step
             self.log.close(finished=self.state.finished)
 
     # Build and resume
@@ -176,13 +170,11 @@ class Training:
             for model in (module.model, module.averaged):
                 if model is not None:
                     distributed.shard(model, self.device.type)
-        is_recorded = records_steps(self.recipe, module)
-        on_gpu = self.device.type == "cuda"
-        self.optimizer = make_optimizer(module.model, self.recipe.optim, recordable=is_recorded and on_gpu)
-        steps = -(-len(self.batches) // config.accumulate)
+        self.records = records_steps(config, self.device)
+        self.optimizer = make_optimizer(module.model, self.recipe.optim, recordable=self.records)
+        steps = len(self.batches)
         self.rate = learning_rate(self.recipe.optim, steps * config.epochs, steps * self.schedule_epochs)
-        self.recorded = RecordedStep(module, self.optimizer, self.rate) if is_recorded else None
-        self.batches.group = GATHERED if is_recorded else 1
+        self.batches.group = GATHERED if self.records else 1
         self.batches.rank, self.batches.world = module.share
         for batches in (self.batches, *self.experiment.watched.values()):
             batches.to(self.device)
@@ -207,8 +199,9 @@ class Training:
 
     def start(self) -> None:
         """Wrap the model for DDP and open the loggers."""
-        is_ddp = self.config.strategy == "ddp"
-        self.wrapped: Any = self.fabric.strategy.setup_module(self.module) if is_ddp else self.module
+        module, is_ddp = self.module, self.config.strategy == "ddp"
+        wrapped = self.fabric.strategy.setup_module(module) if is_ddp else module
+        self.step = TrainingStep(self.fabric, module, wrapped, self.optimizer, self.rate, records=self.records)
         if self.folder is not None:
             self.module.poll = self.stop_evaluation
             if self.is_main:
@@ -232,13 +225,14 @@ class Training:
         if self.device.type == "cuda":  # the peak is that of training, without evaluations
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-        with nullcontext() if self.recorded is None else self.recorded.own_stream():
+        with self.step.own_stream():
             for batch in batches:
-                is_last = done + 1 == len(batches)
-                updated = self.train_step(batch, done, is_last)
+                if module.mesh is not None:
+                    module.batch_weight = batches.part(done)
+                self.step.run(batch)
                 done += 1
                 self.log.bar.update()
-                if updated and not is_last:
+                if done < len(batches):
                     self.save_within_epoch(done, time.perf_counter() - started)
         if self.device.type == "cuda":
             torch.cuda.synchronize()
@@ -246,35 +240,6 @@ class Training:
         state.seconds.append(time.perf_counter() - started)
         row = {"epoch": len(state.rows) + 1, "step": module.global_step, "lr": self.rate(module.global_step - 1)}
         state.unmeasured = {**row, **module.epoch_means()}
-
-    def train_step(self, batch: Any, number: int, is_last: bool) -> bool:
-        """Run a batch and, if it completes an accumulation, update the weights; return True for an update."""
-        if self.recorded is not None:
-            self.recorded.run(batch)
-            return True
-        module, fabric, accumulate = self.module, self.fabric, self.config.accumulate
-        updates = is_last or (number + 1) % accumulate == 0
-        if module.mesh is not None:
-            module.batch_weight = self.batches.part(number)
-        with self.wrapped.no_sync() if not updates and self.wrapped is not module else nullcontext():
-            with fabric.autocast():
-                loss = self.wrapped(batch)
-            fabric.backward(loss / accumulate)
-        if updates:
-            self.update_weights()
-        return updates
-
-    def update_weights(self) -> None:
-        """Clip, step, average."""
-        module, fabric, optimizer = self.module, self.fabric, self.optimizer
-        set_learning_rate(optimizer, self.rate(module.global_step))
-        if self.recipe.optim.clip:
-            fabric.clip_gradients(module, optimizer, max_norm=self.recipe.optim.clip, error_if_nonfinite=False)
-        fabric.strategy.optimizer_step(optimizer)
-        optimizer.zero_grad(set_to_none=True)
-        module.global_step += 1
-        if module.averaged is not None:
-            update_average(module.averaged, module.model, average_share(self.config.ema, module.global_step))
 
     # Evaluate, save and stop
 

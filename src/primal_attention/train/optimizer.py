@@ -4,54 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.radam import radam
 
 from primal_attention.nn.baselines.random_buffers import drawn_buffers
 from primal_attention.train.config import OptimConfig
-
-
-class RecordableRAdam(torch.optim.Adam):
-    """RAdam whose steps can be captured in a CUDA graph: fused Adam with the learning rate lr · r_t.
-
-    torch's capturable RAdam launches several small kernels per parameter. Here the host computes the rectification r_t.
-    In the first steps, which have no r_t, RAdam is SGD with momentum: `step` runs torch's RAdam on the state of Adam,
-    and cannot be captured.
-    """
-
-    is_first = False  # the next step has no r_t
-
-    def rectify(self, lr: float, step: int) -> float:
-        """Return the learning rate of a step, which is the next one."""
-        factor = rectification(self.param_groups[0]["betas"][1], step)
-        self.is_first = factor is None
-        return lr * (factor or 1.0)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        if not self.is_first:
-            super().step(closure)
-            return
-        for group in self.param_groups:
-            state: list[list[Tensor]] = [[], [], [], [], [], []]
-            self._init_group(group, *state)
-            params, grads, means, squares, _, steps = state
-            options = {name: group[name] for name in ("weight_decay", "eps", "maximize")}
-            beta1, beta2 = group["betas"]
-            options |= {"beta1": beta1, "beta2": beta2, "lr": float(group["lr"]), "foreach": True}
-            radam(params, grads, means, squares, steps, **options)
-
-
-def rectification(beta2: float, step: int) -> float | None:
-    """Return RAdam's factor r_t on the learning rate of Adam; None in the first steps, where Var(1/√v) is unknown."""
-    longest = 2 / (1 - beta2) - 1
-    length = longest - 2 * step * beta2**step / (1 - beta2**step)
-    if length <= 5:
-        return None
-    return math.sqrt((length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length))
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig, *, recordable: bool = False) -> torch.optim.Optimizer:
@@ -70,23 +28,11 @@ def make_optimizer(model: nn.Module, config: OptimConfig, *, recordable: bool = 
     groups = [g for g in groups if g["params"]]
     betas = (0.9, config.beta2)
     kinds = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "radam": torch.optim.RAdam}
-    kind = RecordableRAdam if recordable and config.name == "radam" else kinds[config.name]
-    options = {"fused": True, "capturable": True} if recordable else {}
-    optimizer = kind(groups, lr=config.lr, betas=betas, eps=config.eps, **options)
+    options = {"capturable": True, "foreach" if config.name == "radam" else "fused": True} if recordable else {}
+    optimizer = kinds[config.name](groups, lr=config.lr, betas=betas, eps=config.eps, **options)
     # The eager steps before the capture are intended; torch would warn about them.
     optimizer._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]
     return optimizer
-
-
-def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load an optimizer's state. RAdam of an earlier version counted its steps per group and had fewer options."""
-    for own, saved in zip(optimizer.param_groups, state["param_groups"], strict=False):
-        if (step := saved.pop("step", None)) is not None:
-            saved |= {name: option for name, option in own.items() if name not in saved}
-            for index in saved["params"]:
-                if index in state["state"]:
-                    state["state"][index]["step"] = torch.tensor(float(step))
-    optimizer.load_state_dict(state)
 
 
 def learning_rate(config: OptimConfig, total: int, warmup_total: int = 0) -> Callable[[int], float]:
@@ -108,11 +54,6 @@ def learning_rate(config: OptimConfig, total: int, warmup_total: int = 0) -> Cal
         return one_cycle(step, warmup, total, linear=config.schedule == "onecycle-linear")
 
     return lambda step: config.lr * factor(step)
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float | Tensor) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = rate
 
 
 def one_cycle(step: int, warmup: int, total: int, *, linear: bool = False) -> float:

@@ -24,10 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from primal_attention.nn.baselines.random_buffers import RandomBuffers
 from primal_attention.nn.objective import ksvd_loss, primal_layers
 from primal_attention.train import distributed
-from primal_attention.train.batches import Batches, derive_seed, set_seed
+from primal_attention.train.batches import Batches, derive_seed
 from primal_attention.train.config import Recipe, TrainerConfig
 from primal_attention.utils.errors import DivergedError, RunError
 
@@ -130,7 +129,7 @@ class TrainingModule(nn.Module):
         return next(self.model.parameters()).device
 
     def _seed(self, *what: object) -> None:
-        set_seed(derive_seed("epoch", self.recipe.seed, self.current_epoch, *what), self.device)
+        torch.manual_seed(derive_seed("epoch", self.recipe.seed, self.current_epoch, *what))
 
     def start_epoch(self, epoch: int) -> None:
         self.current_epoch, self._steps = epoch, 0
@@ -156,18 +155,11 @@ class TrainingModule(nn.Module):
     def _weighted(self, mean: Tensor) -> Tensor:
         return mean if self.batch_weight == 1.0 else self.batch_weight * mean
 
-    def training_step(self, batch: Batch) -> Tensor:
-        """Return the loss of a batch and add its parts to the epoch's sums."""
-        if self.compiled:  # a compiled layer does not count its forward passes
-            for layer in self.model.modules():
-                if isinstance(layer, RandomBuffers):
-                    layer.count_forward()
+    def forward(self, batch: Batch) -> Tensor:
+        """Return the loss of a batch and add its parts to the epoch's sums; DDP synchronizes what runs in forward."""
         parts = self.losses(batch)
         self.add_to_sums(parts)
-        self.count_step(batch)
         return parts["loss"]
-
-    forward = training_step  # DDP synchronizes gradients of what runs in forward
 
     def add_to_sums(self, parts: Mapping[str, Tensor]) -> None:
         values = {key: value.detach().float() for key, value in parts.items()}
@@ -176,14 +168,14 @@ class TrainingModule(nn.Module):
                 self._sums[key] = torch.zeros_like(value)
         torch._foreach_add_([self._sums[key] for key in values], list(values.values()))  # one launch
 
-    def count_step(self, batch: Batch) -> None:
+    def count_step(self) -> None:
         """Count a batch whose losses were added; check from time to time that the loss is finite."""
         self._steps += 1
         total = self._sums["loss"]
         interval = 1 if total.device.type == "cpu" else CHECK_EVERY
         # One loss that is not finite keeps the sum from being finite for the rest of the epoch.
         if self._steps % interval == 0 and not torch.isfinite(total):
-            raise DivergedError(self._explain(batch, interval))
+            raise DivergedError(self._explain(interval))
 
     def epoch_means(self) -> dict[str, float]:
         """Return the mean over the epoch's batches and the ranks of the losses, of J, and of each layer's J."""
@@ -199,7 +191,7 @@ class TrainingModule(nn.Module):
             means[key] = sum(found) / len(found)
             layers = found if key == "J" else layers
         if not math.isfinite(means["loss"]):  # before the weights are evaluated or saved
-            raise DivergedError(self._explain(None, self._steps % CHECK_EVERY or CHECK_EVERY))
+            raise DivergedError(self._explain(self._steps % CHECK_EVERY or CHECK_EVERY))
         names = [name for name, layer in primal_layers(self.model).items() if layer.objective is not None]
         return means | {f"J_{name}": value for name, value in zip(names, layers, strict=False)}
 
@@ -218,10 +210,7 @@ class TrainingModule(nn.Module):
         own = [states[self.global_rank]] if same else states
         self._steps = steps
         for key in own[0]["sums"]:  # only the mean over the processes matters, so each may hold the mean
-            total = torch.tensor([state["sums"][key] for state in own], device=self.device).mean(dim=0)
-            if key == "J" and total.ndim == 0:  # written before J was kept per layer
-                total = total.repeat(len(primal_layers(self.model)))
-            self._sums[key] = total
+            self._sums[key] = torch.tensor([state["sums"][key] for state in own], device=self.device).mean(dim=0)
         if not same:
             self._seed("resumed", steps, self.share[0])
             return
@@ -258,8 +247,8 @@ class TrainingModule(nn.Module):
 
     # Divergence
 
-    def _explain(self, batch: Batch | None, steps: int) -> str:
-        """Return one line: when the loss stopped being finite, where it shows, and what to try."""
+    def _explain(self, steps: int) -> str:
+        """Return one line: when the loss stopped being finite, and what to try."""
         now, recipe = self.global_step, self.recipe
         when = f"step {now}" if steps == 1 else f"one of the steps {max(0, now - steps)} to {now}"
         tries = [f"a smaller --optim.lr (now {recipe.optim.lr:g})"]
@@ -269,20 +258,7 @@ class TrainingModule(nn.Module):
             tries.append("--trainer.precision 32-true")
         if self.has_primal and recipe.eta:
             tries.append(f"a smaller --eta (now {recipe.eta:g})")
-        where = self.first_bad_layer(batch)
-        return f"the loss is not finite at {when} (epoch {self.current_epoch + 1}): {where}; try {', '.join(tries)}"
-
-    def first_bad_layer(self, batch: Batch | None) -> str:
-        """Name the first value that is not finite: an input, a weight or a layer's J."""
-        if batch is not None and not all(torch.isfinite(t).all() for t in batch if t.is_floating_point()):
-            return "the batch itself has values that are not finite"
-        for name, weight in self.model.named_parameters():
-            if not torch.isfinite(weight).all():
-                return f"weight {name!r} is not finite"
-        for name, layer in primal_layers(self.model).items():
-            if layer.objective is not None and not torch.isfinite(layer.objective).all():
-                return f"the KSVD objective of layer {name!r} is not finite"
-        return "the weights are finite"
+        return f"the loss is not finite at {when} (epoch {self.current_epoch + 1}): try {', '.join(tries)}"
 
 
 @dataclass
@@ -363,7 +339,7 @@ def compiles(config: TrainerConfig) -> bool:
     if config.compile != "auto":
         return config.compile == "on"
     one_gpu = config.devices == 1 and config.accelerator in ("auto", "gpu") and torch.cuda.is_available()
-    return one_gpu and config.strategy == "auto" and not config.deterministic
+    return one_gpu and config.strategy == "auto"
 
 
 def run_eagerly(compiled: bool = True) -> AbstractContextManager[Any]:
