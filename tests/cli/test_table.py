@@ -107,6 +107,10 @@ def test_sets_without_data_are_left_out_and_named(launched: Launched, primal, mo
     assert "no data, left out: EthanolConcentration" in err
     assert "Handwriting" in out
     assert "PEMS-SF" not in out
+    Path("data/uea").rename("data/elsewhere")  # stored results are shown without the data
+    code, out, _ = primal("table", "uea", "--models", "softmax", "--seeds", "1", "--sets", "Handwriting", *BRIEF)
+    assert code == 0
+    assert "Handwriting" in out
 
 
 def test_long_range_arena_and_trainings_of_another_length(launched: Launched, primal) -> None:

@@ -156,8 +156,9 @@ def read_change(item: str) -> tuple[str, Any]:
 
 
 def with_available_sets(plan: Plan, kind: TableKind, options: argparse.Namespace) -> Plan:
-    """Leave out the paper's sets without data and name them; a set that was asked for must be there."""
+    """Leave out sets that lack both data and results, and name them; a set that was asked for must be there."""
     from primal_attention.data import d4rl, uea
+    from primal_attention.report import results
     from primal_attention.train import grid, image, lm, lra
 
     is_here: dict[str, Callable[[str, Path | None], object]] = {
@@ -167,10 +168,12 @@ def with_available_sets(plan: Plan, kind: TableKind, options: argparse.Namespace
         "lm": lambda name, folder: (folder or lm.default_folder(name)).is_dir(),
         "lra": lambda name, folder: (folder / name if folder else lra.default_folder(name)).is_dir(),
     }
-    missing = [name for name in plan.sets if not is_here[kind.benchmark](name, options.data)]
+    index = results.ResultIndex(plan, results.read_summaries(options.results))
+    jobs = {job.recipe.partition("/")[2]: job for job in index.missing_jobs(options.runs, options.results)}
+    missing = [name for name in plan.sets if name in jobs and not is_here[kind.benchmark](name, options.data)]
     if missing and (options.sets or len(missing) == len(plan.sets)):
-        job = plan.job(missing[0], plan.variants[0], 0, options.runs, options.results)
-        raise RunError(str(grid.run_job(job).error).replace("--data.folder", "--data"))  # says where to get the data
+        error = str(grid.run_job(jobs[missing[0]]).error)  # says where to get the data
+        raise RunError(error.replace("--data.folder", "--data"))
     if missing:
         print(f"no data, left out: {', '.join(missing)} (docs/ says how to get it)", file=sys.stderr)
     return replace(plan, sets=[name for name in plan.sets if name not in missing])
