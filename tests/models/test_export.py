@@ -40,6 +40,7 @@ def stream(file, x: torch.Tensor, lengths: list[int]) -> np.ndarray:
     return np.concatenate(outputs, axis=1)
 
 
+@pytest.mark.supports("ONNX", "cpu")
 def test_a_layer_with_a_mask_takes_any_batch_size_and_length(tmp_path) -> None:
     layer = Standardized(PrimalAttention(16, 2, rank=4, landmarks=6, backend="cpu"), [1.0] * 16, [2.0] * 16)
     call = {"x": torch.randn(2, 5, 16), "key_padding_mask": torch.zeros(2, 5, dtype=torch.bool)}

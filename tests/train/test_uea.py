@@ -75,15 +75,17 @@ def own_files(tmp_path: Path) -> tuple[Path, Path]:
     return files
 
 
+SMALL = ["--model.embed-dim", "8", "--model.num-heads", "2", "--model.layers", "1", "--model.rank", "3"]
+SMALL += ["--trainer.epochs", "2", "--trainer.accelerator", "cpu", "--trainer.no-progress"]
+
+
 @pytest.mark.parametrize("has_test_file", [False, True])
 def test_own_data_is_trained_evaluated_and_reported_like_a_set_of_the_archive(
     own_files, has_test_file: bool, tmp_path: Path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
     words = ["--data.file", "gestures.npz", *(["--data.test-file", "later.npz"] if has_test_file else [])]
-    small = ["--model.embed-dim", "8", "--model.num-heads", "2", "--model.layers", "1", "--model.rank", "3"]
-    small += ["--trainer.epochs", "2", "--trainer.accelerator", "cpu", "--trainer.no-progress"]
-    assert cli.main(["train", "uea-modern", *words, *small]) == 0
+    assert cli.main(["train", "uea-modern", *words, *SMALL]) == 0
     run = Path("runs/uea-modern/gestures-primal-seed0")
     summary = json.loads((run / "summary.json").read_text())
     sizes = {key: summary["data"][key] for key in ("set", "train_samples", "test_samples", "classes", "max_length")}
@@ -100,6 +102,18 @@ def test_own_data_is_trained_evaluated_and_reported_like_a_set_of_the_archive(
     assert "as in the run" in capsys.readouterr().out
     assert cli.main(["report", str(run), "--out", "page.html"]) == 0
     assert "gestures" in Path("page.html").read_text()
+
+
+def test_a_run_that_chooses_settings_computes_no_test_score(toy_folder: Path, tmp_path: Path, capsys):
+    words = ["--data.folder", str(toy_folder), *SMALL, "--protocol", "validation", "--no-test"]
+    words += ["--out", str(tmp_path)]
+    assert cli.main(["train", "uea/Toy", *words, "--watch-test"]) == 0
+    assert "no test score" in capsys.readouterr().out
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert set(summary["scores"]) == {"validation_chosen"}
+    assert set(summary["scores"]["validation_chosen"]) == {"epoch", "validation_accuracy"}
+    assert summary["test"] == {}
+    assert "test" not in (tmp_path / "metrics.csv").read_text()
 
 
 def test_a_recipe_without_data_says_what_to_name(tmp_path: Path, capsys):

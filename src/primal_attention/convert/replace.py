@@ -253,7 +253,11 @@ def _refuse_plain_loading(old: nn.Module, new: PrimalHF) -> None:
         if not module.is_loading:  # from_pretrained would look for the module of that name
             state[f"{prefix}{module.plain_name}"] = torch.zeros(1)
 
+    def drop_number(module: PrimalHF, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        state.pop(f"{prefix}{module.plain_name}", None)
+
     new.register_state_dict_post_hook(add_number)
+    new.register_load_state_dict_pre_hook(drop_number)
 
 
 def _to_json(value: Any) -> Any:

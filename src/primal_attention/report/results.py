@@ -153,6 +153,10 @@ def in_full(score: Mapping[str, Any]) -> str:
         return f"test accuracy {100 * score['accuracy']:6.2f} %"
     if "bits_per_byte" in score:
         return f"test perplexity {score['perplexity']:.2f}  bits per byte {score['bits_per_byte']:.4f}"
+    if "validation_accuracy" in score:
+        return f"validation accuracy {100 * score['validation_accuracy']:6.2f} %, no test score"
+    if "validation_bits_per_byte" in score:
+        return f"validation bits per byte {score['validation_bits_per_byte']:.4f}, no test score"
     if "score" not in score:
         return "no episodes were played: 'primal evaluate RUN' plays them"
     text = f"normalised score {score['score']:6.1f}"

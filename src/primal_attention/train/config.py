@@ -136,6 +136,8 @@ class Recipe:
     """Determines all random numbers of a run."""
     eta: float | None = None
     """Weight η of the KSVD loss; None takes the published setting for this recipe."""
+    test: bool = True
+    """Compute scores on test. Turn it off in runs that choose settings."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
 

@@ -122,6 +122,8 @@ class Training:
     ) -> None:
         self.recipe, self.config, self.folder = recipe, recipe.trainer, folder
         self.experiment, self.module, self.batches = experiment, experiment.module, experiment.train
+        if not recipe.test:
+            experiment.watched = {name: batches for name, batches in experiment.watched.items() if name != "test"}
         self.schedule_epochs = schedule_epochs or self.config.epochs
         self.state = State()
         self.stop = distributed.StopRequest()
@@ -321,13 +323,13 @@ class Training:
     # Finish
 
     def finish(self) -> Summary:
-        """Evaluate the final model on test, write model.safetensors, and return the training's summary."""
+        """Evaluate the final model on test if the recipe asks for it, write its weights, and return the summary."""
         assert self.folder is not None
         model = self.module.final_model
         if self.experiment.select is not None:
             assert self.state.chosen is not None
             distributed.load_full(model, self.state.chosen)
-        test = self.module.evaluate(self.experiment.test.to(self.device))
+        test = self.module.evaluate(self.experiment.test.to(self.device)) if self.recipe.test else {}
         weights = distributed.gather_full(model.state_dict())
         if self.is_main:
             write_csv(self.folder / "metrics.csv", self.state.rows)  # a kill after the last checkpoint may have lost it
