@@ -13,7 +13,7 @@ EXTRAS := dev ksvd train timeseries report language hf onnx rl docs ray
 help: ## list what make can do
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
 
-demo: $(STAMP) ## train on real data, print a table and draw one figure
+demo: $(STAMP) ## train on real data and write a page about it
 	$(BIN)/primal demo
 
 test: $(STAMP) ## run the whole test suite

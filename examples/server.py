@@ -1,11 +1,11 @@
 """Serve a language model over HTTP: streamed text, one state of constant size per client.
 
-    pip install -e '.[language]'
-    python examples/server.py RUN --port 8000
+    pip install -e '.[language,hf]'
+    python examples/server.py primal-lm-tiny --port 8000
     curl -N localhost:8000/generate -d '{"client": "me", "text": "The river", "tokens": 50}'
 
-RUN is the folder of a finished `primal train lm/...`, as for `primal generate`. The server stores the streaming state
-of each client. The next request of a client continues its text and reads only what is new.
+The model is a name or the folder of a run, as for `primal generate`. The server stores the streaming state of each
+client. The next request of a client continues its text and reads only what is new.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from primal_attention.cli.generate import load_model
 from primal_attention.models.lm import LanguageModel, Sampling, Stream, choose
-from primal_attention.train.lm import load_language
 
 MAX_CLIENTS = 1000  # the oldest state is dropped beyond it
 MAX_BYTES = 2**20
@@ -42,9 +41,9 @@ class Server(ThreadingHTTPServer):
 
     request_queue_size = 128
 
-    def __init__(self, address: tuple[str, int], run: Path) -> None:
+    def __init__(self, address: tuple[str, int], run: str) -> None:
         super().__init__(address, Handler)
-        self.model, self.vocabulary = load_language(run)
+        self.model, self.vocabulary = load_model(run)
         self.clients: OrderedDict[str, Client] = OrderedDict()
         self.lock = threading.Lock()
 
@@ -112,7 +111,7 @@ class Handler(BaseHTTPRequestHandler):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("run", type=Path, help="folder of a finished run")
+    parser.add_argument("run", help="folder of a finished run, or the name of a model that the package includes")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
     options = parser.parse_args()
     server = Server(("127.0.0.1", options.port), options.run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from importlib.util import find_spec
@@ -18,6 +19,7 @@ import torch
 import fast_interpreter
 
 torch.set_num_threads(1)
+gc.set_threshold(100_000, 50, 100)  # the default looks through a million objects of imported modules every second
 
 if os.environ["TRITON_INTERPRET"] == "1" and find_spec("triton"):
     fast_interpreter.install()
@@ -26,12 +28,6 @@ if os.environ["TRITON_INTERPRET"] == "1" and find_spec("triton"):
 @pytest.fixture(autouse=True)
 def _same_random_numbers() -> None:
     torch.manual_seed(0)
-
-
-@pytest.fixture(scope="session")
-def golden() -> Path:
-    """Small arrays that the published research code produced."""
-    return Path(__file__).parent / "golden"
 
 
 sys.path.insert(0, str(Path(__file__).parent / "train"))  # scripts that tests start as processes are also modules

@@ -43,11 +43,11 @@ def make(mode: str, head_dim: int = 16, rank: int = 5, heads: int = 2, max_lengt
     if mode.startswith("causal_landmarks"):
         merged["max_length"] = max_length
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a rank above the width is odd, not wrong
+        warnings.simplefilter("ignore")  # a rank above the head width is allowed
         layer: Layer = PrimalAttention(heads * head_dim, heads, **merged)
     if merged.get("decay") == "learned":
         with torch.no_grad():
-            # γ up to 0.95. Closer to 1 the rounding of γ itself to float32, 6e-8 / (1 − γ), would drown the kernels'.
+            # γ up to 0.95. Closer to 1 the rounding of γ to float32, 6e-8 / (1 − γ), would exceed that of the kernels.
             layer.decay_logit.copy_(torch.linspace(-1.0, 3.0, heads + 1)[1:])
     return layer
 
@@ -80,13 +80,15 @@ def results(layer: Layer, x: Tensor, *args: Any, scored: bool = True, **keywords
         # Weights that every dtype holds exactly. J is a mean over the tokens: the factor makes it count.
         weight = torch.randn(result.shape, generator=draw).bfloat16().to(result.device, torch.float64)
         loss = loss + (result.double() * weight).sum() * (x.shape[-2] if name == "J" else 1)
-    names, inputs = zip(("x", x), *layer.named_parameters(), strict=True)
-    grads = torch.autograd.grad(loss, inputs, allow_unused=True)
-    outputs |= {
-        f"gradient of {name}": torch.zeros_like(value) if grad is None else grad
-        for name, value, grad in zip(names, inputs, grads, strict=True)
-    }
+    outputs |= gradients(layer, x, loss)
     return {name: value.detach() for name, value in outputs.items()}
+
+
+def gradients(layer: Layer, x: Tensor, loss: Tensor, **keywords: bool) -> Results:
+    """Return the gradients of x and of all parameters; zero where the loss does not depend on them."""
+    names, inputs = zip(("x", x), *layer.named_parameters(), strict=True)
+    grads = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True, **keywords)
+    return {f"gradient of {name}": grad for name, grad in zip(names, grads, strict=True)}
 
 
 def assert_same(actual: Results, expected: Results, ratio: float = SAME) -> None:

@@ -65,34 +65,16 @@ def put_run(place: Path, label: str, seed: int, accuracy: float, **changes: Any)
 
 
 def bench() -> dict[str, Any]:
-    rows = [
-        {
-            "name": name,
-            "label": label,
-            "kind": "",
-            "embed_dim": 64,
-            "num_heads": 2,
-            "batch": 1,
-            "length": n,
-            "status": "ok" if seconds else "out of memory",
-            "seconds": seconds,
-            "kept_bytes": 1000 * n if seconds else None,
-            "peak_bytes": None,
-        }
-        for name, label, power in (("sdpa", "softmax (SDPA)", 2), ("primal-cpu", "Primal (cpu)", 1))
-        for n, seconds in ((256, 1e-3), (1024, 1e-3 * 4**power), (4096, None if power == 2 else 1.6e-2))
-    ]
+    sizes = {"embed_dim": 64, "num_heads": 2, "batch": 1, "peak_bytes": None}
+    rows = []
+    for name, power in (("sdpa", 2), ("primal-cpu", 1)):
+        for n, seconds in ((256, 1e-3), (1024, 1e-3 * 4**power), (4096, None if power == 2 else 1.6e-2)):
+            numbers = {"length": n, "seconds": seconds, "kept_bytes": 1000 * n if seconds else None}
+            status = "ok" if seconds else "out of memory"
+            rows.append({"name": name, "label": name, "kind": "", "status": status, **sizes, **numbers})
     hardware = {"device": "cpu", "cpu": "a processor", "cores": 2, "threads": 1, "load_before": 2.0}
-    settings = {"dtype": "float32", "causal": False}
-    versions = {"torch": "2"}
-    return {
-        "format": 1,
-        "kind": "attention",
-        "hardware": hardware,
-        "settings": settings,
-        "versions": versions,
-        "rows": rows,
-    }
+    about = {"format": 1, "kind": "attention", "hardware": hardware, "versions": {"torch": "2"}}
+    return {**about, "settings": {"dtype": "float32", "causal": False}, "rows": rows}
 
 
 SPECTRUM = "layer,index,value\n0,1,2.0\n0,2,1.0\n0,3,1e-12\n"

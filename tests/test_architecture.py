@@ -1,11 +1,15 @@
-"""Packages import in one direction only: `docs/notes/architecture.md` shows the order."""
+"""Packages import in one direction only (`docs/architecture.md` shows the order), and names on first use."""
 
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+import primal_attention
 
 SOURCE = Path(__file__).parents[1] / "src" / "primal_attention"
 # Import order: a package may import from packages before it, and from itself.
@@ -43,3 +47,22 @@ def test_packages_import_only_from_packages_before_them(package: str) -> None:
     for path in sorted((SOURCE / package).rglob("*.py")):
         wrong = imported_packages(path) & later
         assert not wrong, f"{path.relative_to(SOURCE)} imports {', '.join(sorted(wrong))}"
+
+
+SCRIPT = """
+import sys
+import primal_attention
+print(*sorted({name.partition(".")[0] for name in sys.modules}))
+"""
+
+
+def test_the_import_loads_neither_torch_nor_numpy() -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
+    assert not {"torch", "numpy", "lightning", "scipy"} & set(done.stdout.split())
+
+
+def test_public_names_resolve() -> None:
+    assert set(dir(primal_attention)) == set(primal_attention.__all__)
+    assert primal_attention.PrimalAttention(8, 2, rank=2).embed_dim == 8
+    assert primal_attention.nn.__name__ == "primal_attention.nn"
+    assert not hasattr(primal_attention, "NoSuchThing")

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import backend_registration
 from torch.utils._pytree import tree_leaves
 
 from primal_attention import PrimalAttention, ksvd_loss
 from primal_attention.models.lm import LanguageConfig, LanguageModel
 from primal_attention.nn.delta import DeltaPrimalAttention
+from primal_attention.ops import landmarks, primal
 
 SOURCE = Path(__file__).parents[1] / "src" / "primal_attention"
 # What is about CUDA devices by its purpose.
@@ -106,3 +111,66 @@ def test_compiled_code_equals_eager_code_without_a_device_of_its_own(mode: str) 
     compiled: Any = torch.compile(layer, backend="eager", fullgraph=True)
     y: Tensor = compiled(x)
     torch.testing.assert_close(y, layer(x), rtol=0, atol=1e-12)
+
+
+FAKE_DEVICE = """
+import torch
+from test_devices import MODES, make
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from primal_attention import ksvd_loss
+from primal_attention.ops import landmarks
+
+_setup_privateuseone_for_python_backend("fake")
+torch.fake.get_amp_supported_dtype = lambda: [torch.float16]
+landmarks.WITHOUT_FLOAT64.add("fake")
+
+
+class RefuseFloat64(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type == "fake":
+                assert leaf.dtype != torch.float64, function
+        return result
+
+
+for mode in [*MODES, "delta"]:
+    with FakeTensorMode(), RefuseFloat64():
+        layer = make(mode, device="fake", **({"conv": 0} if mode == "delta" else {}))
+        x = torch.empty(2, 8, 16, device="fake", requires_grad=True)
+        for padding in (None, torch.empty(2, 8, dtype=torch.bool, device="fake")):
+            (layer(x, key_padding_mask=padding).sum() + ksvd_loss(layer)).backward()
+        assert x.grad.device.type == "fake"
+        if layer.causal:
+            y_t, state = layer.step(x[:, 0], layer.initial_state(2))
+            assert y_t.device.type == "fake"
+    print(mode)
+"""
+
+
+def test_layers_run_on_a_fake_device_without_float64_as_apple_mps_is() -> None:
+    if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
+        pytest.skip("this torch cannot register a device in Python")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SOURCE.parent), str(Path(__file__).parent)])}
+    done = subprocess.run([sys.executable, "-c", FAKE_DEVICE], env=environment, capture_output=True, text=True)
+    assert done.stdout.splitlines() == [*MODES, "delta"], done.stderr[-3000:]
+
+
+def test_landmarks_without_float64_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths, shift = torch.tensor([1, 197, 300, 1000]), landmarks.random_shift(100)
+    expected = [landmarks.ragged_landmark_indices(lengths, 100, jitter) for jitter in (None, shift)]
+    monkeypatch.setattr(landmarks, "WITHOUT_FLOAT64", {"cpu"})
+    for jitter, indices in zip((None, shift), expected, strict=True):
+        assert torch.equal(landmarks.ragged_landmark_indices(lengths, 100, jitter), indices)
+
+
+def test_amd_and_apple_devices_use_the_equations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(primal, "HAS_TRITON", True)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert primal.device_problem(torch.device("mps")) == "x is on 'mps', the kernels run on 'cuda'"
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert primal.device_problem(torch.device("cuda")) == "the kernels are untested on AMD GPUs"

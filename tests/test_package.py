@@ -19,6 +19,7 @@ pytest.importorskip("hatchling", reason="builds the package: pip install hatchli
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
+PRETRAINED = ROOT / "src" / "primal_attention" / "pretrained"
 SCRIPT = """
 import torch, primal_attention, importlib.util
 assert primal_attention.__file__.startswith({prefix!r}), primal_attention.__file__
@@ -90,4 +91,8 @@ def test_the_sdist_builds_the_same_wheel(built: Path, tmp_path: Path) -> None:
         assert {name: a.getinfo(name).CRC for name in a.namelist()} == {n: b.getinfo(n).CRC for n in b.namelist()}
         assert "primal_attention/report/page.html.j2" in a.namelist()
         assert "primal_attention/py.typed" in a.namelist()
-    assert sdist.stat().st_size < 2**20
+        weights = {f"primal_attention/pretrained/{file.relative_to(PRETRAINED)}" for file in PRETRAINED.glob("*/*.*")}
+        assert weights
+        assert weights <= set(a.namelist())
+    trained = sum(file.stat().st_size for file in PRETRAINED.rglob("*.safetensors"))
+    assert sdist.stat().st_size < 2**20 + trained

@@ -17,12 +17,10 @@ from typing import Any
 
 import pytest
 
+from browser import need_browser, open_tab
 from once import once
 
 ROOT = Path(__file__).parents[1]
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-# As root in a container there is neither a sandbox nor a large /dev/shm.
-ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
 # Modules whose docstrings have examples, and the package that each needs. tests/ksvd has those of KernelSVD.
 DOCTESTS = {
     "primal_attention.nn.primal": "torch",
@@ -55,6 +53,7 @@ def build(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The site on a local server: search reads pages with fetch, which browsers refuse for files."""
+    need_browser()  # without one, `make docs` checks the build
     pytest.importorskip("sphinx", reason="builds the site: pip install -e '.[docs]'")
     folder = once(tmp_path_factory, "site", build)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(QuietHandler, directory=str(folder)))
@@ -65,22 +64,8 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def page(address: str) -> Iterator[Any]:
-    """A tab. Console errors and requests to other hosts fail the last test."""
-    pytest.importorskip("playwright", reason="playwright drives the browser: pip install playwright")
-    if CHROMIUM is None:
-        pytest.skip("no Chromium on this machine: .ci/chromium installs Debian's")
-    from playwright.sync_api import sync_playwright
-
-    problems: list[str] = []
-    with sync_playwright() as driver:
-        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
-        tab = chromium.new_page(viewport={"width": 1280, "height": 900})
-        tab.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
-        tab.on("pageerror", lambda error: problems.append(str(error)))
-        tab.on("request", lambda request: problems.append(request.url) if address not in request.url else None)
+    with open_tab(address) as tab:
         yield tab
-        chromium.close()
-    assert [problem for problem in problems if not problem.startswith("data:")] == []
 
 
 def test_search_finds_the_loss(page: Any, address: str) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from primal_attention.official import load_official
     from primal_attention.parallel import context_parallel
     from primal_attention.train.estimator import PrimalClassifier
+    from primal_attention.utils.pretrained import pretrained_names, pretrained_path
 
 __version__ = "0.2.0"
 
@@ -31,6 +32,8 @@ _LAZY = {
     "load_official": "primal_attention.official",
     "load_primalized": "primal_attention.convert",
     "make_attention": "primal_attention.nn.baselines",
+    "pretrained_names": "primal_attention.utils.pretrained",
+    "pretrained_path": "primal_attention.utils.pretrained",
     "primalize": "primal_attention.convert",
     "record_objective": "primal_attention.nn.objective",
     "spectrum": "primal_attention.convert.spectrum",
@@ -49,6 +52,8 @@ __all__ = [
     "load_official",
     "load_primalized",
     "make_attention",
+    "pretrained_names",
+    "pretrained_path",
     "primalize",
     "record_objective",
     "spectrum",

@@ -7,13 +7,10 @@ import json
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from primal_attention.bench import attention
 from primal_attention.bench.attention import Implementation, Shape, Step, build_primal, check_layer
 from primal_attention.bench.measurement import format_report, plot_report
-from primal_attention.models.lm import LanguageModel
-from primal_attention.nn.blocks import BlockState
 
 SMALL = {"embed_dim": 24, "num_heads": 2, "batch": 1, "length": 1, "rank": 5, "landmarks": 9}
 MODES = {
@@ -23,7 +20,7 @@ MODES = {
     "landmarks": {"causal": True},
 }
 ROW = {
-    "name", "label", "kind", "embed_dim", "num_heads", "batch", "length", "status", "note", "seconds", "iqr", "runs",
+    "name", "kind", "embed_dim", "num_heads", "batch", "length", "status", "note", "seconds", "iqr", "runs",
     "method", "peak_bytes", "kept_bytes", "speedup", "peak_ratio", "kept_ratio", "state_bytes",
 }  # fmt: skip
 TINY = "--rank 4 --widths 16:2"
@@ -143,12 +140,12 @@ def test_every_implementation_has_numbers_or_a_reason(flags, tmp_path):
     report = attention.run(
         args,
         [
-            *attention.list_implementations(args),
-            Implementation("primal-reference", "correct one", "primal", lambda s: build_primal("reference", s)),
-            Implementation("wrong", "wrong one", "primal", lambda shape: Changed(shape, lambda y: 2 * y)),
-            Implementation("large", "large one", "baseline", lambda s: FitsShort(s.embed_dim, s.embed_dim)),
-            Implementation("absent", "absent one", "baseline", raising(NotImplementedError("no GPU"))),
-            Implementation("broken", "broken one", "baseline", raising(ZeroDivisionError("by zero"))),
+            *attention.choose(attention.list_implementations(), args.only, baselines=False),
+            Implementation("primal-reference", "primal", lambda s: build_primal("reference", s)),
+            Implementation("wrong", "primal", lambda shape: Changed(shape, lambda y: 2 * y)),
+            Implementation("large", "baseline", lambda s: FitsShort(s.embed_dim, s.embed_dim)),
+            Implementation("absent", "baseline", raising(NotImplementedError("no GPU"))),
+            Implementation("broken", "baseline", raising(ZeroDivisionError("by zero"))),
         ],
     )
     rows = {(row["name"], row["embed_dim"], row["length"]): row for row in report["rows"]}
@@ -178,13 +175,13 @@ def test_every_implementation_has_numbers_or_a_reason(flags, tmp_path):
     assert saved["settings"]["dtype"] == "float32"
     assert {"commit", "dirty", "date", "hardware", "gate"} <= set(saved)
     table = format_report(report)
-    for words in ("softmax (SDPA)", "wrong one", "out of memory", "unsupported, no GPU", "by zero", "IQR ms"):
+    for words in ("sdpa-cudnn", "wrong results", "out of memory", "unsupported, no GPU", "by zero", "IQR ms"):
         assert words in table
     pytest.importorskip("matplotlib")
     files = plot_report(report, tmp_path / "attention")
     assert [f.name for f in files] == ["attention.png", "attention.svg"]
     svg = files[1].read_text(encoding="utf-8")
-    assert all(words in svg for words in ("correct one", "softmax (SDPA)", "time per token", "d 24, 2 heads"))
+    assert all(words in svg for words in ("primal-reference", "sdpa", "time per token", "d 24, 2 heads"))
 
 
 def test_slow_implementations_are_skipped_at_longer_lengths(flags):
@@ -206,55 +203,13 @@ def test_baselines_run(flags, mode):
     assert all((row["kept_bytes"] is None) == bool(mode) for row in report["rows"] if row["name"] in ran)
 
 
-def test_only_selects_names_and_kinds(flags):
-    names = [i.name for i in attention.list_implementations(flags("attention --only softmax published"))]
+def test_only_selects_names_and_kinds():
+    layers = attention.list_implementations()
+    names = [i.name for i in attention.choose(layers, ["softmax", "published"], baselines=False)]
     assert names == ["sdpa", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "sdpa-math", "published"]
-    for words, expected in (("", False), ("--baselines", True)):
-        chosen = attention.list_implementations(flags(f"attention {words}"))
-        assert any(i.kind == "baseline" for i in chosen) == expected
-
-
-def test_only_the_cache_of_softmax_attention_grows_with_the_tokens_read(flags, tmp_path):
-    report = attention.run(flags(f"decode {TINY} --lengths 32 128 --batch 2 --baselines"))
-    sizes: dict[str, list[int]] = {}
-    for row in report["rows"]:
-        assert (row["seconds"] is not None) == (row["status"] == "ok")
-        assert row["status"] == "ok" or row["note"]
-        sizes.setdefault(row["name"], []).append(row["state_bytes"])
-    for name in ("primal-reference", "primal-cpu", "linear", "performer", "cosformer"):
-        assert sizes[name][0] == sizes[name][1]
-    assert sizes["primal-reference"][0] == 2 * 16 * 4 + 2 * 4  # two sums of d floats, a count per head
-    assert sizes["sdpa"] == [2 * 16 * 4 * (n + 1) for n in (32, 128)]
-    assert sizes["primal-fused"] == [None, None]
-    assert "state kB" in format_report(report)
-    pytest.importorskip("matplotlib")
-    assert len(plot_report(report, tmp_path / "decode")) == 2
-
-
-def test_language_models_decode(flags):
-    report = attention.run(flags(f"decode {TINY} --lengths 16 40 --batch 2 --layers 2"))
-    sizes = {}
-    for row in report["rows"]:
-        assert row["status"] == "ok", row["note"]
-        assert row["tokens_per_second"] == 2 / row["seconds"]
-        sizes.setdefault(row["name"], []).append(row["state_bytes"])
-    assert list(sizes) == ["sdpa", "primal-mean", "primal-decay", "primal-delta"]
-    assert sizes["sdpa"][1] - sizes["sdpa"][0] == 24 * 2 * (2 * 16 * 4)  # keys and values of two layers
-    assert all(short == long for name, (short, long) in sizes.items() if name != "sdpa")
-    assert "of a language model of 2 layers" in format_report(report)
-
-
-def test_the_preallocated_cache_gives_the_logits_of_the_model():
-    shape = Shape(16, 2, batch=2, length=5)
-    model = attention.build_language_model(2, {"attention": ("softmax",)}, shape).eval()
-    plain = LanguageModel(model.config).eval()
-    plain.load_state_dict(model.state_dict())
-    tokens = torch.randint(100, (2, 6))
-    _, state = plain(tokens[:, :5], return_state=True)
-    room = [c.attention._replace(k=F.pad(c.attention.k, (0, 0, 0, 1)), v=F.pad(c.attention.v, (0, 0, 0, 1)))
-            for c in state.blocks]  # fmt: skip
-    logits, _ = model.step(tokens[:, 5], state._replace(blocks=tuple(BlockState(cache, None) for cache in room)))
-    torch.testing.assert_close(logits, plain.step(tokens[:, 5], state)[0])
+    for baselines in (False, True):
+        chosen = attention.choose(layers, [], baselines)
+        assert any(i.kind == "baseline" for i in chosen) == baselines
 
 
 @pytest.mark.gpu
@@ -269,7 +224,8 @@ def test_gpu_graphs_peaks_and_fallback(flags, eager):
     args = flags(f"attention {TINY} --landmarks 7 {words} {'--eager' if eager else ''}")
     args.device, args.dtype = torch.device("cuda"), "bfloat16"
     build = lambda s: Synchronising(64, 64, device=s.device, dtype=s.dtype)  # noqa: E731
-    chosen = [*attention.list_implementations(args), Implementation("sync", "sync", "baseline", build)]
+    chosen = attention.choose(attention.list_implementations(), args.only, baselines=False)
+    chosen.append(Implementation("sync", "baseline", build))
     report = attention.run(args, chosen)
     for row in report["rows"]:
         assert row["status"] == "ok", row["note"]

@@ -14,7 +14,6 @@ from primal_attention.bench.model import SPECS, Spec
 
 ROW = {
     "name", "mode", "dtype", "kind", "wall_ms", "busy_ms", "first_s", "peak_mib", "ratio", "peak_ratio", "error",
-    "prepare_s",
 }  # fmt: skip
 CPU = torch.device("cpu")
 

@@ -1,10 +1,12 @@
-"""Run the command in this process."""
+"""Run the command in this process, in a folder with a small data set."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import toy
 
 from primal_attention.cli import main as cli
 
@@ -24,3 +26,19 @@ def primal(capsys: pytest.CaptureFixture[str]) -> Run:
         return code, captured.out, captured.err
 
     return run
+
+
+@pytest.fixture
+def small() -> list[str]:
+    """Flags of a small network that is trained on a CPU."""
+    model = "--model.embed-dim 8 --model.num-heads 2 --model.layers 2 --model.ffn-dim 16 --model.rank 3"
+    trainer = "--trainer.epochs 2 --trainer.batch-size 8 --trainer.accelerator cpu --trainer.no-progress"
+    return f"{model} --model.landmarks 4 {trainer}".split()
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a small data set under data/uea."""
+    toy.folder(tmp_path / "data" / "uea")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path

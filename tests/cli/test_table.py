@@ -11,24 +11,37 @@ import pytest
 import test_lm
 import toy
 
-from primal_attention.data.lra import listops
+import page_cases
 from primal_attention.report import tables
 from primal_attention.report.results import ResultIndex
-from primal_attention.train import grid
+from primal_attention.train import grid, registry
+from primal_attention.train.config import override, to_plain
+from primal_attention.utils.files import write_json
 
-SIZES = "model.embed_dim=8 model.ffn_dim=16 model.rank=3 model.landmarks=4 trainer.accelerator=cpu"
-SMALL = ["--set", *SIZES.split(), "model.num_heads=2"]
-BRIEF = [*SMALL, "trainer.epochs=1", "trainer.batch_size=64"]
+BRIEF = ["--set", "trainer.epochs=1", "trainer.batch_size=64"]
 TOY = ["--sets", "Toy", "--seeds", "1"]
 texts = test_lm.folder
 
 
+def store_result(job: grid.Job) -> grid.Outcome:
+    """Store the summary of a run without training it; the tests of the grid and of language models train."""
+    recipe = override(registry.get(job.recipe), job.changes)
+    scores = {key: {"accuracy": 0.5 + 0.1 * recipe.seed, "epoch": 1} for key in tables.PROTOCOLS}
+    data = {"set": job.recipe.partition("/")[2], "test_samples": 6, "max_length": 12}
+    summary = page_cases.summary(recipe.label(), recipe.seed, 0.5) | {
+        "recipe": job.recipe, "benchmark": recipe.benchmark, "scores": scores, "data": data,
+        "config": to_plain(recipe), "command": job.command, "commit": "abc",
+    }  # fmt: skip
+    write_json(job.result, summary)
+    return grid.Outcome(job, summary)
+
+
 class Launched(list):
-    """Jobs that were started, run in this process; the grid's own tests start others."""
+    """Jobs that were started."""
 
     def __call__(self, jobs: Sequence[grid.Job], workers: int) -> Iterable[grid.Outcome]:
         self.extend(jobs)
-        return map(grid.run_job, jobs)
+        return map(store_result, jobs)
 
     def names(self) -> list[str]:
         names = [job.run.name for job in self]
@@ -46,7 +59,7 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launched:
     return started
 
 
-def test_only_missing_runs_are_started(launched: Launched, primal, tmp_path: Path) -> None:
+def test_only_missing_runs_are_started(launched: Launched, primal) -> None:
     words = ["uea", "--sets", "Toy", "--models", "softmax", "primal", "--seeds", "1", *BRIEF]
     code, out, _ = primal("table", *words, "--markdown", "out/t.md", "--csv", "out/t.csv")
     assert code == 0
@@ -55,39 +68,35 @@ def test_only_missing_runs_are_started(launched: Launched, primal, tmp_path: Pat
         assert text in out
     assert "| Toy | Transformer (softmax) | – |" in Path("out/t.md").read_text()
     records = list(csv.DictReader(Path("out/t.csv").read_text().splitlines()))
-    summary = json.loads(Path("results/uea/Toy/primal-seed0.json").read_text())
-    assert float(records[1]["last_mean"]) == pytest.approx(100 * summary["scores"]["last"]["accuracy"])
-    assert summary["commit"]
-    assert str(tmp_path) not in json.dumps(summary)
-
+    assert float(records[1]["last_mean"]) == pytest.approx(50.0)
     words[words.index("1")] = "2"
     assert primal("table", *words)[0] == 0
     assert launched.names() == ["softmax-seed1", "primal-seed1"]
-    code, again, _ = primal("table", *words, "--no-run", "--results", "runs")  # run folders serve as results
+    code, again, _ = primal("table", *words, "--no-run")
     assert code == 0
+    assert "55.0 ± 7.1" in again
     assert "--no-run" not in again
     # The ablation shares runs with the main table.
-    code, out, _ = primal("table", "uea-ablation", "--parts", "data-dependence", "r-scores", *TOY, *BRIEF)
+    code, out, _ = primal("table", "uea-ablation", "--models", "data-dependence", "primal-with-r", *TOY, *BRIEF)
     assert code == 0
-    names = ["primal+-independent", "primal+-dependent", "primal-without-r", "primal+-without-r"]
-    assert launched.names() == [f"{name}-seed0" for name in names]
+    assert launched.names() == ["primal+-independent-seed0", "primal+-dependent-seed0"]
     assert "Data-dependent" in out
 
 
 def test_results_of_other_settings_are_neither_shown_nor_overwritten(launched: Launched, primal) -> None:
     words = ["uea", *TOY, "--models", "softmax"]
     assert primal("table", *words, *BRIEF)[0] == 0
-    code, _, err = primal("table", *words, *SMALL, "trainer.epochs=2", "trainer.batch_size=64")
+    code, _, err = primal("table", *words, "--set", "trainer.epochs=2", "trainer.batch_size=64")
     assert code == 2
     assert "was run with trainer.epochs 1, not 2: choose another --results" in err
-    code, _, err = primal("table", *words, *SMALL, "--no-run")
+    code, _, err = primal("table", *words, "--no-run")
     assert code == 2
     assert "no result of this table (1 with other settings)" in err
 
 
 def test_a_failed_run_leaves_the_others(launched: Launched, primal, monkeypatch) -> None:
     def half(jobs: Sequence[grid.Job], workers: int) -> Iterable[grid.Outcome]:
-        return [grid.run_job(jobs[0]), grid.Outcome(jobs[1], error="the loss is not finite")]
+        return [store_result(jobs[0]), grid.Outcome(jobs[1], error="the loss is not finite")]
 
     monkeypatch.setitem(grid.LAUNCHERS, "local", half)
     words = ["uea-efficiency", *TOY, "--models", "softmax", "primal", *BRIEF]
@@ -114,29 +123,26 @@ def test_sets_without_data_are_left_out_and_named(launched: Launched, primal, mo
 
 
 def test_long_range_arena_and_trainings_of_another_length(launched: Launched, primal) -> None:
-    shape = listops.Shape(max_depth=4, max_args=4, min_length=5, max_length=40)
-    listops.write(Path("data/lra/listops"), train=18, valid=6, test=6, shape=shape)
-    lra = ["--sets", "listops", "--seeds", "1", "--set", *SIZES.split(), "trainer.steps_per_epoch=2"]
-    lra += ["trainer.batch_size=4", "trainer.precision=32-true"]
-    code, out, _ = primal("table", "lra", "--models", "primal", *lra, "trainer.epochs=2", "watch_test=true")
+    Path("data/lra/listops").mkdir(parents=True)
+    words = ["lra", "--models", "primal", "--sets", "listops", "--seeds", "1", "--set", "trainer.batch_size=4"]
+    code, out, _ = primal("table", *words, "trainer.steps_per_epoch=2", "trainer.epochs=2")
     assert code == 0
     for text in ("Paper (validation-chosen)", "37.3", "4 steps × 4 samples", "paper 5,000 × 32", "Samples in the test"):
         assert text in out
-    assert set(json.loads(Path("results/lra/listops/primal-seed0.json").read_text())["scores"]) == set(tables.PROTOCOLS)
-    assert primal("table", "lra", "--models", "primal", *lra, "--no-run")[0] == 2
-    code, out, _ = primal("table", "lra", "--models", "primal", *lra, "--no-run", "--any-length")
+    assert primal("table", *words, "--no-run")[0] == 2
+    code, out, _ = primal("table", *words, "--no-run", "--any-length")
     assert code == 0
     assert "trainings of any length" in out
-    code, out, _ = primal(
-        "table", "lra-ablation", "--parts", "r-scores", *lra, "trainer.epochs=1", "--results", "other"
-    )
+    words = ["lra-ablation", "--models", "r-scores", "--sets", "listops", "--results", "other"]
+    code, out, _ = primal("table", *words)
     assert code == 0
-    assert len(list(Path("other/lra/listops").glob("*.json"))) == 4
+    assert len(list(Path("other/lra/listops").glob("*.json"))) == 4 * 3
     for text in ("36.8", "37.1", "37.3"):
         assert text in out
 
 
-def test_language_models_are_compared_with_softmax(launched: Launched, texts: Path, primal) -> None:
+def test_language_models_are_compared_with_softmax(launched: Launched, texts: Path, primal, monkeypatch) -> None:
+    monkeypatch.setitem(grid.LAUNCHERS, "local", lambda jobs, workers: map(grid.run_job, jobs))  # trains
     skipped = {"data.folder", "seed", "model.attention", *grid.QUIET}
     settings = [f"{name}={value}" for name, value in test_lm.SMALL.items() if name not in skipped]
     words = ["lm", "--models", "softmax", "primal-mean", "--seeds", "1", "--data", str(texts), "--set", *settings]
@@ -144,10 +150,14 @@ def test_language_models_are_compared_with_softmax(launched: Launched, texts: Pa
     assert code == 0
     for part in ("softmax", "primal-mean", "Runs: 2"):
         assert part in out
+    summary = json.loads(Path("results/lm/wikipedia/softmax-seed0.json").read_text())
+    assert summary["commit"]
+    assert str(texts) not in json.dumps(summary)
+    assert primal("table", *words, "--no-run", "--results", "runs")[0] == 0  # run folders serve as results
 
 
 def test_the_grid_of_eta_and_s_is_the_papers() -> None:
-    variants = tables.ablation_variants(["eta-s"])
+    variants = tables.ablation_variants("eta-s")
     assert variants[5].changes() == {"model.attention": ("primal",), "model.rank": 30, "eta": 0.1}
     plan = grid.Plan("uea", ["Handwriting"], variants, range(2), {"protocol": "both"}, "uea")
     index = ResultIndex(plan, [])
@@ -164,13 +174,11 @@ WRONG = {
     "uea --models primel": "did you mean 'primal'?",
     "lm --models sofmax --no-run": "did you mean 'softmax'?",
     "uea --sets Tooy": "did you mean Toy?",
-    "uea-ablation --parts eta": "invalid choice: 'eta'",
-    "lra-ablation --parts eta-s": "no part of lra-ablation is called 'eta-s'",
+    "lra-ablation --models eta-s": "no model of this table is called 'eta-s'",
     "uea --sets Toy --set epochs": "FIELD=VALUE",
     "uea --sets Toy --set trainer.speed=1": "trainer.speed is not a field",
     "uea --sets Toy --set seed=1": "cannot change seed",
-    "uea --parts eta-s": "--parts belongs to an ablation",
-    "uea-ablation --models flow": "are fixed",
+    "uea-ablation --models flow": "no model of this table is called 'flow'",
     "lra --any-length": "add --no-run",
     "lra --sets text": "no train split",
     "uea-efficiency --sets Toy --launcher ray": "local launcher",

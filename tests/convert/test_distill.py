@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from closeness import assert_close
 from convert.test_replace import Block, encoder
 from primal_attention import distill, primalize
-from primal_attention.convert.distill import NEW_PARAMETERS, Moments, best_ridge, relative_error
+from primal_attention.convert.distill import NEW_PARAMETERS, relative_error
 
 SMALL = {"rank": 5, "landmarks": 6}
 SHORT = {"start_batches": 0, "block_steps": 20, "end_steps": 20, "lr": 1e-2, "end_lr": 3e-3, "progress": False}
@@ -29,24 +29,6 @@ def random_batches(count: int = 3) -> list[Tensor]:
 
 
 # Initialisation
-
-
-def test_regression_finds_maps_and_constants():
-    torch.manual_seed(0)
-    z, maps, constants = torch.randn(500, 2, 5), torch.randn(2, 5, 3), torch.randn(2, 3)
-    o = torch.einsum("thf,hfp->thp", z, maps) + constants
-    fit = Moments.of(z, o).solve(torch.full((2,), 1e-9, dtype=torch.float64))
-    assert_close(fit[:, :-1].float(), maps, 1e-5, "maps")
-    assert_close(fit[:, -1].float(), constants, 1e-5, "constants")
-
-
-def test_noise_gets_a_large_ridge_and_signal_a_small_one():
-    torch.manual_seed(0)
-    z, maps = torch.randn(2, 60, 2, 40), torch.randn(40, 3)
-    o = torch.cat([z[:, :, :1] @ maps, torch.randn(2, 60, 1, 3)], dim=2)
-    ridge = best_ridge((Moments.of(z[0], o[0]), Moments.of(z[1], o[1])))
-    assert float(ridge[0]) <= 1e-2
-    assert float(ridge[1]) >= 10
 
 
 class FromPrimal(Block):

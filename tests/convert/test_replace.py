@@ -193,15 +193,19 @@ def test_report_counts_parameters_and_operations() -> None:
     ("model", "arguments", "message"),
     [
         (lambda: nn.Linear(3, 3), {}, "nothing to replace in Linear: no attention was found"),
-        (encoder, {"layers": 3}, "layers has 3, but the model has 3 replaceable attentions, from 0"),
+        (encoder, {"layers": 3}, "layers has 3, but the model has 3 replaceable attention modules, from 0"),
         (encoder, {"layers": []}, "layers is empty"),
         (encoder, {"layers": "first"}, "layers must be 'last', 'all', indices or a predicate"),
-        (encoder, {"layers": lambda *_: False}, "accepts none of the model's 3 attentions"),
+        (encoder, {"layers": lambda *_: False}, "accepts none of the model's 3 attention modules"),
         (encoder, {"num_heads": 3}, "num_heads is read from the replaced module"),
         (lambda: nn.MultiheadAttention(32, 4), {}, "the model is itself an attention"),
         (lambda: nn.ModuleList([nn.MultiheadAttention(32, 4, kdim=16)]), {}, "0 .* cross-attention"),
         (lambda: nn.ModuleList([nn.MultiheadAttention(32, 4, add_zero_attn=True)]), {}, "appends keys"),
-        (lambda: nn.ModuleList([PrimalAttention(32, 4, **SMALL)]), {}, "its 1 attentions are Primal-Attention already"),
+        (
+            lambda: nn.ModuleList([PrimalAttention(32, 4, **SMALL)]),
+            {},
+            "its 1 attention modules are Primal-Attention already",
+        ),
     ],
 )
 def test_bad_input_is_one_line(model, arguments, message) -> None:

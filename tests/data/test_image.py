@@ -93,7 +93,7 @@ def test_broken_files_are_skipped_with_a_warning_or_an_error(folder: Path) -> No
 
 def test_evaluation_crops_seven_eighths(folder: Path) -> None:
     image = images.read(images.load(folder).train.files[0])
-    assert images.whole_side(224) == 256
+    assert images.resized_side(224) == 256
     assert np.array_equal(images.evaluation(28)(image), images.crop_centre(image, 32, 32)[:, 2:30, 2:30])
 
 

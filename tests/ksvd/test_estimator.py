@@ -15,7 +15,7 @@ from sklearn.exceptions import NotFittedError
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import primal_attention.ksvd
-from primal_attention.ksvd import KernelSVD, cumulative_explained_variance, effective_rank, low_rank_singular_values
+from primal_attention.ksvd import KernelSVD
 
 
 @parametrize_with_checks(
@@ -146,28 +146,13 @@ def test_bad_keys_and_new_points() -> None:
         KernelSVD(2, kernel="precomputed").fit(X @ X.T, Z=X)
     with pytest.raises(ValueError, match="Z contains NaN"):
         KernelSVD(2).fit(X, Z=np.full((4, 3), np.nan))
+    with pytest.raises(NotFittedError):
+        KernelSVD(2).transform_keys(X)
     ksvd = KernelSVD(2).fit(X)
     with pytest.raises(ValueError, match="X has 2 features, but KernelSVD is expecting 3"):
         ksvd.transform(X[:, :2])
     with pytest.raises(ValueError, match="Z has 2 features, but KernelSVD was fitted on keys with 3"):
         ksvd.transform_keys(X[:, :2])
-
-
-def test_scores_before_fit() -> None:
-    with pytest.raises(NotFittedError):
-        KernelSVD(2).transform(X)
-    with pytest.raises(NotFittedError):
-        KernelSVD(2).transform_keys(X)
-
-
-def test_bad_spectra() -> None:
-    for measure in (effective_rank, cumulative_explained_variance):
-        with pytest.raises(ValueError, match=r"singular_values must have at least one entry .*\(shape=\(0,\)\)"):
-            measure(np.zeros(0))
-        with pytest.raises(ValueError, match=r"singular_values must not be negative \(smallest=-1.0\)"):
-            measure(np.array([1.0, -1.0]))
-    with pytest.raises(ValueError, match=r"same number of columns \(A \(12, 3\), B \(12, 2\)\)"):
-        low_rank_singular_values(X, X[:, :2])
 
 
 # Examples of the docstrings and of the theory page

@@ -50,3 +50,13 @@ def test_low_rank_singular_values_never_form_the_product(as_type) -> None:
         np.linalg.eigvalsh(np.asarray(A).T @ np.asarray(A))[::-1],
         rtol=1e-10,
     )
+
+
+def test_bad_spectra() -> None:
+    for measure in (effective_rank, cumulative_explained_variance):
+        with pytest.raises(ValueError, match=r"singular_values must have at least one entry .*\(shape=\(0,\)\)"):
+            measure(np.zeros(0))
+        with pytest.raises(ValueError, match=r"singular_values must not be negative \(smallest=-1.0\)"):
+            measure(np.array([1.0, -1.0]))
+    with pytest.raises(ValueError, match=r"same number of columns \(A \(12, 3\), B \(12, 2\)\)"):
+        low_rank_singular_values(np.zeros((12, 3)), np.zeros((12, 2)))

@@ -56,7 +56,8 @@ def test_a_layer_with_a_mask_takes_any_batch_size_and_length(tmp_path) -> None:
 
 
 LANDMARKS = {"data_dependent": True, "landmarks": 6, "max_length": 40}
-MODES = {"mean": ({}, [7, 1, 1, 11]), "landmarks": (LANDMARKS, [7, 1, 1, 11]), "decay": ({"decay": 0.9}, [1] * 20)}
+# The running mean is tested with a language model in tests/cli/test_export.py.
+MODES = {"landmarks": (LANDMARKS, [7, 1, 1, 11]), "decay": ({"decay": 0.9}, [1] * 20)}
 
 
 @pytest.mark.parametrize("mode", MODES)

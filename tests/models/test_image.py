@@ -9,7 +9,7 @@ import torch
 
 from closeness import assert_close
 from primal_attention import ksvd_loss
-from primal_attention.models.image import ImageClassifier, StochasticDepth, deit, which
+from primal_attention.models.image import ImageClassifier, StochasticDepth, choose_library, deit
 from primal_attention.nn.objective import primal_layers
 
 LIBRARIES = ["transformers", "timm"]
@@ -24,7 +24,7 @@ def make(library: str = "transformers", **changes) -> ImageClassifier:
 
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize(("attention", "count"), [("softmax", 0), ("primal+", 1), ("primal", 3)])
-def test_which_layers_are_primal(library, attention, count) -> None:
+def test_choose_library_layers_are_primal(library, attention, count) -> None:
     model = make(library, attention=attention)
     layers = primal_layers(model)
     assert len(layers) == count
@@ -110,9 +110,9 @@ def test_bad_input_is_one_line(monkeypatch) -> None:
     with pytest.raises(ValueError, match="drop_path must lie in"):
         make(drop_path=1.0)
     with pytest.raises(ValueError, match="library must be auto, timm or transformers"):
-        which("keras")  # type: ignore[arg-type]
+        choose_library("keras")  # type: ignore[arg-type]
     monkeypatch.setattr("primal_attention.models.image.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"'timm' is not installed: pip install 'primal-attention\[vision\]'"):
-        which("timm")
+        choose_library("timm")
     with pytest.raises(ValueError, match="image models need timm or transformers"):
-        which("auto")
+        choose_library("auto")

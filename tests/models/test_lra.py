@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo import lookup_backend
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 from closeness import assert_close
@@ -153,24 +153,15 @@ def test_what_cannot_work_is_one_clear_line():
         make(attention="nystrom+").published_padding = True
 
 
-# Compilation. That every attention compiles as one graph is tested in tests/nn/test_attention_contract.py.
+# Compilation. That every attention compiles as one graph is tested in tests/nn/baselines/test_contract.py.
 
 
 @pytest.fixture
-def graphs() -> Iterator[list[torch.fx.GraphModule]]:
-    """The graphs that were compiled since the test began."""
+def _new_compiler() -> Iterator[None]:
     torch.compiler.reset()
     counters.clear()
-    yield []
+    yield
     torch.compiler.reset()
-
-
-def counting(graphs: list[torch.fx.GraphModule], backend: str) -> Callable[..., Any]:
-    def compiler(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
-        graphs.append(graph)
-        return lookup_backend(backend)(graph, inputs)
-
-    return compiler
 
 
 def train_model(attention: str, **changes: Any) -> LRAClassifier:
@@ -197,34 +188,40 @@ def batch(length: int, samples: int = 3) -> Tensor:
     return ids
 
 
+@pytest.mark.usefixtures("_new_compiler")
 @pytest.mark.parametrize(("attention", "kinds", "room"), [("softmax", 1, None), ("primal+", 2, 24)])
-def test_a_compiled_step_is_the_step(attention: str, kinds: int, room: int | None, graphs):
+def test_a_compiled_step_is_the_step(attention: str, kinds: int, room: int | None):
     plain, compiled = train_model(attention), train_model(attention)
     plain.room = compiled.room = room
-    compiled.compile(backend=counting(graphs, "aot_eager"))
+    compiler = CompileCounterWithBackend("aot_eager")
+    compiled.compile(backend=compiler)
     assert list(compiled.state_dict()) == list(plain.state_dict())
     expected, found = step(plain, batch(24)), step(compiled, batch(24))
     assert expected.keys() == found.keys()
     for name, value in expected.items():
         assert_close(found[name], value, 1e-9, name)
     assert not counters["graph_break"]
-    assert len(graphs) == 2 + kinds, "stem, mean, and a block of each kind"
+    assert compiler.frame_count == 2 + kinds, "stem, mean, and a block of each kind"
 
 
-def test_all_lengths_share_one_graph_of_each_part(graphs):
+@pytest.mark.usefixtures("_new_compiler")
+def test_all_lengths_share_one_graph_of_each_part():
+    compiler = CompileCounter()
     model = train_model("primal+", dropout=0.1)
-    model.compile(backend=counting(graphs, "eager"), any_length=True)
+    model.compile(backend=compiler, any_length=True)
     for length in (24, 20, 12, 24):
         step(model, batch(length))
-    assert len(graphs) == 4
+    assert compiler.frame_count == 4
     assert not counters["graph_break"]
 
 
-def test_autocast_does_not_break_the_graphs(graphs):
+@pytest.mark.usefixtures("_new_compiler")
+def test_autocast_does_not_break_the_graphs():
+    compiler = CompileCounter()
     model = train_model("primal", dropout=0.1).float()
-    model.compile(backend=counting(graphs, "eager"))
+    model.compile(backend=compiler)
     with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
         step(model, batch(24))
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
-    assert len(graphs) == 3
+    assert compiler.frame_count == 3
     assert not counters["graph_break"]

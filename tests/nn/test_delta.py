@@ -120,15 +120,6 @@ def test_wrapped_and_hooked_maps_take_effect(name: str) -> None:
     assert getattr(layer, name).base.weight.grad.abs().sum() > 0
 
 
-def test_the_call_of_multihead_attention() -> None:
-    layer, x, mask = make_layer().eval(), torch.randn(2, 9, 12, dtype=torch.float64), padding_mask(9)
-    y, weights = layer(x, x, x, key_padding_mask=mask, need_weights=False, is_causal=True)
-    assert weights is None
-    assert torch.equal(y, layer(x, mask))
-    with pytest.raises(ValueError, match="cross-attention is not defined"):
-        layer(x, x + 1, x + 1)
-
-
 def test_bad_input_is_refused() -> None:
     with pytest.raises(ValueError, match="backend must be one of 'auto', 'reference', 'fused'"):
         make_layer(backend="cpu")
@@ -140,8 +131,6 @@ def test_bad_input_is_refused() -> None:
         layer(x, state=other.initial_state(2))
     with pytest.raises(ValueError, match=r"another kind of layer \(delta rule.*rank=3, conv=4\); this layer is"):
         layer(x, state=make_layer(rank=3).initial_state(2))
-    with pytest.raises(ValueError, match=r"as many sequences as x, 2 \(got 1\)"):
-        layer(x, state=layer.initial_state(1))
     with pytest.raises(TypeError, match="dtype of the layer's parameters"):
         layer(x.float())
 

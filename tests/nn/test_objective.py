@@ -134,9 +134,9 @@ def test_the_loss_of_large_inputs_is_the_same_in_all_backends(mode: str, scale: 
 class Shared(nn.Module):
     """One layer applied twice, as in models that share parameters over depth."""
 
-    def __init__(self) -> None:
+    def __init__(self, mode: str = "data_dependent") -> None:
         super().__init__()
-        self.layer = make("data_dependent")
+        self.layer = make(mode)
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(2):
@@ -195,8 +195,10 @@ def test_streamed_tokens_are_recorded(mode: str, backend: str) -> None:
         assert ksvd_loss(layer) > 0
 
 
-def test_recomputation_by_checkpointing_does_not_count() -> None:
-    model, x = Shared(), inputs(2, 9)
+@pytest.mark.supports("checkpointing", "cpu")
+@every_mode
+def test_recomputation_by_checkpointing_does_not_count(mode: str) -> None:
+    model, x = Shared(mode), inputs(2, 9)
     with record_objective(model):
         expected = gradients(model, model(x).square().mean() + ksvd_loss(model))
     with record_objective(model):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from closeness import assert_close
-from primal_cases import CAUSAL, CAUSAL_AND_DECAYS, MAX_LENGTH, inputs, make
+from primal_cases import CAUSAL_AND_DECAYS, MAX_LENGTH, inputs, make
 
 # float64: the recurrence adds in another order than the full pass, over hundreds of tokens.
 SAME = 1e-12
@@ -58,16 +58,6 @@ def test_steps_equal_the_full_pass_with_a_state_of_constant_size(mode: str, deca
     for start, actual, expected in zip(*map(tensors, (initial, after_steps, after_full)), strict=True):
         assert start.shape == actual.shape
         assert_close(actual, expected, SAME, "state")
-
-
-@pytest.mark.parametrize("mode", CAUSAL)
-def test_the_state_of_narrow_layers_is_float32(mode: str) -> None:
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        layer = make(mode, dtype=dtype).eval()
-        initial = layer.initial_state(1)
-        assert {part.dtype for part in tensors(initial) if part.is_floating_point()} == {torch.float32}
-        _, after = layer.step(inputs(1, dtype=dtype), initial)
-        assert [part.dtype for part in tensors(after)] == [part.dtype for part in tensors(initial)]
 
 
 @every_map

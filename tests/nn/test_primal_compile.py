@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from closeness import assert_close
 from primal_attention import PrimalAttention, ksvd_loss
-from primal_cases import CAUSAL, MAX_LENGTH, MODES, MODES_AND_DECAYS, gradients, inputs, make
+from primal_cases import MAX_LENGTH, MODES, MODES_AND_DECAYS, gradients, inputs, make
 
 SAME = 1e-12  # float64, the same operations; compilers may reorder sums
 
@@ -54,13 +54,13 @@ def train_step(layer: nn.Module, call: Any, x: Tensor, mask: Tensor) -> tuple[Te
     return y, gradients(layer, y.square().mean() + ksvd_loss(layer))
 
 
-def assert_same_step(block: nn.Module, call: Any, b: int, n: int, ratio: float = SAME) -> None:
+def assert_same_step(block: nn.Module, call: Any, b: int, n: int) -> None:
     x, mask = inputs(b, n), half_masked(b, n)
     expected, expected_grads = train_step(block, block, x, mask)
     y, grads = train_step(block, call, x, mask)
     assert_close(y, expected, SAME)
     for name, grad in grads.items():
-        assert_close(grad, expected_grads[name], ratio, name)
+        assert_close(grad, expected_grads[name], SAME, name)
 
 
 class TestCompile:
@@ -78,28 +78,28 @@ class TestCompile:
         assert counter.graphs == 1
 
     def test_the_default_compiler_trains(self) -> None:
-        block = Block(make("data_dependent"))
-        scalar = {"cpp.simdlen": 1}  # C++ without vector intrinsics compiles in two thirds of the time
-        compiled = torch.compile(block, fullgraph=True, dynamic=True, options=scalar)
-        assert_same_step(block, compiled, 2, 9, ratio=1e-11)  # the compiler has its own order of sums
+        layer, x = make("data_dependent", bias=False), inputs(2, 9)
+        trained = [layer.qk_proj.weight, layer.w_e]  # each further gradient costs seconds of C++ compilation
+        layer.requires_grad_(False)
+        for parameter in trained:
+            parameter.requires_grad_()
+        # C++ without vector intrinsics compiles in two thirds of the time.
+        compiled = torch.compile(layer, fullgraph=True, dynamic=True, options={"cpp.simdlen": 1})
+        results = []
+        for call in (layer, compiled):
+            y = call(x)
+            results.append((y, *torch.autograd.grad(y.square().mean() + ksvd_loss(layer), trained)))
+        for expected, actual in zip(*results, strict=True):
+            assert_close(actual, expected, 1e-11)  # the compiler has its own order of sums
 
-    @pytest.mark.parametrize(
-        ("mode", "feature_map"),
-        [
-            ("plain", torch.tanh),
-            ("data_dependent", "softmax"),
-            ("causal", "softmax"),
-            ("causal_data_dependent", "softmax"),
-        ],
-    )
+    @pytest.mark.parametrize(("mode", "feature_map"), [("plain", torch.tanh), ("causal_data_dependent", "softmax")])
     def test_every_feature_map_compiles_in_evaluation(self, mode: str, feature_map: Any) -> None:
         layer, x = make(mode, feature_map=feature_map).eval(), inputs(2, 9)
         compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="eager")
         assert_close(compiled(x), layer(x), SAME)
 
-    @pytest.mark.parametrize("mode", ["data_dependent", "causal"])
-    def test_packed_input_compiles_with_max_seqlen(self, mode: str) -> None:
-        layer = make(mode)
+    def test_packed_input_compiles_with_max_seqlen(self) -> None:
+        layer = make("data_dependent")
         compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="eager")
         for bounds, longest in (([0, 4, 9], 5), ([0, 7, 8, 15], 7)):
             x, cu_seqlens = inputs(bounds[-1]), torch.tensor(bounds, dtype=torch.int32)
@@ -108,9 +108,8 @@ class TestCompile:
             for actual, other in zip((y, *scores), (expected, *expected_scores), strict=True):
                 assert_close(actual, other, SAME)
 
-    @pytest.mark.parametrize("mode", CAUSAL)
-    def test_steps_compile_once_for_all_positions(self, mode: str) -> None:
-        layer, counter = make(mode).eval(), CompileCounter()
+    def test_steps_compile_once_for_all_positions(self) -> None:
+        layer, counter = make("causal_data_dependent").eval(), CompileCounter()
         step = torch.compile(layer.step, fullgraph=True, dynamic=True, backend=counter)
         x, state = inputs(2, 12), layer.initial_state(2)
         expected = layer(x)
@@ -122,8 +121,8 @@ class TestCompile:
 
 
 @pytest.mark.supports("export", "cpu")
-@pytest.mark.parametrize("mode", ["data_dependent", "two_sided", "causal_data_dependent"])
-def test_an_exported_program_survives_saving_and_serves_other_shapes(mode: str, tmp_path: Path) -> None:
+@every_mode
+def test_an_exported_program_is_saved_and_loaded_and_serves_other_shapes(mode: str, tmp_path: Path) -> None:
     layer = make(mode).eval()
     shape = {0: torch.export.Dim("batch", min=1), 1: torch.export.Dim("tokens", min=2, max=MAX_LENGTH)}
     masks = [torch.arange(n) >= torch.randint(1, n, (b, 1)) for b, n in ((2, 9), (5, 20))]
@@ -147,7 +146,7 @@ def test_vmap_and_forward_derivatives(mode: str, decay: Any) -> None:
 
 
 @every_mode
-def test_functional_call_and_grad_equal_autograd_for_batches_and_samples(mode: str) -> None:
+def test_gradients_of_single_samples_by_vmap_equal_autograd(mode: str) -> None:
     layer, x = make(mode), inputs(3, 9)
     values = {name: p.detach() for name, p in layer.named_parameters()}
 
@@ -155,10 +154,6 @@ def test_functional_call_and_grad_equal_autograd_for_batches_and_samples(mode: s
         y = torch.func.functional_call(layer, values, (x,))
         return y.square().mean() + layer.objective.square().mean()
 
-    grads = torch.func.grad(loss)(values, x)
-    y = layer(x)
-    for name, grad in gradients(layer, y.square().mean() + ksvd_loss(layer)).items():
-        assert_close(grads[name], grad, SAME, name)
     per_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(values, x[:, None])
     for b in range(3):
         y = layer(x[b : b + 1])
@@ -179,13 +174,6 @@ def test_gradcheck(mode: str, decay: Any, feature_map: str) -> None:
 
     values = [p.detach().clone().requires_grad_() for p in layer.parameters()]
     assert torch.autograd.gradcheck(function, (inputs(2, 4).requires_grad_(), *values), fast_mode=True)
-
-
-@pytest.mark.supports("checkpointing", "cpu")
-@every_decay
-def test_activation_checkpointing_gives_the_same_gradients(mode: str, decay: Any) -> None:
-    block = Block(make(mode, decay))
-    assert_same_step(block, lambda *args: checkpoint(block, *args, use_reentrant=False), 2, 9)
 
 
 def test_reentrant_checkpointing_is_refused_by_the_loss() -> None:

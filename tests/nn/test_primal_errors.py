@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -11,8 +10,7 @@ import torch
 from torch import Tensor
 
 from primal_attention import PrimalAttention
-from primal_attention.ops.primal import is_interpreting
-from primal_cases import EMBED, HEADS, MAX_LENGTH, MODES, inputs, make
+from primal_cases import EMBED, HEADS, MAX_LENGTH, MODES, backend_options, inputs, make
 
 
 def assert_message(error: pytest.ExceptionInfo[Exception], message: str) -> None:
@@ -83,7 +81,7 @@ PACKED, HIDDEN, X = bounds(0, 4, 9), torch.ones(5, 5).triu(1).bool(), inputs(2, 
 BAD_CALLS: list[tuple[str, Tensor, dict[str, Any], str]] = [
     ("plain", torch.zeros(2, 5, 11).double(), {}, f"{SHAPE} (got (2, 5, 11))"),
     ("plain", inputs(5), {}, f"{SHAPE} (got (5, 12))"),
-    ("plain", inputs(2, 0), {}, "x must hold at least one token (got 0)"),
+    ("plain", inputs(2, 0), {}, "x must have at least one token (got 0)"),
     ("plain", X.float(), {}, "x must have the dtype of the layer's parameters, torch.float64 (got torch.float32)"),
     ("plain", X, {"key_padding_mask": X[..., 0].long()}, f"{MASK} be a bool tensor, True at padding (got torch.int64)"),
     ("plain", X, {"key_padding_mask": X[..., 0]}, f"{MASK} be bool, or −inf at padding and 0 elsewhere"),
@@ -129,7 +127,7 @@ def test_changed_boundaries_are_checked_again() -> None:
 
 def test_streaming_calls_are_checked() -> None:
     layer, causal = make("data_dependent"), make("causal")
-    with pytest.raises(ValueError, match="step needs a causal layer"):
+    with pytest.raises(ValueError, match="state needs a causal layer"):
         layer.step(inputs(2), causal.initial_state(2))
     with pytest.raises(ValueError, match="initial_state needs a causal layer"):
         layer.initial_state(2)
@@ -137,7 +135,7 @@ def test_streaming_calls_are_checked() -> None:
         causal.step(inputs(2, 1), causal.initial_state(2))
     with pytest.raises(TypeError, match=r"state must be a RunningState, .* \(got LandmarkState\)"):
         causal.step(inputs(2), make("causal_data_dependent").initial_state(2))
-    with pytest.raises(ValueError, match=r"state must hold as many sequences as x, 2 \(got 3\)"):
+    with pytest.raises(ValueError, match=r"state must have as many sequences as x, 2 \(got 3\)"):
         causal.step(inputs(2), causal.initial_state(3))
 
 
@@ -230,10 +228,7 @@ WRONG_PARAMETERS: list[tuple[str, str, tuple[int, ...]]] = [
 
 @pytest.mark.parametrize("backend", ["reference", "cpu", "fused"])
 def test_parameters_of_another_shape_are_refused(backend: str) -> None:
-    has_device = find_spec("triton") is not None and (torch.cuda.is_available() or is_interpreting())
-    if backend == "fused" and not has_device:
-        pytest.skip("no CUDA device, and TRITON_INTERPRET is not 1")
-    device = "cuda" if backend == "fused" and torch.cuda.is_available() else "cpu"
+    device = backend_options(backend)["device"]
 
     def build(**keywords: Any) -> PrimalAttention:
         return PrimalAttention(D, 2, rank=RANK, landmarks=LANDMARKS, backend=backend, device=device, **keywords)

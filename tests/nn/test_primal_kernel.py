@@ -52,10 +52,11 @@ def theorem(layer: PrimalAttention, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("mode", "decay"), [*MODES_AND_DECAYS, ("two_sided", 0.7)])
 def test_the_kernel_matrix_is_the_formula_of_the_theorem(mode: str, decay: Any) -> None:
-    layer = make(mode, decay)
-    for n in (1, 4, MAX_LENGTH):
-        x = inputs(2, n)
-        assert_close(layer.kernel_matrix(x), theorem(layer, x), SAME)
+    for landmarks in (1, 6, MAX_LENGTH):
+        layer = make(mode, decay, landmarks=landmarks)
+        for n in (1, 4, MAX_LENGTH):
+            x = inputs(2, n)
+            assert_close(layer.kernel_matrix(x), theorem(layer, x), SAME)
 
 
 @pytest.mark.parametrize("feature_map", ["cosine", "softmax"])

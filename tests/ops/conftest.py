@@ -1,7 +1,8 @@
-"""Fixtures of the kernel tests: the device, NaN in unwritten memory, and rounding to bfloat16."""
+"""Fixtures of the kernel tests: the device, NaN in unwritten memory, rounding to bfloat16, short chunks."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,9 @@ import pytest
 import torch
 
 from primal_attention.ops import primal
+
+if not primal.HAS_TRITON:
+    collect_ignore_glob = ["triton/test_*.py"]
 
 
 @pytest.fixture(scope="session")
@@ -44,3 +48,17 @@ def bfloat16_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
         return truncate(values, source, target, rounding)
 
     monkeypatch.setattr(interpreter, "_convert_float", convert)
+
+
+@pytest.fixture
+def short_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Chunks of 64 rows instead of 1024, so that short sequences have several."""
+    import primal_attention.ops.triton.layer  # noqa: F401  (imports all kernels)
+    from primal_attention.ops.triton import common
+
+    package = common.__package__
+    for module in [m for name, m in list(sys.modules.items()) if name.startswith(package) and hasattr(m, "CHUNK")]:
+        monkeypatch.setattr(module, "CHUNK", 64)
+    common._cached_uniform_sequences.cache_clear()
+    yield 64
+    common._cached_uniform_sequences.cache_clear()

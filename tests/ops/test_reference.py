@@ -1,4 +1,4 @@
-"""The equations against plain loops: running sums, and W_{e|X≤i} rebuilt for every i."""
+"""Running sums against plain loops, and causal landmarks against the bidirectional layer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from closeness import assert_close
-from primal_attention.ops.feature_maps import cosine
 from primal_attention.ops.landmarks import landmark_indices
 from primal_attention.ops.reference import running_sum, split_heads
 from primal_cases import inputs, make
@@ -77,37 +76,6 @@ def test_sums_of_bfloat16_are_float32() -> None:
 
 
 # Causal landmarks
-
-
-def rebuilt_scores(x_h: Tensor, phi: Tensor, w: Tensor, grid: list[int], decay: Tensor | None) -> Tensor:
-    """e_i = W_{e|X≤i}ᵀ φ(x_i) of one head: x_h, phi (N, p), w (n, s) → (N, s)."""
-    scores = []
-    for i in range(len(x_h)):
-        w_x = torch.zeros(x_h.shape[1], w.shape[1], dtype=w.dtype)  # W_{e|X≤i}
-        for j, position in enumerate(grid):
-            if position <= i:
-                weight = 1.0 if decay is None else decay ** (i - position)
-                w_x = w_x + weight * torch.outer(x_h[position], w[j])
-        scores.append(w_x.T @ phi[i])
-    return torch.stack(scores)
-
-
-@pytest.mark.parametrize("decay", [None, "learned", 0.9])
-@settings(max_examples=6, deadline=None)
-@given(length=st.integers(1, 16), landmarks=st.integers(1, 24), spare=st.integers(0, 20))
-def test_causal_scores_use_the_landmarks_so_far(
-    decay: float | str | None, length: int, landmarks: int, spare: int
-) -> None:
-    layer = make("causal_data_dependent", decay, landmarks=landmarks, max_length=length + spare)
-    x = inputs(1, length)
-    _, scores = layer(x, return_scores=True)
-    grid = landmark_indices(length + spare, landmarks).tolist()
-    x_h = split_heads(x, layer.num_heads)
-    q, k = (cosine(split_heads(z, layer.num_heads)) for z in layer.qk_proj(x).chunk(2, -1))
-    for actual, phi, w in ((scores.e, q, layer.w_e), (scores.r, k, layer.w_r)):
-        for h in range(layer.num_heads):
-            gamma = None if layer.decay is None else layer.decay[h]
-            assert_close(actual[0, h], rebuilt_scores(x_h[0, h], phi[0, h], w[h], grid, gamma), SAME)
 
 
 def test_the_last_token_of_a_full_sequence_has_the_weights_of_the_bidirectional_layer() -> None:

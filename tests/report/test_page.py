@@ -13,7 +13,7 @@ from page_cases import SPECTRUM, bench, put_run
 pytest.importorskip("plotly")
 
 from primal_attention.cli import main as cli
-from primal_attention.report.page import SCRIPT, group_runs, make_page
+from primal_attention.report.page import SCRIPT, group_runs, write_page
 from primal_attention.report.results import collect
 
 
@@ -61,12 +61,16 @@ def test_the_script_can_be_inlined(runs: Path, tmp_path: Path, capsys: pytest.Ca
     assert (tmp_path / "one" / "page.html").stat().st_size > 10**6
 
 
-def test_absent_content_is_named(runs: Path) -> None:
-    page = make_page(collect([runs]))
+def test_absent_content_is_named(runs: Path, tmp_path: Path) -> None:
+    def page_of(path: Path) -> str:
+        write_page(tmp_path / "page.html", collect([path]))
+        return (tmp_path / "page.html").read_text(encoding="utf-8")
+
+    page = page_of(runs)
     assert "primal bench attention" in page
     assert "primal spectrum RUN" in page
     (runs / "primal-seed0" / "summary.json").unlink()
-    page = make_page(collect([runs / "primal-seed0"]))
+    page = page_of(runs / "primal-seed0")
     assert "not finished" in page
     assert "None of these runs has finished" in page
 

@@ -1,4 +1,4 @@
-"""Benchmarks behind `primal bench`: layers (`attention.py`) and whole models (`model.py`, `lra.py`).
+"""Benchmarks behind `primal bench`: layers (`attention.py`), decoding (`decode.py`) and models (`model.py`, `lra.py`).
 
 `measurement.py` holds what they share: timing, memory, the JSON report, its table and its plot.
 """

@@ -1,7 +1,6 @@
-"""`primal bench attention` and `primal bench decode`: one attention layer with its projections against sequence length.
+"""`primal bench attention`: one attention layer with its projections against sequence length.
 
 Implementations of Primal-Attention are checked against the equations in float64 first. Those that fail are not timed.
-Decoding times one more token after N tokens, and measures the state of a causal layer, or of a language model.
 """
 
 from __future__ import annotations
@@ -14,21 +13,16 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._pytree import tree_leaves
 
 from primal_attention.bench import measurement
-from primal_attention.bench.measurement import OK, REFUSED, SKIPPED, Row, ratio
-from primal_attention.models.lm import LanguageConfig, LanguageModel, LanguageState
+from primal_attention.bench.measurement import OK, REFUSED, SIZES, SKIPPED, Row, ratio
 from primal_attention.nn.baselines import attention_names, attention_traits, make_attention
-from primal_attention.nn.baselines.softmax import CachedSoftmaxAttention, CacheState, rotary_angles, rotate
-from primal_attention.nn.blocks import BlockState
-from primal_attention.nn.padding import Tokens
 from primal_attention.nn.primal import PrimalAttention
 from primal_attention.ops.landmarks import landmark_indices
 from primal_attention.ops.primal import is_interpreting
@@ -36,15 +30,6 @@ from primal_attention.utils.errors import RunError, check_name
 from primal_attention.utils.progress import Progress
 from primal_attention.utils.provenance import installed
 
-CHUNK = 16384  # tokens that are read at once before decoding
-VOCABULARY = 8192
-# Name → label, kind and keywords of the configuration.
-LANGUAGE_MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "sdpa": ("softmax (SDPA, KV cache)", "softmax", {"attention": ("softmax",)}),
-    "primal-mean": ("Primal, mean", "primal", {"positions": "sinusoidal"}),
-    "primal-decay": ("Primal, decay + conv + gate", "primal", {"primal_mode": "decay", "conv": 4, "gate": True}),
-    "primal-delta": ("Primal, delta + conv + gate", "primal", {"primal_mode": "delta", "conv": 4, "gate": True}),
-}
 PRIMAL_BACKENDS = ("fused", "cpu", "compiled", "reference")
 CHECKED = ("primal", "published")  # kinds that must compute Primal-Attention
 SDPA_BACKENDS = {
@@ -87,49 +72,36 @@ class Shape:
 # Implementations
 
 
-@dataclass(frozen=True)
-class Implementation:
+class Implementation(NamedTuple):
     """A layer by name. Those of the kinds "primal" and "published" must pass the check before they are timed."""
 
     name: str
-    label: str
     kind: str
     build: Callable[[Shape], Any]
 
 
-def list_implementations(args: Namespace) -> list[Implementation]:
-    """Return the implementations that `args.only` names by name or kind, and the baselines with `args.baselines`.
-
-    By default these are all but the baselines.
-    """
-    decodes, layers = args.benchmark == "decode", getattr(args, "layers", None)
-    found = [Implementation("sdpa", "softmax (SDPA)", "softmax", partial(build_baseline, "softmax"))]
-    for backend in SDPA_BACKENDS:
-        label = f"softmax (SDPA, {backend})"
-        found.append(Implementation(f"sdpa-{backend}", label, "softmax", partial(build_sdpa, backend)))
+def list_implementations() -> list[Implementation]:
+    """Return softmax attention by every backend of torch, all backends of Primal-Attention, and the baselines."""
+    softmax: dict[str, Callable[[Shape], Any]] = {"sdpa": partial(build_baseline, "softmax")}
+    softmax |= {f"sdpa-{backend}": partial(build_sdpa, backend) for backend in SDPA_BACKENDS}
     if installed("flash-attn-4"):
-        found.append(Implementation("flash-attn-4", "softmax (flash-attn-4)", "softmax", build_flash_attention_4))
-    if decodes:
-        found = [Implementation("sdpa", "softmax (SDPA, KV cache)", "softmax", build_cached)]
-    for backend in PRIMAL_BACKENDS:
-        if not (decodes and backend == "compiled"):  # the guards of a compiled function cost more than a step
-            build = partial(build_primal, backend)
-            found.append(Implementation(f"primal-{backend}", f"Primal ({backend})", "primal", build))
-    if not decodes:
-        found.append(Implementation("published", "Primal (authors' implementation)", "published", build_authors))
-    for name in attention_names():
-        if name not in ("softmax", "primal") and (attention_traits(name).streams or not decodes):
-            found.append(Implementation(name, name, "baseline", partial(build_baseline, name)))
-    if layers:
-        found = [
-            Implementation(name, label, kind, partial(build_language_model, layers, keywords))
-            for name, (label, kind, keywords) in LANGUAGE_MODELS.items()
-        ]
-    names = {i.name for i in found} | {i.kind for i in found}
-    for name in args.only:
-        check_name(name, sorted(names), "implementation")
-    wanted = set(args.only or {i.name for i in found if i.kind != "baseline"})
-    return [i for i in found if {i.name, i.kind} & wanted or (args.baselines and i.kind == "baseline")]
+        softmax["flash-attn-4"] = build_flash_attention_4
+    names = [name for name in attention_names() if name not in ("softmax", "primal")]
+    return [
+        *(Implementation(name, "softmax", build) for name, build in softmax.items()),
+        *(Implementation(f"primal-{b}", "primal", partial(build_primal, b)) for b in PRIMAL_BACKENDS),
+        Implementation("published", "published", build_authors),
+        *(Implementation(name, "baseline", partial(build_baseline, name)) for name in names),
+    ]
+
+
+def choose(implementations: Sequence[Implementation], only: Sequence[str], baselines: bool) -> list[Implementation]:
+    """Return those that `only` names by name or kind (all but baselines if empty), and with `baselines` these too."""
+    kinds = dict.fromkeys(i.kind for i in implementations)
+    for name in only:
+        check_name(name, [*kinds, *(i.name for i in implementations)], "implementation")
+    wanted = {*(only or kinds.keys() - {"baseline"}), *(["baseline"] if baselines else [])}
+    return [i for i in implementations if {i.name, i.kind} & wanted]
 
 
 def build_primal(backend: str, shape: Shape) -> PrimalAttention:
@@ -331,96 +303,12 @@ def all_results(layer: Any, weights: dict[str, Tensor], x: Tensor, grad_y: Tenso
     return results
 
 
-def wrong_results(verdict: Row) -> str:
-    error = verdict["error"] or math.nan
-    return f"wrong results: error of {verdict['where']} {error:.1e}, allowed {verdict['allowed']:.1e}"
-
-
 def rms_error(actual: Tensor, expected: Tensor) -> float:
     """RMS(error) / RMS(expected); infinite for another shape."""
     if actual.shape != expected.shape:
         return math.inf
     error = (actual.double() - expected.double()).square().mean().sqrt()
     return float(error / expected.double().square().mean().sqrt().clamp(min=1e-300))
-
-
-# Decoding
-
-
-class PreallocatedCache(CachedSoftmaxAttention):
-    """Softmax attention that writes into the last place of its cache instead of copying it."""
-
-    isolates_non_finite = False  # time the mechanism alone
-
-    def _resume(
-        self, x: Tensor, tokens: Tokens, state: CacheState | None, poison: Tensor | None
-    ) -> tuple[Tensor, CacheState]:
-        assert state is not None
-        q, k, v = self.project_in(x)  # (B, H, 1, p)
-        if self.rotary:
-            angles = rotary_angles(state.position[:, None], self.head_dim)
-            q, k = rotate(q, *angles), rotate(k, *angles)
-        state.k[:, :, -1:], state.v[:, :, -1:] = k, v
-        return F.scaled_dot_product_attention(q, state.k, state.v), state
-
-
-def build_cached(shape: Shape) -> PreallocatedCache:
-    return PreallocatedCache(shape.embed_dim, shape.num_heads, rotary=False, **shape.factory)
-
-
-def build_language_model(layers: int, keywords: dict[str, Any], shape: Shape) -> LanguageModel:
-    d, h = shape.embed_dim, shape.num_heads
-    sizes = {"embed_dim": d, "num_heads": h, "ffn_dim": 4 * d, "layers": layers, "rank": shape.rank}
-    model = LanguageModel(LanguageConfig(VOCABULARY, **{"attention": ("primal",), **sizes, **keywords}))
-    if model.config.attention == ("softmax",):
-        for block in model.blocks:
-            block.attention = PreallocatedCache(d, h)
-    return model.to(shape.device, shape.dtype)
-
-
-def random_cache(shape: Shape, position: Tensor) -> CacheState:
-    """Return random keys and values of N tokens, with a place for the next one.
-
-    Reading the tokens would be quadratic, and the values do not change the time.
-    """
-    size = (2, shape.batch, shape.num_heads, shape.length + 1, shape.embed_dim // shape.num_heads)
-    k, v = torch.randn(size, **shape.factory)
-    return CacheState(k, v, position[:0], position)
-
-
-@torch.no_grad()
-def measure_decoding(implementation: Implementation, shape: Shape, args: Namespace) -> Row:
-    """Measure the state after N random tokens, then the time of the next one."""
-    layer, row = implementation.build(shape).eval(), Row()
-    is_model = isinstance(layer, LanguageModel)
-    read = layer.hidden if is_model else layer
-    chunk = max(1, CHUNK // shape.batch) if is_model else CHUNK
-
-    def draw(n: int) -> Tensor:
-        if is_model:
-            return torch.randint(VOCABULARY, (shape.batch, n), device=shape.device)
-        return torch.randn(shape.batch, n, shape.embed_dim, **shape.factory)
-
-    if implementation.kind == "softmax":
-        position = torch.full((shape.batch if is_model else 0,), shape.length, device=shape.device)
-        caches = [random_cache(shape, position) for _ in (layer.blocks if is_model else [layer])]
-        blocks = tuple(BlockState(cache, None) for cache in caches)
-        state: Any = LanguageState(blocks, position) if is_model else caches[0]
-    else:
-        state = layer.initial_state(shape.batch)
-        for start in range(0, shape.length, chunk):
-            _, state = read(draw(min(chunk, shape.length - start)), state=state, return_state=True)
-    token = draw(1)[:, 0]
-    _, after = layer.step(token, state)
-    # Each storage counts once and as a whole: a view keeps all of it alive.
-    storages = [t.untyped_storage() for t in tree_leaves(after) if isinstance(t, Tensor)]
-    size = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-    step = partial(layer.step, token, state)
-    if is_model and shape.device.type == "cuda":
-        row["peak_bytes"] = measurement.peak_bytes(step, shape.device)
-    row |= measurement.time_step(step, shape.device, args.eager, args.repeats, args.seconds)
-    row |= {"tokens_per_second": shape.batch / row["seconds"]} if is_model else {}
-    return {"state_bytes": size // shape.batch, **row}
 
 
 # The run
@@ -430,79 +318,22 @@ def make_grid(args: Namespace) -> list[list[Shape]]:
     """Return one list of shapes per width, by length."""
     names = ("device", "causal", "data_dependent", "decay", "rank", "landmarks")
     layer: dict[str, Any] = {name: getattr(args, name) for name in names} | {"dtype": getattr(torch, args.dtype)}
-    is_gpu, decodes = args.device.type == "cuda", args.benchmark == "decode"
-    count = (6 if is_gpu else 4) if decodes else (5 if is_gpu else 3)
-    lengths = args.lengths or [(1024 if decodes else 256) * 4**k for k in range(count)]
-    tokens = args.tokens or (65536 if is_gpu and not decodes else 1)
+    tokens = args.tokens or (65536 if args.device.type == "cuda" else 1)
     for width, heads in args.widths:
         try:
             build_primal("reference", Shape(width, heads, 1, 1, **layer | {"device": torch.device("cpu")}))
         except (ValueError, TypeError) as error:
             raise RunError(f"no Primal layer of width {width}:{heads}: {error}") from None
     return [
-        [Shape(width, heads, args.batch or max(1, tokens // n), n, **layer) for n in sorted(lengths)]
+        [Shape(width, heads, args.batch or max(1, tokens // n), n, **layer) for n in sorted(args.lengths)]
         for width, heads in args.widths
     ]
 
 
-def run(args: Namespace, implementations: Sequence[Implementation] | None = None) -> dict[str, Any]:
-    """Measure and return the report, which is also written to `args.file` after each length.
-
-    Args:
-        args: the flags of `primal bench attention` or `primal bench decode`.
-        implementations: instead of those that the flags choose.
-    """
-    chosen, grid = implementations or list_implementations(args), make_grid(args)
-    measure = measure_decoding if args.benchmark == "decode" else measure_layer
-    report = measurement.start_report(args.benchmark, args) | {"gate": []}
-    rows = report["rows"]
-    checked = [i for i in chosen if i.kind in CHECKED and measure is measure_layer]
-    total = sum(len(checked) + len(chosen) * len(shapes) for shapes in grid)
-    with Progress(total, "timing") as progress, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a large rank; torch's reasons against each SDPA backend
-        for shapes in grid:
-            torch.compiler.reset()  # Dynamo stops compiling at its limit of graphs per function
-            excluded: dict[str, tuple[str, str]] = {}
-            for implementation in checked:
-                status, sizes = "results are correct", {s: getattr(shapes[0], s) for s in ("embed_dim", "num_heads")}
-                try:
-                    verdict = check_layer(implementation.build, shapes[0], args.seed + 1)
-                    report["gate"].append({"name": implementation.name, **sizes, **verdict})
-                    if not verdict["passed"]:
-                        excluded[implementation.name] = REFUSED, wrong_results(verdict)
-                        status = REFUSED
-                except Exception as error:  # becomes the note of the row
-                    excluded[implementation.name] = measurement.failure(error)
-                    status = excluded[implementation.name][0]
-                progress.advance(f"{implementation.label}, d {shapes[0].embed_dim}, check: {status}")
-            measurement.free_memory(args.device)
-            for shape in shapes:
-                # All implementations at one length before the next, so that what is compared is measured together.
-                for implementation in chosen:
-                    reason = excluded.get(implementation.name)
-                    row = new_row(implementation, shape, *reason or (OK,))
-                    if not reason:
-                        torch.manual_seed(args.seed)
-                        try:
-                            row |= measure(implementation, shape, args)
-                        except Exception as error:  # becomes the note of the row
-                            row["status"], row["note"] = measurement.failure(error)
-                        measurement.free_memory(shape.device)
-                    rows.append(row)
-                    if (row["seconds"] or 0.0) > args.limit:
-                        note = f"{row['seconds']:.1f} s at {shape.length:,} tokens"
-                        excluded[implementation.name] = SKIPPED, note
-                    result = row["status"] if row["seconds"] is None else f"{1e3 * row['seconds']:.3g} ms"
-                    progress.advance(f"{row['label']}, d {shape.embed_dim}, N {shape.length}: {result}")
-                add_ratios(rows)
-                measurement.write_report(args.file, report)
-    return report
-
-
-def measure_layer(implementation: Implementation, shape: Shape, args: Namespace) -> Row:
+def measure_layer(build: Callable[[Shape], Any], shape: Shape, args: Namespace) -> Row:
     """Measure memory, then time: the pool of a CUDA graph must not exist while memory is counted."""
     row: Row = {}
-    step = Step(implementation.build(shape), shape, args.seed, args.inference)
+    step = Step(build(shape), shape, args.seed, args.inference)
     step()  # compiles and allocates
     if not args.inference:
         row["kept_bytes"] = step.saved_bytes()
@@ -511,13 +342,73 @@ def measure_layer(implementation: Implementation, shape: Shape, args: Namespace)
     return row | measurement.time_step(step, shape.device, args.eager, args.repeats, args.seconds)
 
 
-def new_row(implementation: Implementation, shape: Shape, status: str, note: str = "") -> Row:
+def run(
+    args: Namespace,
+    implementations: Sequence[Implementation] | None = None,
+    measure: Callable[[Callable[[Shape], Any], Shape, Namespace], Row] = measure_layer,
+) -> dict[str, Any]:
+    """Measure and return the report, which is also written to `args.file` after each length.
+
+    Args:
+        args: the flags of `primal bench attention`, or of a benchmark with the same grid.
+        implementations: instead of those that the flags choose.
+        measure: returns the numbers of a row.
+    """
+    chosen = implementations or choose(list_implementations(), args.only, args.baselines)
+    report, grid = measurement.start_report(args.benchmark, args) | {"gate": []}, make_grid(args)
+    with Progress(sum(len(chosen) * len(shapes) for shapes in grid), "timing") as progress, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a large rank; torch's reasons against each SDPA backend
+        for shapes in grid:
+            torch.compiler.reset()  # Dynamo stops compiling at its limit of graphs per function
+            checked = [i for i in chosen if i.kind in CHECKED] if measure is measure_layer else []
+            excluded = check_all(checked, shapes[0], report["gate"], args.seed + 1, progress)
+            for shape in shapes:
+                # All implementations at one length before the next, so that what is compared is measured together.
+                for name, kind, build in chosen:
+                    row = new_row(name, kind, shape, *excluded.get(name, (OK, "")))
+                    if row["status"] == OK:
+                        torch.manual_seed(args.seed)
+                        try:
+                            row |= measure(build, shape, args)
+                        except Exception as error:  # becomes the note of the row
+                            row["status"], row["note"] = measurement.failure(error)
+                        measurement.free_memory(shape.device)
+                    report["rows"].append(row)
+                    if (row["seconds"] or 0.0) > args.limit:
+                        excluded[name] = SKIPPED, f"{row['seconds']:.1f} s at {shape.length:,} tokens"
+                    result = row["status"] if row["seconds"] is None else f"{1e3 * row['seconds']:.3g} ms"
+                    progress.advance(f"{name}, d {shape.embed_dim}, N {shape.length}: {result}")
+                add_ratios(report["rows"])
+                measurement.write_report(args.file, report)
+    return report
+
+
+def check_all(
+    implementations: Sequence[Implementation], shape: Shape, gate: list[Row], seed: int, progress: Progress
+) -> dict[str, tuple[str, str]]:
+    """Check implementations of Primal-Attention; return status and note of those that are not timed."""
+    excluded: dict[str, tuple[str, str]] = {}
+    for name, _, build in implementations:
+        try:
+            verdict = check_layer(build, shape, seed)
+            gate.append({"name": name, "embed_dim": shape.embed_dim, "num_heads": shape.num_heads, **verdict})
+            if not verdict["passed"]:
+                errors = f"{verdict['error'] or math.nan:.1e}, allowed {verdict['allowed']:.1e}"
+                excluded[name] = REFUSED, f"wrong results: error of {verdict['where']} {errors}"
+        except Exception as error:  # becomes the note of the row
+            excluded[name] = measurement.failure(error)
+        status, _ = excluded.get(name, ("results are correct", ""))
+        progress.advance(f"{name}, d {shape.embed_dim}, check: {status}", count=0)
+    measurement.free_memory(shape.device)
+    return excluded
+
+
+def new_row(name: str, kind: str, shape: Shape, status: str, note: str) -> Row:
     """Return a row without measurements."""
-    names = {"name": implementation.name, "label": implementation.label, "kind": implementation.kind}
-    sizes = {name: getattr(shape, name) for name in ("embed_dim", "num_heads", "batch", "length")}
+    sizes = {size: getattr(shape, size) for size in SIZES}
     empty = ("seconds", "iqr", "runs", "method", "peak_bytes", "kept_bytes", "state_bytes")
     ratios = ("speedup", "peak_ratio", "kept_ratio")
-    return {**names, **sizes, "status": status, "note": note, **dict.fromkeys((*empty, *ratios))}
+    return {"name": name, "kind": kind, **sizes, "status": status, "note": note, **dict.fromkeys((*empty, *ratios))}
 
 
 def add_ratios(rows: Sequence[Row]) -> None:

@@ -7,20 +7,17 @@ exists here only: "published", Primal-Attention as the authors' code computes it
 from __future__ import annotations
 
 from argparse import Namespace
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from primal_attention.bench import measurement
 from primal_attention.bench.attention import AuthorsPrimal
 from primal_attention.bench.measurement import GRAPH, Row
 from primal_attention.data.lra.tokens import TokenData, TokenSplit
-from primal_attention.nn.objective import ksvd_loss, primal_layers
+from primal_attention.nn.objective import primal_layers
 from primal_attention.train import lra
 from primal_attention.train.config import override
 from primal_attention.train.optimizer import make_optimizer
@@ -33,8 +30,7 @@ PUBLISHED = "published"
 ATTENTIONS = ("softmax", "nystrom", "linformer", "performer", "reformer", "primal+", "primal", PUBLISHED)
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """Shape of a task's data. `filled` is the mean share of a sequence that is not padding."""
 
     length: int
@@ -71,40 +67,31 @@ class Step:
 
     def __init__(self, task: str, attention: str, device: torch.device, batch_size: int | None = None) -> None:
         torch.manual_seed(0)
-        name = "primal" if attention == PUBLISHED else attention
-        recipe = override(lra.paper_recipe(task), {"model.attention": (name,)}).resolved()
-        self.device, self.batch_size = device, batch_size or recipe.trainer.batch_size
-        data = TASKS[task].random_data(self.batch_size)
-        self.model, self.eta = lra.make_model(recipe.model, data), recipe.eta or 0.0
-        if attention == PUBLISHED:
-            use_authors_layers(self.model)
-        for module in self.model.modules():
+        is_published, is_gpu = attention == PUBLISHED, device.type == "cuda"
+        self.device, self.is_compiled = device, is_gpu and not is_published
+        changes = {"trainer.compile": "on" if self.is_compiled else "off"}
+        changes |= {"model.attention": ("primal" if is_published else attention,)}  # type: ignore[dict-item]
+        recipe = override(lra.paper_recipe(task), changes).resolved()
+        data = TASKS[task].random_data(batch_size or recipe.trainer.batch_size)
+        model = lra.make_model(recipe.model, data)
+        if is_published:
+            use_authors_layers(model)
+        for module in model.modules():
             if hasattr(module, "redraw_every"):
                 module.redraw_every = None  # type: ignore[assignment]  # a captured graph cannot draw again
-        self.model.to(device).train()
-        self.is_compiled = device.type == "cuda" and attention != PUBLISHED
-        if self.is_compiled:
-            torch.compiler.reset()
-            self.model.compile()
-        self.optimizer = make_optimizer(self.model, recipe.optim, recordable=device.type == "cuda")
-        sequences = (data.train.tokens, data.train.second)
-        ids = [torch.from_numpy(tokens).long().to(device) for tokens in sequences if tokens is not None]
-        self.inputs = [t for i in ids for t in (i, i == 0 if data.padded else None)]
-        self.labels = torch.from_numpy(data.train.labels).to(device)
-
-    def losses(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the task loss and the KSVD loss."""
-        task_loss = F.cross_entropy(self.model(*self.inputs), self.labels)
-        return task_loss, ksvd_loss(self.model, "batch") if primal_layers(self.model) else task_loss.new_zeros(())
+        self.module = lra.SequenceModule(model, recipe, padded=data.padded).to(device).train()
+        self.optimizer = make_optimizer(model, recipe.optim, recordable=is_gpu)
+        arrays = (data.train.tokens, data.train.second, data.train.labels)
+        self.batch = tuple(torch.from_numpy(array).to(device) for array in arrays if array is not None)
 
     def __call__(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         # Weights that are cast inside a captured graph must not be reused outside it.
         with torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False):
-            task_loss, objective = self.losses()
-        (task_loss + self.eta * objective).backward()  # type: ignore[no-untyped-call]
+            loss = self.module.losses(self.batch)["loss"]
+        loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
-        for layer in primal_layers(self.model).values():
+        for layer in primal_layers(self.module).values():
             layer._objective = None  # its graph would bind the next step to the stream of this one
 
 
@@ -123,7 +110,13 @@ def measure(task: str, attention: str, args: Namespace) -> Row:
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     step = Step(task, attention, device, args.batch_size)
     row: Row = {"kind": "lra-cost", "task": task, "attention": attention, "length": TASKS[task].length}
-    row |= {"batch_size": step.batch_size, "compiled": step.is_compiled, "graph": None, "peak_bytes": None, "note": ""}
+    row |= {
+        "batch_size": len(step.batch[-1]),
+        "compiled": step.is_compiled,
+        "graph": None,
+        "peak_bytes": None,
+        "note": "",
+    }
     if device.type == "cuda":
         step()
         row["peak_bytes"] = measurement.peak_bytes(step, device) - before
@@ -137,23 +130,17 @@ def measure(task: str, attention: str, args: Namespace) -> Row:
 
 
 def run(args: Namespace) -> None:
-    """Measure what has no file TASK/ATTENTION.json yet, one after the other.
-
-    Args:
-        args: the flags of `primal bench lra`.
-    """
+    """Measure what has no file TASK/ATTENTION.json yet; args: the flags of the command."""
     for noun, names, known in (("task", args.tasks, TASKS), ("model", args.models, ATTENTIONS)):
-        for name in names or ():
+        for name in names:
             check_name(name, known, noun)
-    files: dict[tuple[str, str], Path] = {}
-    for task in args.tasks or TASKS:
-        for attention in args.models or ATTENTIONS:
-            file = args.results / "lra-efficiency" / task / f"{attention}.json"
-            files |= {} if file.exists() else {(task, attention): file}
-    with Progress(len(files), "timing") as progress:
-        for cell, file in files.items():
+    cells = [(task, attention) for task in args.tasks or TASKS for attention in args.models or ATTENTIONS]
+    cells = [(task, attention) for task, attention in cells if not (args.out / task / f"{attention}.json").exists()]
+    with Progress(len(cells), "timing") as progress:
+        for task, attention in cells:
             measurement.free_memory(args.device)
-            row = measure(*cell, args)
-            write_json(file, {**row, **collect(command=args.command, device=args.device, commit=args.commit)})
+            row = measure(task, attention, args)
+            origin = collect(command=args.command, device=args.device, commit=args.commit)
+            write_json(args.out / task / f"{attention}.json", {**row, **origin})
             graph = "" if row["graph"] is None else f"{row['graph']:.2f} s replayed, "
-            progress.advance(f"{' '.join(cell)}: {graph}{row['eager']:.2f} s eager per 1000 steps {row['note']}")
+            progress.advance(f"{task} {attention}: {graph}{row['eager']:.2f} s eager per 1000 steps {row['note']}")

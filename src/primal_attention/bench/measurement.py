@@ -7,7 +7,7 @@ import gc
 import itertools
 import math
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -180,10 +180,10 @@ _NUMBERS = {
     "state_bytes": ("state kB", 1e-3),
     "recompilations": ("recompilations", 1),
 }
-_SIZES = ("embed_dim", "num_heads", "batch", "length")
+SIZES = ("embed_dim", "num_heads", "batch", "length")
 _OPTIONAL = (Number(least=0), None)
-_ROW = {"name": str, "note?": str, **{f"{name}?": _OPTIONAL for name in _NUMBERS}}
-_LAYER_ROW = {**_ROW, "label": str, "status": frozenset(STATUSES), **dict.fromkeys(_SIZES, COUNT)}
+_ROW = {"name": str, "label?": str, "note?": str, **{f"{name}?": _OPTIONAL for name in _NUMBERS}}
+_LAYER_ROW = {**_ROW, "status": frozenset(STATUSES), **dict.fromkeys(SIZES, COUNT)}
 _MODEL_ROW = {**_ROW, "kind": str, "error": (str, None)}
 _REPORT = {
     "format": frozenset({1}),
@@ -211,7 +211,7 @@ def check_report(content: Any, path: Path) -> dict[str, Any]:
     for i, row in enumerate(content["rows"]):
         if row.get("status") == OK:
             check(row, dict.fromkeys(required, Number(above=0)), path, f"rows[{i}]")
-    return {**content, "rows": [{**dict.fromkeys(_NUMBERS), "note": "", **row} for row in content["rows"]]}
+    return {**content, "rows": [{"label": row["name"], "note": "", **row} for row in content["rows"]]}
 
 
 def format_report(report: dict[str, Any]) -> str:
@@ -222,7 +222,7 @@ def format_report(report: dict[str, Any]) -> str:
             return ""
         return f"{scale * value:,.0f}" if scale * value >= 1000 else f"{scale * value:.4g}"
 
-    names = ("name", "kind") if report["kind"] == "model" else ("label", *_SIZES)
+    names = ("name", "kind") if report["kind"] == "model" else ("name", *SIZES)
     table = [["", *names[1:], *(heading for heading, _ in _NUMBERS.values()), ""]]
     for row in report["rows"]:
         cells = [str(row[name]) for name in names]
@@ -269,20 +269,6 @@ def new_figure(file: Path, rows: int, columns: int, height: float = 4.0) -> Iter
             write_atomically(path, partial(figure.savefig, format=kind, dpi=150, metadata=metadata))
 
 
-def draw_lengths(axis: Any, lines: Mapping[str, Mapping[int, float | None]], label: str, unit: str) -> None:
-    """Draw one line per name against the sequence length, both axes logarithmic."""
-    from matplotlib.ticker import EngFormatter
-
-    for name, points in lines.items():
-        lengths = sorted(points)
-        axis.loglog(lengths, [points[n] or math.nan for n in lengths], "o-", label=name)
-    ticks = sorted({n for points in lines.values() for n in points})
-    axis.set_xticks(ticks, [f"{n:,}" for n in ticks], rotation=30)
-    axis.minorticks_off()
-    axis.yaxis.set_major_formatter(EngFormatter(unit))
-    axis.set(xlabel="sequence length (tokens)", ylabel=label)
-
-
 _MEMORY = {
     "state_bytes": "state per sequence",
     "peak_bytes": "peak memory of a step",
@@ -297,18 +283,30 @@ def plot_report(report: dict[str, Any], file: Path) -> list[Path]:
         return []
     memory = next((name for name in _MEMORY if any(row.get(name) for row in rows)), "kept_bytes")
     widths = list(dict.fromkeys((row["embed_dim"], row["num_heads"]) for row in rows))
+
+    def seconds_per_token(row: Row) -> float:
+        return float(row["seconds"]) / (1 if report["kind"] == "decode" else row["batch"] * row["length"])
+
     with new_figure(file, len(widths), 2) as (figure, grid):
         for (left, right), (width, heads) in zip(grid, widths, strict=True):
-            times: dict[str, dict[int, float | None]] = {}
-            sizes: dict[str, dict[int, float | None]] = {}
-            for row in rows:
-                if (row["embed_dim"], row["num_heads"]) == (width, heads):
-                    tokens = 1 if report["kind"] == "decode" else row["batch"] * row["length"]
-                    times.setdefault(row["label"], {})[row["length"]] = row["seconds"] / tokens
-                    sizes.setdefault(row["label"], {})[row["length"]] = row.get(memory)
-            draw_lengths(left, times, "time per token", "s")
-            draw_lengths(right, sizes, _MEMORY[memory], "B")
+            own = [row for row in rows if (row["embed_dim"], row["num_heads"]) == (width, heads)]
+            draw_lengths(left, own, seconds_per_token, "time per token", "s")
+            draw_lengths(right, own, lambda row: row.get(memory), _MEMORY[memory], "B")
             left.set_title(f"d {width}, {heads} heads", loc="left")
             right.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=8)
         figure.suptitle(title(report))
     return [file.with_name(f"{file.name}.{kind}") for kind in ("png", "svg")]
+
+
+def draw_lengths(axis: Any, rows: Sequence[Row], value: Callable[[Row], float | None], label: str, unit: str) -> None:
+    """Draw one line per name against the sequence length, both axes logarithmic."""
+    from matplotlib.ticker import EngFormatter
+
+    for name in dict.fromkeys(row["name"] for row in rows):
+        points = sorted((row["length"], value(row) or math.nan) for row in rows if row["name"] == name)
+        axis.loglog(*zip(*points, strict=True), "o-", label=name)
+    ticks = sorted({row["length"] for row in rows})
+    axis.set_xticks(ticks, [f"{n:,}" for n in ticks], rotation=30)
+    axis.minorticks_off()
+    axis.yaxis.set_major_formatter(EngFormatter(unit))
+    axis.set(xlabel="sequence length (tokens)", ylabel=label)

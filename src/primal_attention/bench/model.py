@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import multiprocessing
-import os
 import statistics
 import time
 import warnings
 from argparse import Namespace
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -222,7 +219,7 @@ def count_graphs(step: Callable[[Tensor], None], x: Tensor) -> Row:
     return {"graphs": graphs, "recompilations": graphs - first}
 
 
-def measure(spec: Spec, kind: str, args: Namespace, first_only: bool = False) -> Row:
+def measure(spec: Spec, kind: str, args: Namespace) -> Row:
     """Return a row of the report; an error becomes a one-line text in it."""
     row: Row = {"name": spec.name, "mode": spec.mode, "dtype": spec.dtype, "kind": kind}
     row |= dict.fromkeys(("wall_ms", "busy_ms", "first_s", "peak_mib", "ratio", "peak_ratio", "error"))
@@ -235,30 +232,13 @@ def measure(spec: Spec, kind: str, args: Namespace, first_only: bool = False) ->
         with on_device, torch._dynamo.config.patch(recompile_limit=64):
             step, x = make_step(spec, kind, args)
             row["first_s"] = time_steps(step, x)
-            if not first_only:
-                row |= count_graphs(step, x) if spec.layout == "dynamic" else measure_steps(step, x, args)
+            row |= count_graphs(step, x) if spec.layout == "dynamic" else measure_steps(step, x, args)
     except Exception as error:  # the other rows still run
         row["error"] = ": ".join(measurement.failure(error))
     step = x = None  # type: ignore[assignment]
     torch._dynamo.reset()
     measurement.free_memory(args.device)
     return row
-
-
-def prepare(specs: Sequence[Spec], args: Namespace) -> dict[tuple[str, str], float | None]:
-    """Run the first step of all compiled rows in parallel processes; return its seconds by name and kind."""
-    jobs = [(spec, kind) for spec in specs if spec.mode != "eager" for kind in spec.kinds]
-    seconds: dict[tuple[str, str], float | None] = {}
-    workers = max(1, min(len(jobs), (os.cpu_count() or 1) // 2))
-    context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-    with ProcessPoolExecutor(workers, context) as pool, Progress(len(jobs), "compiling") as progress:
-        futures = {pool.submit(measure, spec, kind, args, True): (spec.name, kind) for spec, kind in jobs}
-        for future in as_completed(futures):
-            error = future.exception()  # of the process; the row is then compiled when it is timed
-            row: Row = {"first_s": None, "error": str(error)} if error else future.result()
-            seconds[futures[future]] = row["first_s"]
-            progress.advance(f"{', '.join(futures[future])}: {row['error'] or 'compiled'}")
-    return seconds
 
 
 def run(args: Namespace) -> dict[str, Any]:
@@ -270,11 +250,10 @@ def run(args: Namespace) -> dict[str, Any]:
     specs = choose_specs(args)
     report = measurement.start_report("model", args)
     report["settings"]["eta"] = ETA
-    prepared = prepare(specs, args) if args.prepare else {}
     with Progress(sum(len(spec.kinds) for spec in specs), "timing") as progress:
         for spec in specs:
             for kind in spec.kinds:
-                row = measure(spec, kind, args) | {"prepare_s": prepared.get((spec.name, kind))}
+                row = measure(spec, kind, args)
                 if kind == "primal" and "sdpa" in spec.kinds:
                     base = report["rows"][-1]
                     row["ratio"] = ratio(row["wall_ms"], base["wall_ms"])

@@ -46,13 +46,12 @@ SETTINGS: dict[str, Any] = {
 
 
 def main(args: Sequence[str]) -> int:
-    parser = Parser(prog="primal demo", description=ABOUT, epilog="Example: primal demo --out runs/demo")
-    add: Any = parser.add_argument
-    add("--out", type=Path, default=Path("runs/demo"), help="folder of the runs, demo.json and demo.png")
-    add("--epochs", type=positive, default=40, help="of training (default 40)")
-    add("--seed", type=int, default=0, help="of the trainings (default 0)")
-    add("--max-length", type=int, default=LENGTHS[-1], help="longest sequence that is timed (default %(default)s)")
-    options = parser.parse_args(list(args))
+    parser = Parser("demo", ABOUT, "--out runs/demo")
+    parser.flag("--out", "folder of the runs, demo.json and demo.png", type=Path, default=Path("runs/demo"))
+    parser.flag("--epochs", "of training (default 40)", type=positive, default=40)
+    longest = "longest sequence that is timed (default %(default)s)"
+    parser.flag("--max-length", longest, type=int, default=LENGTHS[-1])
+    options = parser.parse_args(args)
     if options.max_length < LENGTHS[0]:
         raise RunError(f"--max-length must be at least {LENGTHS[0]} (got {options.max_length})")
     import torch
@@ -67,7 +66,7 @@ def main(args: Sequence[str]) -> int:
     console = Console(highlight=False)
     console.print(INTRODUCTION)
     torch.set_num_threads(1)  # the networks are small, and one thread is disturbed least by other programs
-    base = override(registry.get("uea-modern/JapaneseVowels"), {**SETTINGS, "seed": options.seed})
+    base = override(registry.get("uea-modern/JapaneseVowels"), SETTINGS)
     epochs = {"trainer.epochs": options.epochs, "trainer.evaluate_every": options.epochs}
     settings = [{**epochs, "model.attention": (name,)} for name in NETWORKS.values()]
     results = [run(override(base, changes), options.out) for changes in settings]
@@ -76,15 +75,13 @@ def main(args: Sequence[str]) -> int:
     lengths = [str(n) for n in LENGTHS if n <= options.max_length]
     flags = bench.read_flags([*TIMING, "--lengths", *lengths, "--out", str(options.out)])
     flags.seconds = 0.2
-    seconds: dict[str, dict[int, float]] = {name: {} for name in NETWORKS.values()}
-    for row in attention.run(flags)["rows"]:
-        if row["status"] == "ok":
-            seconds[NETWORKS[row["name"]]][row["length"]] = row["seconds"]
+    rows = [{**row, "name": NETWORKS[row["name"]]} for row in attention.run(flags)["rows"] if row["status"] == "ok"]
     cpu_share = (time.process_time() - cpu) / (time.perf_counter() - wall)
+    seconds = {name: {row["length"]: row["seconds"] for row in rows if row["name"] == name} for name in sigma}
     numbers = {"results": results, "seconds": seconds, "singular_values": sigma, "cpu_share": cpu_share}
     origin = collect(command=shlex.join(["primal", "demo", *args]), device=torch.device("cpu"))
     write_json(options.out / "demo.json", {**numbers, **origin})
-    draw_figure(options.out / "demo", seconds, sigma)
+    draw_figure(options.out / "demo", rows, sigma)
     show(console, results, seconds)
     if cpu_share < MIN_CPU_SHARE:
         console.print(f"[bold]Other programs disturbed the timing[/]: it got {cpu_share:.0%} of a core. Run it again.")
@@ -138,13 +135,13 @@ def show(console: Any, results: Sequence[dict[str, Any]], seconds: dict[str, dic
     )
 
 
-def draw_figure(file: Path, seconds: dict[str, dict[int, float]], sigma: dict[str, Sequence[float]]) -> None:
+def draw_figure(file: Path, rows: Sequence[dict[str, Any]], sigma: dict[str, Sequence[float]]) -> None:
     """Draw time against length and the decay of the singular values."""
     from primal_attention.bench.measurement import draw_lengths, new_figure
 
     with new_figure(file, 1, 2) as (figure, ((left, right),)):
         figure.suptitle("Primal-Attention and softmax attention, JapaneseVowels")
-        draw_lengths(left, seconds, "forward + backward of one layer", "s")
+        draw_lengths(left, rows, lambda row: row["seconds"], "forward + backward of one layer", "s")
         left.set_title("Time on this machine, one CPU thread")
         for name, values in sigma.items():
             shown = [value for value in values if value > 1e-6]  # smaller values are rounding of zero

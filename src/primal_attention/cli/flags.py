@@ -1,27 +1,48 @@
-"""Command-line arguments: argparse for short lists, tyro for dataclasses; errors are one line."""
+"""Command-line arguments: argparse with errors of one line."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
-import re
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from primal_attention.utils.errors import RunError
+from primal_attention.utils.errors import RunError, check_name
 
 if TYPE_CHECKING:
     import torch
 
-T = TypeVar("T")
+DEVICE = "cpu, cuda or cuda:N (default: the GPU if there is one)"
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises `RunError`."""
+    """The arguments of `primal COMMAND`. Errors are a `RunError`."""
+
+    def __init__(self, command: str, about: str, example: str = "") -> None:
+        epilog = f"Example: primal {command} {example}"
+        super().__init__(prog=f"primal {command}", description=about, epilog=epilog)
+
+    def flag(self, name: str, help: str, **options: Any) -> None:
+        """Add an argument; one that is off by default needs its name and help only."""
+        is_switch = name.startswith("--") and not options
+        self.add_argument(name, help=help, **{"action": "store_true"} if is_switch else options)
 
     def error(self, message: str) -> NoReturn:
         raise RunError(f"{message} (see {self.prog} --help)")
+
+
+def split_command(
+    prog: str, commands: Mapping[str, str], words: Sequence[str], example: str
+) -> tuple[str, Sequence[str]]:
+    """Return the first word, which names one of several commands, and the others; --help lists the commands."""
+    name, *others = words or ["--help"]
+    if name in ("-h", "--help"):
+        width = max(map(len, commands))
+        lines = [f"  {command:<{width}}  {about}" for command, about in commands.items()]
+        ending = [f"{prog} COMMAND --help describes a command.", f"Example: {prog} {example}"]
+        print("\n".join([f"usage: {prog} COMMAND …", "", *lines, "", *ending]))
+        raise SystemExit(0)
+    check_name(name, commands, f"command of {prog}")
+    return name, others
 
 
 def positive(text: str) -> int:
@@ -29,20 +50,6 @@ def positive(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"must be at least 1 (got {text})")
     return int(text)
-
-
-def parse(default: T, args: Sequence[str], *, prog: str, about: str) -> T:
-    """Return a dataclass as command-line arguments change it; --help prints `about` and exits with code 0."""
-    import tyro
-
-    output = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(output):
-            return tyro.cli(type(default), args=list(args), prog=prog, description=about, default=default)
-    except SystemExit as leaving:
-        if leaving.code in (0, None):
-            raise
-        raise RunError(_one_line(output.getvalue(), prog)) from None
 
 
 def read_device(name: str | None) -> torch.device:
@@ -56,17 +63,3 @@ def read_device(name: str | None) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise RunError(f"--device {name}: this machine has no CUDA device that torch can use")
     return device
-
-
-def _one_line(text: str, prog: str) -> str:
-    """Return the message inside tyro's box."""
-    lines = [line.strip(" │|╭╰─╮╯") for line in text.splitlines()]
-    lines = [line for line in lines if line and not re.fullmatch(r"[-─]+", line)]
-    message: list[str] = []
-    for line in lines[1:]:  # the first line is the title of the box
-        if line.startswith(("Argument helptext", "For full helptext")):
-            break
-        message.append(line)
-    joined = re.sub(r"\s+", " ", " ".join(message)) or "the arguments cannot be read"
-    joined = re.sub(r" Perhaps you meant: (\S+).*", r"; did you mean \1?", joined)
-    return f"{joined} (see {prog} --help)"

@@ -15,28 +15,25 @@ RANK, WIDTH, TOKENS = 30, 512, 1024  # of a layer that is large enough for a fas
 
 def main(args: Sequence[str]) -> int:
     about = "Print versions, devices, the backend that runs here and why, and installed extras."
-    Parser(prog="primal info", description=about, epilog="Example: primal info").parse_args(list(args))
+    Parser("info", about).parse_args(args)
     import torch
 
     from primal_attention import __version__
 
-    threads = torch.get_num_threads()
     print(f"primal-attention {__version__}, Python {platform.python_version()}, {platform.platform()}")
     print(f"torch {torch.__version__}, triton {installed('triton') or 'not installed'}")
-    print(f"  cpu     {cpu_name()}, {threads} thread{'s' if threads > 1 else ''}")
+    print(f"  cpu     {cpu_name()}, threads: {torch.get_num_threads()}")
     devices = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
     for device in devices:
         gpu = torch.cuda.get_device_properties(device)
         size = f"{gpu.total_memory / 1024**3:.0f} GiB"
         print(f"  {device}  {gpu.name}, {size}, compute capability {gpu.major}.{gpu.minor}")
-    print(*([] if devices else ["  no CUDA device"]), 'backend="auto" takes', sep="\n")
-    print(*(line for device in ("cpu", *devices) for line in backends(device)), sep="\n")
-    print("extras")
+    print('backend="auto" takes', *(line for device in ("cpu", *devices) for line in backends(device)), sep="\n")
+    print("extras, installed by pip install 'primal-attention[EXTRA]'")
     for extra, modules in EXTRAS.items():
         names = [PACKAGES[module][0].partition("[")[0] for module in modules.split()]
         states = [f"{name} {installed(name) or 'missing'}" for name in dict.fromkeys(names)]
         print(f"  [{extra}] {', '.join(states)}")
-    print("pip install 'primal-attention[EXTRA]' installs what is missing")
     return 0
 
 
@@ -51,12 +48,13 @@ def backends(device: str) -> list[str]:
     x = torch.empty(1, TOKENS, WIDTH, device=device, dtype=torch.float32 if device == "cpu" else torch.bfloat16)
     w = torch.empty(8, 0, RANK)
     weights = Weights(w, None, w, w, w, None, w, None)
-    lines = []
-    for name, mode in {
+    modes = {
         "not causal": Mode(heads=8, landmarks=300),
         "causal": Mode(heads=8, landmarks=300, data_dependent=False, causal=True),
         "causal, data-dependent": Mode(heads=8, landmarks=300, causal=True, max_length=1024),
-    }.items():
+    }
+    lines = []
+    for name, mode in modes.items():
         chosen = choose_backend("auto", x, weights, mode, COSINE)
         reasons = []
         for backend in ("cpu", "fused"):

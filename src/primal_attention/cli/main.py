@@ -16,7 +16,9 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from primal_attention.utils.errors import DataError, Preempted, RunError, check_name, install_hint
+import primal_attention
+from primal_attention.cli.flags import split_command
+from primal_attention.utils.errors import DataError, Preempted, RunError, install_hint
 
 # A command: its "module:function" in this package, which is imported on use, and a summary.
 COMMANDS = {
@@ -36,31 +38,19 @@ COMMANDS = {
 AFTER_INTERRUPT = {"train": "; continue with --resume", "data": "; the same command completes the set"}
 
 
-def usage() -> str:
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {about}" for name, (_, about) in COMMANDS.items()]
-    ending = ["primal COMMAND --help describes a command.", "Example: primal demo"]
-    return "\n".join(["usage: primal COMMAND …", "", *lines, "", *ending])
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # terminals without Unicode show a question mark
             stream.reconfigure(errors="replace")
-    name, *args = list(sys.argv[1:] if argv is None else argv) or ["--help"]
-    if name in ("-h", "--help"):
-        print(usage())
-        return 0
-    if name == "--version":
-        from primal_attention import __version__
-
-        print(__version__)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words == ["--version"]:
+        print(primal_attention.__version__)
         return 0
     warnings.showwarning = lambda message, *details, **more: print(f"primal: note: {message}", file=sys.stderr)
-    advice = AFTER_INTERRUPT.get(name, "")
+    advice = AFTER_INTERRUPT.get("".join(words[:1]), "")
     try:
-        check_name(name, COMMANDS, "command")
+        name, args = split_command("primal", {name: about for name, (_, about) in COMMANDS.items()}, words, "demo")
         module, _, function = COMMANDS[name][0].partition(":")
         code: int = getattr(importlib.import_module(f"primal_attention.cli.{module}"), function)(args)
         sys.stdout.flush()

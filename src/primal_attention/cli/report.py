@@ -6,7 +6,6 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from primal_attention.cli.flags import Parser
 from primal_attention.utils.errors import RunError
@@ -16,28 +15,26 @@ against length, singular values, and the command and configuration of every run.
 
 
 def main(args: Sequence[str]) -> int:
-    example = "Example: primal report runs/uea results/bench -o report.html"
-    parser = Parser(prog="primal report", description=ABOUT, epilog=example)
-    add: Any = parser.add_argument
-    add("runs", nargs="+", type=Path, metavar="RUNS", help="run folders, folders of them, JSON of primal bench")
-    add("-o", "--out", type=Path, default=Path("report.html"), help="the page; plotly.min.js is written beside it")
-    add("--title", default="Primal-Attention runs", help="of the page")
-    add("--inline", action="store_true", help="put plotly's script (5 MB) into the page, which is then a single file")
-    add("--skip-broken", action="store_true", help="leave out what cannot be read, and list it")
-    options = parser.parse_args(list(args))
-    if options.out.is_dir():
-        raise RunError(f"{options.out} is a folder: --out must be a file, for example {options.out / 'report.html'}")
-    from primal_attention.report.page import make_page, write_page
+    parser = Parser("report", ABOUT, "runs/uea results/bench -o report.html")
+    runs = "run folders, folders of them, JSON of primal bench"
+    parser.flag("runs", runs, nargs="+", type=Path, metavar="RUNS")
+    page = "the page; plotly.min.js is written beside it"
+    parser.add_argument("-o", "--out", type=Path, default=Path("report.html"), help=page)
+    parser.flag("--inline", "put plotly's script (5 MB) into the page, which is then a single file")
+    parser.flag("--skip-broken", "leave out what cannot be read, and list it")
+    options = parser.parse_args(args)
+    out: Path = options.out
+    if out.is_dir():
+        raise RunError(f"{out} is a folder: --out must be a file, for example {out / 'report.html'}")
+    from primal_attention.report.page import write_page
     from primal_attention.report.results import collect
 
-    found = collect(options.runs, skip_broken=options.skip_broken)
-    if not (found.runs or found.benches):
+    content = collect(options.runs, skip_broken=options.skip_broken)
+    if not (content.runs or content.benches):
         raise RunError(f"nothing to report: no run could be read under {', '.join(map(str, options.runs))}")
-    command = shlex.join(["primal", "report", *args])
-    page = make_page(found, title=options.title, command=command, inline=options.inline)
-    write_page(options.out, page, inline=options.inline)
-    for line in found.broken:
+    write_page(out, content, command=shlex.join(["primal", "report", *args]), inline=options.inline)
+    for line in content.broken:
         print(f"primal: left out: {line}", file=sys.stderr)
-    counts = f"{len(found.runs)} runs and {len(found.benches)} files of benchmarks"
-    print(f"{options.out}: {counts}, {len(found.broken)} left out, {options.out.stat().st_size / 1e3:,.0f} kB")
+    counts = f"{len(content.runs)} runs and {len(content.benches)} files of benchmarks"
+    print(f"{out}: {counts}, {len(content.broken)} left out, {out.stat().st_size / 1e3:,.0f} kB")
     return 0

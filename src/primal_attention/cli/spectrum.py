@@ -1,36 +1,30 @@
-"""`primal spectrum`: singular values of the attention matrices of runs and saved transformers models."""
+"""`primal spectrum`: singular values of the attention matrices of runs."""
 
 from __future__ import annotations
 
-import argparse
-import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from primal_attention.bench.measurement import first_line, new_figure
-from primal_attention.cli.flags import Parser, positive, read_device
+from primal_attention.cli.flags import DEVICE, Parser, positive, read_device
 from primal_attention.convert.spectrum import Spectrum, spectrum
-from primal_attention.utils.errors import DataError, RunError
-from primal_attention.utils.files import COUNT, read_json, read_text, write_csv
+from primal_attention.utils.errors import RunError
+from primal_attention.utils.files import write_csv
 from primal_attention.utils.progress import Progress
 
-ABOUT = """Singular values of each layer's and head's attention matrix: effective ranks as a table, all values as
-NAME.csv, and the paper's four panels as NAME.png and NAME.svg. Several models are drawn into one picture."""
-EXAMPLE = "Example: primal spectrum runs/uea/JapaneseVowels/primal-seed0 runs/uea/JapaneseVowels/softmax-seed0"
+ABOUT = """Singular values of each layer's and head's attention matrix on the test set of a run: effective ranks as a
+table, all values as NAME.csv, and the paper's four panels as NAME.png and NAME.svg. Several runs are drawn into one
+picture. primal_attention.spectrum(model, inputs) does the same for other models in Python."""
+EXAMPLE = "runs/uea/JapaneseVowels/primal-seed0 runs/uea/JapaneseVowels/softmax-seed0"
 CLASSIFIERS = ("uea", "lra", "image")  # whose attention sees the whole input
 BATCH_SIZE = 16
-MIN_WORDS, MAX_TOKENS = 20, 128  # of a line of text; shorter lines are headings
-SAFE: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
-CONFIG = {"architectures": [str], "primal_attention?": ({...: dict}, None), "num_hidden_layers?": COUNT}
 EXPLAINED = 0.999  # directions beyond this share are not drawn
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """A model and batches for it."""
 
     label: str
@@ -39,27 +33,22 @@ class Source:
 
 
 def main(args: Sequence[str]) -> int:
-    parser = Parser(prog="primal spectrum", description=ABOUT, epilog=EXAMPLE)
-    add: Any = parser.add_argument
-    models = "folder of a run, or of a model that transformers saved"
-    add("models", nargs="+", type=Path, metavar="MODEL_OR_RUN", help=models)
-    add("--data", type=Path, help="for saved models: a file of text lines")
-    add("--samples", "--cases", type=positive, default=64, help="inputs to look at (default 64)")
-    add("--device", help="cpu, cuda or cuda:N (default: the GPU if there is one)")
-    add("--out", type=Path, default=Path("results/spectrum"), help="folder (default results/spectrum)")
-    add("--name", default="spectrum", help="of the files in it (default spectrum)")
-    options = parser.parse_args(list(args))
+    parser = Parser("spectrum", ABOUT, EXAMPLE)
+    parser.flag("runs", "folder of a run of uea, lra or image", nargs="+", type=Path, metavar="RUN")
+    parser.flag("--samples", "inputs to look at (default 64)", type=positive, default=64)
+    parser.flag("--out", "folder (default results/spectrum)", type=Path, default=Path("results/spectrum"))
+    parser.flag("--name", "of the files in it (default spectrum)", default="spectrum")
+    parser.flag("--device", DEVICE, type=str)
+    options = parser.parse_args(args)
     device = read_device(options.device)
-    sources = [load(folder, options) for folder in options.models]
-    names = [source.label for source in sources]
+    sources = [load_run(folder, options.samples, BATCH_SIZE) for folder in options.runs]
     spectra: dict[str, Spectrum] = {}
-    for i, source in enumerate(sources):
-        label = f"{source.label} ({i + 1})" if names.count(source.label) > 1 else source.label
-        with Progress(len(source.batches), label) as bar:
+    for name, model, batches in sources:
+        label = f"{name} ({len(spectra) + 1})" if name in spectra else name
+        with Progress(len(batches), label) as bar:
             try:
-                model = source.model.to(device)
-                spectra[label] = spectrum(model, source.batches, step=lambda: bar.advance(label))  # noqa: B023
-            except (ValueError, RuntimeError, IndexError) as error:  # weights or inputs that do not fit
+                spectra[label] = spectrum(model.to(device), batches, step=lambda: bar.advance(label))  # noqa: B023
+            except (ValueError, RuntimeError) as error:  # for example a model without attention
                 raise RunError(f"{label}: {first_line(error)}") from error
         print(f"{label}\n{spectra[label]}")
     file = options.out / options.name
@@ -70,47 +59,23 @@ def main(args: Sequence[str]) -> int:
     return 0
 
 
-def load(folder: Path, options: argparse.Namespace) -> Source:
-    """Load a run folder with its test set, or a saved transformers model with the lines in `options.data`."""
-    if (folder / "config.yaml").exists():
-        return load_run(folder, options.samples, BATCH_SIZE)
-    if not (folder / "config.json").exists():
-        raise RunError(f"{folder} is neither a run folder (config.yaml) nor a saved transformers model (config.json)")
-    if options.data is None:
-        raise RunError(f"{folder} needs inputs: --data FILE of text lines")
-    settings = read_json(folder / "config.json", CONFIG)
-    if "image_size" in settings:
-        raise RunError(f"{folder} reads images: call primal_attention.spectrum(model, inputs) on pixels in Python")
-    lines = [line.strip() for line in read_text(options.data).splitlines() if len(line.split()) >= MIN_WORDS]
-    if not lines:
-        raise DataError(f"{options.data} has no line of {MIN_WORDS} words or more")
-    from transformers.utils import logging
-
-    logging.set_verbosity(logging.CRITICAL)
-    logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            model, batches = load_model(folder, settings), tokenize(folder, lines[: options.samples])
-    except RunError:
-        raise
-    except Exception as error:  # transformers raises many kinds for a damaged folder
-        raise RunError(f"{folder} cannot be loaded by transformers ({first_line(error)[:200]})") from error
-    return Source(folder.parent.name if folder.name == "model" else folder.name, model, batches)
-
-
-def load_run(folder: Path, samples: int, batch_size: int) -> Source:
+def load_experiment(folder: Path, benchmarks: Sequence[str], command: str) -> Any:
+    """Return the experiment of a run of one of the benchmarks, with the trained weights in its final model."""
     from primal_attention.train import checkpoint, loop
     from primal_attention.train.config import override
 
     _, recipe = checkpoint.read_run(folder)
-    if recipe.benchmark not in CLASSIFIERS:
-        known = ", ".join(CLASSIFIERS)
-        raise RunError(f"{folder} is a run of {recipe.benchmark}: primal spectrum looks at classifiers ({known})")
+    if recipe.benchmark not in benchmarks:
+        raise RunError(f"{folder} is a run of {recipe.benchmark}: {command} knows {', '.join(benchmarks)}")
     (_, phase), *_ = recipe.phases()
     experiment = loop.build(override(phase, {"trainer.compile": "off"}))  # compiled blocks do not call hooks
-    model = experiment.module.final_model
-    loop.load_weights(model, folder / "model.safetensors")
+    loop.load_weights(experiment.module.final_model, folder / "model.safetensors")
+    return experiment
+
+
+def load_run(folder: Path, samples: int, batch_size: int) -> Source:
+    """Return the model of a run and batches of its test set."""
+    experiment = load_experiment(folder, CLASSIFIERS, "primal spectrum")
     tests = experiment.test
     tests.batch_size, tests.shuffle_seed = batch_size, 0  # sets are often sorted by class
     batches: list[Any] = []
@@ -120,49 +85,11 @@ def load_run(folder: Path, samples: int, batch_size: int) -> Source:
         samples -= count
         if samples <= 0:
             break
-    return Source(f"{folder.parent.name}/{folder.name}", model, batches)
-
-
-def load_model(folder: Path, settings: dict[str, Any]) -> nn.Module:
-    """Load a saved model from a class of transformers and a safetensors file only."""
-    import transformers
-
-    from primal_attention.convert.replace import CONFIG_KEY, load_primalized
-
-    name = (settings["architectures"] or [""])[0]
-    kind = getattr(transformers, name, None)
-    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
-        raise RunError(f"{folder / 'config.json'} names the model {name!r}, which transformers does not have")
-    if not (folder / "model.safetensors").is_file():
-        hint = "save the model again with save_pretrained; pickled weights could run code and are not loaded"
-        raise RunError(f"{folder} has no model.safetensors: {hint}")
-    options: dict[str, Any] = {**SAFE, "use_safetensors": True, "attn_implementation": "eager"}
-    if settings.get(CONFIG_KEY):
-        return load_primalized(kind, folder, **options)
-    loaded: Any = kind.from_pretrained(folder, **options, output_loading_info=True)
-    model, info = loaded
-    wrong = [str(key) for part in ("missing_keys", "mismatched_keys") for key in sorted(info.get(part, ()), key=str)]
-    if wrong:
-        raise RunError(f"{folder}: the weights do not fit {name}: {len(wrong)} names, first {wrong[0]}")
-    return model
-
-
-def tokenize(folder: Path, lines: Sequence[str]) -> list[Any]:
-    """Return batches of lines, tokenised as the model in the folder needs them."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder, **SAFE)
-    names = {"tokenizer.json", *tokenizer.vocab_files_names.values()}
-    if not any((folder / name).is_file() for name in names):  # transformers would use an empty vocabulary
-        raise RunError(f"{folder} holds no tokenizer: it has no {' or '.join(sorted(names))}")
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    form = {"padding": True, "truncation": True, "max_length": MAX_TOKENS, "return_tensors": "pt"}
-    return [dict(tokenizer(lines[i : i + BATCH_SIZE], **form)) for i in range(0, len(lines), BATCH_SIZE)]
+    return Source(f"{folder.parent.name}/{folder.name}", experiment.module.final_model, batches)
 
 
 def draw_panels(file: Path, models: Mapping[str, Spectrum]) -> None:
-    """(a)–(c): explained variance of shallow, middle and deep layers, the last one dashed. (d): effective rank."""
+    """Draw explained variance of shallow, middle and deep layers (the last one dashed), and the effective ranks."""
     curves = {label: [layer.curve()[0] for layer in layers.values()] for label, layers in models.items()}
     shown = max(10, *(int((curve < EXPLAINED).sum()) + 1 for layers in curves.values() for curve in layers))
     titles = ("(a) shallow layers", "(b) middle layers", "(c) deep layers", "(d) effective rank")

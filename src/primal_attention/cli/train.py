@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from primal_attention.cli.flags import Parser, parse, positive
+from primal_attention.cli.flags import Parser, positive
 from primal_attention.train import registry
 from primal_attention.utils.errors import RunError, WriteError
 
@@ -25,7 +28,6 @@ TRAIN_USAGE = f"""usage: primal train RECIPE [OPTIONS]
 
 'primal recipes' lists the recipes; 'primal train RECIPE --help' lists the flags of one.
 FILE.py:NAME is a recipe of your own: a Recipe, or a function that returns one, in a Python file, which is run."""
-PLAYING = ("episodes", "target", "env")  # flags of primal evaluate for d4rl
 OUT = "Run folder; None is runs/RECIPE/VARIANT-seedN, numbered if taken."
 RESUME = "Continue the run in the folder from its last checkpoint."
 COLUMNS = {
@@ -47,18 +49,17 @@ def train(args: Sequence[str]) -> int:
     recipe, out, resume = parse_run(name, registry.get(name), rest)
     from primal_attention.train import checkpoint, distributed, loop
 
-    is_named = out is not None
+    run_name, is_named = registry.run_name(name), out is not None
     if out is None:
-        place = checkpoint.default_folder(registry.run_name(name), recipe)
+        place = checkpoint.default_folder(run_name, recipe)
         out = checkpoint.newest_folder(place) if resume else checkpoint.unused_folder(place)
     out = distributed.agree_on_folder(out, named=is_named)
     if distributed.is_main():
         print(f"run folder: {out}")
+    new_schedule = any(word.partition("=")[0] == "--optim.schedule" for word in rest)
     command = shlex.join(["primal", "train", *args])
     with distributed.leave_at_once():
         try:
-            new_schedule = any(word.partition("=")[0] == "--optim.schedule" for word in rest)
-            run_name = registry.run_name(name)
             summary = loop.train(recipe, out, name=run_name, resume=resume, command=command, new_schedule=new_schedule)
         except WriteError as error:
             raise RunError(f"{error}; free some space and continue with --resume") from error
@@ -73,19 +74,30 @@ def parse_run(name: str, recipe: Recipe, args: Sequence[str]) -> tuple[Recipe, P
 
     from primal_attention.train.config import RENAMED
 
+    flags = {word.partition("=")[0].replace("_", "-").replace(".no-", ".") for word in args}
+    for old, new in RENAMED.items():
+        if f"--{old}" in flags:
+            raise RunError(f"--{old} was replaced: use {new}")
     fields: list[Any] = [
         ("recipe", Annotated[type(recipe), tyro.conf.arg(name="")]),
         ("out", Annotated[Path | None, tyro.conf.arg(help=OUT)], dataclasses.field(default=None)),
         ("resume", Annotated[bool, tyro.conf.arg(help=RESUME)], dataclasses.field(default=False)),
     ]
-    given = {word.partition("=")[0].replace("_", "-") for word in args}
-    for old, new in RENAMED.items():
-        group, _, field = old.rpartition(".")
-        if {f"--{old}", f"--{group}.no-{field}"} & given:
-            raise RunError(f"--{old} was replaced: use {new}")
     arguments: Any = dataclasses.make_dataclass("Run", fields)
-    parsed = parse(arguments(recipe=recipe), args, prog=f"primal train {name}", about=TRAIN)
-    return parsed.recipe, parsed.out, parsed.resume
+    prog, output = f"primal train {name}", io.StringIO()
+    try:
+        with contextlib.redirect_stderr(output):
+            run = tyro.cli(arguments, args=list(args), prog=prog, description=TRAIN, default=arguments(recipe=recipe))
+        return run.recipe, run.out, run.resume
+    except SystemExit as leaving:
+        if leaving.code in (0, None):  # --help
+            raise
+    # The message is inside a box, below its title and above the help of the argument.
+    lines = [re.sub(r"^-+$", "", line.strip(" │|╭╰─╮╯")) for line in output.getvalue().splitlines()]
+    _, *texts = filter(None, lines)
+    message = re.split("Argument helptext|For full helptext", " ".join(texts))[0]
+    message = re.sub(r" Perhaps you meant: (\S+).*", r"; did you mean \1?", message)
+    raise RunError(f"{message.strip()} (see {prog} --help)")
 
 
 def show(summary: dict[str, Any]) -> None:
@@ -93,71 +105,64 @@ def show(summary: dict[str, Any]) -> None:
     from primal_attention.report.results import in_full
 
     for key, title in COLUMNS.items():
-        score = summary["scores"].get(key)
-        if score:
+        if score := summary["scores"].get(key):
             print(f"{in_full(score)}  epoch {score['epoch']:>4}  {title}")
             if "retrained_accuracy" in score:
                 retrained = in_full({"accuracy": score["retrained_accuracy"]})
                 print(f"{retrained}  epoch {score['epoch']:>4}  the same epoch, trained on all training samples")
+    if objective := summary["objective"]:
+        print(f"KSVD objective J of an epoch: from {objective['first']:+.3f} to {objective['last']:+.3f}")
     seconds, device = summary["seconds_per_epoch"], summary["device"]
     print(f"{summary['parameters']:,} parameters, {seconds:.2f} s per epoch on {device}")
 
 
 def evaluate(args: Sequence[str]) -> int:
-    parser = Parser(
-        prog="primal evaluate",
-        description="Measure the weights of a finished run on the test set again, or play episodes again (d4rl).",
-        epilog="Example: primal evaluate runs/uea/JapaneseVowels/primal-seed0",
-    )
-    add: Any = parser.add_argument
-    add("run", type=Path, metavar="RUN", help="folder of the run")
-    add("--recipes", type=Path, metavar="FILE.py", help="file of a recipe class of your own; it is run")
-    add("--episodes", type=positive, help="d4rl: episodes to play (default: the run's, or 100)")
-    add("--target", type=float, help="d4rl: return to ask for (default: the run's)")
-    add("--env", help="d4rl: name of the environment in gymnasium (default: the run's)")
-    options = parser.parse_args(list(args))
+    about = "Measure the weights of a finished run on the test set again, or play episodes again (d4rl)."
+    parser = Parser("evaluate", about, "runs/uea/JapaneseVowels/primal-seed0")
+    parser.flag("run", "folder of the run", type=Path, metavar="RUN")
+    parser.flag("--recipes", "file of a recipe class of your own; it is run", type=Path, metavar="FILE.py")
+    parser.flag("--episodes", "d4rl: episodes to play (default: the run's, or 100)", type=positive)
+    options = parser.parse_args(args)
     from primal_attention.report.results import in_full
     from primal_attention.train import checkpoint, loop
 
     if options.recipes is not None:
         registry.load_file(options.recipes)
     _, recipe = checkpoint.read_run(options.run)
-    changes = {name: value for name in PLAYING if (value := getattr(options, name)) is not None}
     if recipe.benchmark == "d4rl":
-        return play(options.run, recipe, changes)  # type: ignore[arg-type]
-    if changes:
-        raise RunError(f"--{next(iter(changes))} is for runs of d4rl: {options.run} is one of {recipe.benchmark}")
-    summary = loop.read_summary(options.run)
-    measured = loop.evaluate(options.run)
-    for part, scores in measured.items():
+        return play(options.run, recipe, options.episodes)  # type: ignore[arg-type]
+    if options.episodes:
+        raise RunError(f"--episodes is for runs of d4rl: {options.run} is one of {recipe.benchmark}")
+    stored = loop.read_summary(options.run)["scores"]
+    parts = loop.evaluate(options.run)
+    for part, scores in parts.items():
         # A single training with validation samples keeps the weights that they chose.
-        is_chosen = part or (len(measured) == 1 and "validation_chosen" in summary["scores"])
+        is_chosen = part or (len(parts) == 1 and "validation_chosen" in stored)
         key = "validation_chosen" if is_chosen else "last"
-        before = in_full(summary["scores"][key]) if key in summary["scores"] else "no such score"
+        before = in_full(stored[key]) if key in stored else "no such score"
         verdict = "as in the run" if in_full(scores) == before else f"the run had {before}"
         print(f"{in_full(scores)}  loss {scores['loss']:.6f}  {COLUMNS[key]}: {verdict}")
     return 0
 
 
-def play(folder: Path, recipe: D4RLRecipe, changes: dict[str, Any]) -> int:
+def play(folder: Path, recipe: D4RLRecipe, episodes: int | None) -> int:
     """Play episodes with the weights of a d4rl run; a summary without a score gets this one."""
     from primal_attention.report.results import in_full
     from primal_attention.train import d4rl, distributed, loop
-    from primal_attention.train.config import to_plain
+    from primal_attention.train.config import override, to_plain
     from primal_attention.utils.files import COUNT, check, write_json
 
     summary = loop.read_summary(folder)
     dims = {"state_dim": COUNT, "action_dim": COUNT}
     check(summary, {"scores": {"last": dict}, "data": dims, "config": {"evaluation": dict}}, folder / "summary.json")
-    if recipe.evaluation.episodes == 0:  # trained where no environment is installed
-        changes = {"episodes": d4rl.EvaluationConfig().episodes, **changes}
-    recipe = dataclasses.replace(recipe, evaluation=dataclasses.replace(recipe.evaluation, **changes))
+    # A run that was trained without an environment has played none.
+    count = episodes or recipe.evaluation.episodes or d4rl.EvaluationConfig().episodes
+    recipe = override(recipe, {"evaluation.episodes": count})
     data, last = summary["data"], summary["scores"]["last"]
     model = d4rl.make_model(recipe.resolved().model, data["state_dim"], data["action_dim"])
     loop.load_weights(model, folder / "model.safetensors")
     score = d4rl.measure(model.to(distributed.pick_device(recipe.trainer)), recipe)
-    before = f": the run had {last['score']:.1f}" if "score" in last else ""
-    print(f"{in_full(score)}{before}")
+    print(in_full(score) + (f": the run had {last['score']:.1f}" if "score" in last else ""))
     if "score" not in last:
         last.update(score)
         summary["test"] = score
@@ -167,9 +172,9 @@ def play(folder: Path, recipe: D4RLRecipe, changes: dict[str, Any]) -> int:
 
 
 def recipes(args: Sequence[str]) -> int:
-    parser = Parser(prog="primal recipes", description="List the recipes.", epilog="Example: primal recipes uea")
-    parser.add_argument("filter", nargs="?", default="", metavar="FILTER", help="show recipes whose name contains this")
-    word = parser.parse_args(list(args)).filter
+    parser = Parser("recipes", "List the recipes.", "uea")
+    parser.flag("filter", "show recipes whose name contains this", nargs="?", default="", metavar="FILTER")
+    word = parser.parse_args(args).filter
     for name, family in registry.FAMILIES.items():
         members = [f"{name}/{member}" for member in family.members if word in f"{name}/{member}"]
         if members:

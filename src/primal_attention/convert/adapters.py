@@ -1,4 +1,4 @@
-"""Adapters: how attention modules of torch, timm and transformers become Primal-Attention.
+"""Adapters that turn attention modules of torch, timm and transformers into Primal-Attention.
 
 An adapter finds a module that it knows (`find`), reads the q, k and output weights that are kept (`Projections`), and
 builds the replacement (`Replacement`), which takes the calls of the replaced module and reads their masks and rotary
@@ -20,7 +20,7 @@ from ..ops.types import Output, Weights
 
 RELATIVE = "it adds a bias to every pair of tokens (relative positions), and Primal-Attention has no pairs"
 CROSS = "it is cross-attention (queries and keys of different sequences); Primal-Attention is self-attention"
-# Attributes of attentions with relative positions.
+# Attributes of attention modules with relative positions.
 RELATIVE_ATTRIBUTES = (
     "relative_attention_bias", "has_relative_attention_bias", "relative_position_bias_table", "relative_position_bias",
     "relative_attention", "rel_pos", "rel_pos_h", "distance_embedding", "pos_key_proj", "linear_pos", "r_r_bias",
@@ -42,7 +42,7 @@ class Projections:
     out: Map
     key_heads: int
     dropout: float = 0.0
-    causal: bool | None = None  # None: calls decide, so the caller of primalize has to say it
+    causal: bool | None = None  # None: it depends on the call, so primalize needs the argument
     rotary: bool = False  # calls have cos and sin of the positions as `position_embeddings`
 
     def __post_init__(self) -> None:
@@ -250,8 +250,8 @@ class TorchAdapter:
             raise UnsupportedError(f"{type(module).__name__} may change what nn.MultiheadAttention computes")
         heads, out = module.num_heads, (module.out_proj.weight, module.out_proj.bias)
         q, k = read_qk(module.in_proj_weight, module.in_proj_bias)
-        kept = Projections(heads, q, k, out, heads, module.dropout)
-        return Site(name, module, kept, lambda primal: PrimalMultihead(primal, module.batch_first))
+        projections = Projections(heads, q, k, out, heads, module.dropout)
+        return Site(name, module, projections, lambda primal: PrimalMultihead(primal, module.batch_first))
 
     @staticmethod
     def prepare(model: nn.Module) -> None:
@@ -322,9 +322,9 @@ class TimmAdapter:
         if qkv.out_features != 3 * qkv.in_features:
             raise UnsupportedError(f"its qkv maps {qkv.in_features} to {qkv.out_features} features, not to three times")
         dropout = float(getattr(getattr(module, "attn_drop", None), "p", 0.0))
-        kept = Projections(heads, *read_qk(*read_linear(qkv)), read_linear(proj), heads, dropout)
+        projections = Projections(heads, *read_qk(*read_linear(qkv)), read_linear(proj), heads, dropout)
         proj_drop = getattr(module, "proj_drop", None) or nn.Identity()
-        return Site(name, module, kept, lambda primal: PrimalImageAttention(primal, proj_drop))
+        return Site(name, module, projections, lambda primal: PrimalImageAttention(primal, proj_drop))
 
 
 class PrimalImageAttention(Replacement):
@@ -371,12 +371,12 @@ class TransformersAdapter:
                 return None  # a container of the attention itself
             if has_relative_positions(module) or has_relative_positions(getattr(module, "config", None)):
                 raise UnsupportedError(RELATIVE)
-            raise UnsupportedError(f"no adapter knows {kind.__name__} ({known_names()} are known)")
+            raise UnsupportedError(f"no adapter knows {kind.__name__} (known: {known_names()})")
         try:
-            kept, wrap = read(module)
+            projections, wrap = read(module)
         except AttributeError as missing:
             raise UnsupportedError(f"this version of transformers builds it differently ({missing})") from None
-        return Site(name, module, kept, wrap)
+        return Site(name, module, projections, wrap)
 
 
 Reading = tuple[Projections, Callable[[PrimalAttention], nn.Module]]
@@ -389,8 +389,8 @@ def _read_bert(module: Any) -> Reading:
         raise UnsupportedError(RELATIVE)
     maps, heads = read_maps(inner.query, inner.key, output.dense), inner.num_attention_heads
     causal = bool(getattr(inner, "is_causal", False) or getattr(inner, "is_decoder", False))
-    kept = Projections(heads, *maps, heads, inner.dropout.p, causal)
-    return kept, lambda primal: PrimalBert(primal, getattr(inner, "layer_idx", None), output)
+    projections = Projections(heads, *maps, heads, inner.dropout.p, causal)
+    return projections, lambda primal: PrimalBert(primal, getattr(inner, "layer_idx", None), output)
 
 
 def _read_distilbert(module: Any) -> Reading:
@@ -402,8 +402,8 @@ def _read_distilbert(module: Any) -> Reading:
 def _read_gpt2(module: Any) -> Reading:
     check_parts(module, {"c_attn", "c_proj", "attn_dropout", "resid_dropout"})
     heads, qk = module.num_heads, read_qk(*read_linear(module.c_attn))
-    kept = Projections(heads, *qk, read_linear(module.c_proj), heads, module.attn_dropout.p, True)
-    return kept, lambda primal: PrimalGPT2(primal, module.layer_idx, module.resid_dropout)
+    projections = Projections(heads, *qk, read_linear(module.c_proj), heads, module.attn_dropout.p, True)
+    return projections, lambda primal: PrimalGPT2(primal, module.layer_idx, module.resid_dropout)
 
 
 def _read_projected(module: Any) -> Reading:
@@ -412,11 +412,11 @@ def _read_projected(module: Any) -> Reading:
     check_parts(module, {"q_proj", "k_proj", "v_proj", out})
     heads = getattr(module, "num_heads", None) or module.config.num_attention_heads
     dropout = float(getattr(module, "attention_dropout", getattr(module, "dropout", 0.0)))
-    is_clip_text = getattr(module.config, "model_type", "") == "clip_text_model"  # its layers do not know it
+    is_clip_text = getattr(module.config, "model_type", "") == "clip_text_model"  # its layers have no such attribute
     causal = is_clip_text or bool(getattr(module, "is_causal", False))
     maps = read_maps(module.q_proj, module.k_proj, getattr(module, out))
-    kept = Projections(heads, *maps, heads, dropout, causal)
-    return kept, lambda primal: PrimalHF(primal, getattr(module, "layer_idx", None))
+    projections = Projections(heads, *maps, heads, dropout, causal)
+    return projections, lambda primal: PrimalHF(primal, getattr(module, "layer_idx", None))
 
 
 def _read_llama(module: Any) -> Reading:
@@ -425,16 +425,20 @@ def _read_llama(module: Any) -> Reading:
     _check_window(getattr(module, "sliding_window", getattr(module.config, "sliding_window", None)))
     heads, dropout = module.config.num_attention_heads, float(module.attention_dropout)
     maps = read_maps(module.q_proj, module.k_proj, module.o_proj)
-    kept = Projections(heads, *maps, heads // module.num_key_value_groups, dropout, bool(module.is_causal), rotary=True)
-    return kept, lambda primal: PrimalHF(primal, module.layer_idx)
+    projections = Projections(
+        heads, *maps, heads // module.num_key_value_groups, dropout, bool(module.is_causal), rotary=True
+    )
+    return projections, lambda primal: PrimalHF(primal, module.layer_idx)
 
 
 def _read_modernbert(module: Any) -> Reading:
     check_parts(module, {"Wqkv", "Wo", "out_drop"})
     _check_window(module.sliding_window)
     heads, qk = module.config.num_attention_heads, read_qk(*read_linear(module.Wqkv))
-    kept = Projections(heads, *qk, read_linear(module.Wo), heads, float(module.attention_dropout), False, rotary=True)
-    return kept, lambda primal: PrimalHF(primal, module.layer_idx, module.out_drop)
+    projections = Projections(
+        heads, *qk, read_linear(module.Wo), heads, float(module.attention_dropout), False, rotary=True
+    )
+    return projections, lambda primal: PrimalHF(primal, module.layer_idx, module.out_drop)
 
 
 def _check_window(window: int | None) -> None:
@@ -482,7 +486,7 @@ class PrimalHF(Replacement):
         self, hidden_states: Tensor, attention_mask: Any = None, past_key_values: Any = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         if any(kwargs.get(name) is not None for name in ("encoder_hidden_states", "key_value_states")):
-            raise ValueError(f"hidden states of an encoder given to a self-attention: {CROSS}")
+            raise ValueError(f"a self-attention got the hidden states of an encoder: {CROSS}")
         return hidden_states, padding_from_transformers(attention_mask, hidden_states.shape[1], self.primal.causal)
 
     def forward(
@@ -492,9 +496,9 @@ class PrimalHF(Replacement):
         rotation = self.positions(kwargs)
         if past_key_values is None or not self.primal.causal:
             return self.dropout(self.primal(x, padding, **rotation)), None
-        from .hf_cache import slot
+        from .hf_cache import find_slot
 
-        cached = slot(past_key_values, self.layer_idx)
+        cached = find_slot(past_key_values, self.layer_idx)
         y, cached.state = self.primal(x, padding, state=cached.state, return_state=True, **rotation)
         cached.length += x.shape[1]
         return self.dropout(y), None

@@ -443,13 +443,15 @@ def _compute_moments(factors: tuple[Tensor, Tensor], padding: Tensor | None, hea
 def _set_weights(layer: PrimalAttention, fit: Tensor, covariance: Tensor) -> None:
     maps, constants = fit[:, :-1], fit[:, -1]
     half, rank = maps.shape[1] // 2, layer.rank
-    kept = min(rank, layer.head_dim)
+    directions = min(rank, layer.head_dim)
     layer.score_proj.weight.zero_()
     for weights, part, columns in ((layer.w_e, slice(0, half), 0), (layer.w_r, slice(half, None), rank)):
         m, c = maps[:, part], covariance[:, part, part]
-        basis = torch.linalg.eigh(torch.einsum("hfp,hfg,hgq->pq", m, c, m))[1].flip(-1)[:, :kept]  # (p, kept)
-        weights[..., :kept].copy_(m @ basis)
-        layer.score_proj.weight[:, columns : columns + kept].copy_(basis)
+        basis = torch.linalg.eigh(torch.einsum("hfp,hfg,hgq->pq", m, c, m))[1].flip(-1)[
+            :, :directions
+        ]  # (p, directions)
+        weights[..., :directions].copy_(m @ basis)
+        layer.score_proj.weight[:, columns : columns + directions].copy_(basis)
     if layer.score_proj.bias is not None and layer.out_proj.bias is not None:
         # The heads share one bias, so their constants go through the output map into its bias.
         layer.score_proj.bias.zero_()
@@ -457,7 +459,7 @@ def _set_weights(layer: PrimalAttention, fit: Tensor, covariance: Tensor) -> Non
 
 
 def _find_output_map(original: nn.Module, layer: PrimalAttention) -> nn.Module | None:
-    """Return the output map of the replaced attention: the module whose weight the new layer has kept."""
+    """Return the output map of the replaced attention: the module whose weight the new layer copied."""
     if isinstance(original, nn.MultiheadAttention):
         return None  # it never calls its output map as a module
     weight = layer.out_proj.weight

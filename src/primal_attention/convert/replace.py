@@ -57,7 +57,7 @@ class Report:
         rows: one per replaced attention.
         parameters_before: of the model.
         parameters_after: of the model.
-        left: names of attentions that cannot be replaced, and why.
+        left: names of attention modules that cannot be replaced, and why.
     """
 
     rows: tuple[Row, ...]
@@ -66,7 +66,7 @@ class Report:
     left: tuple[tuple[str, str], ...] = ()
 
     def flops(self, tokens: int) -> tuple[int, int]:
-        """Return the operations of the replaced attentions together, before and after."""
+        """Return the operations of the replaced attention modules together, before and after."""
         before, after = zip(*(row.flops(tokens) for row in self.rows), strict=True)
         return sum(before), sum(after)
 
@@ -79,7 +79,7 @@ class Report:
         lines.append(f"{'model':<{width}}  {self.parameters_before:,} → {self.parameters_after:,} parameters")
         for tokens in (512, 4096):
             before, after = (flops / 1e6 for flops in self.flops(tokens))
-            lines.append(f"replaced attentions at {tokens:,} tokens: {before:,.1f} → {after:,.1f} MFLOP")
+            lines.append(f"replaced attention modules at {tokens:,} tokens: {before:,.1f} → {after:,.1f} MFLOP")
         lines += [f"not replaced: {name}: {reason}" for name, reason in self.left]
         return "\n".join(lines)
 
@@ -98,8 +98,8 @@ def primalize(model: nn.Module, layers: Layers = "last", *, copy: bool = False, 
 
     Args:
         model: changed in place.
-        layers: "last", "all", one or several indices among the replaceable attentions (negative ones count from the
-            end), or a predicate of a module's name and the module.
+        layers: "last", "all", one or several indices among the replaceable attention modules (negative ones
+            count from the end), or a predicate of a module's name and the module.
         copy: change a copy instead, which is `.model` of the result.
         primal_kwargs: of `PrimalAttention`. `causal` is read from modules of transformers. Those of torch and timm do
             not know it, so pass it for them. Causal layers are data-dependent only if `max_length` is given.
@@ -129,22 +129,23 @@ def primalize(model: nn.Module, layers: Layers = "last", *, copy: bool = False, 
     built = [(site, *_build(site, primal_kwargs)) for site in chosen]  # all of them before the model is changed
     rows = []
     for site, layer, arguments in built:
-        size, kept = _count(site.module), site.projections
+        size, projections = _count(site.module), site.projections
         replacement = site.wrap(layer)
         replacement.train(site.module.training)
         if isinstance(replacement, PrimalHF):
             _refuse_plain_loading(site.module, replacement)
         _replace_module(model, site.module, replacement)
         _record(model, site.name, arguments)
-        key_width, sizes = kept.embed_dim // kept.num_heads * kept.key_heads, (size, _count(replacement))
-        rows.append(Row(site.name, type(site.module).__name__, kept.embed_dim, key_width, *sizes, layer))
+        key_width = projections.embed_dim // projections.num_heads * projections.key_heads
+        kind, width = type(site.module).__name__, projections.embed_dim
+        rows.append(Row(site.name, kind, width, key_width, size, _count(replacement), layer))
     TorchAdapter.prepare(model)
     left = tuple((refusal.name, refusal.reason) for refusal in refusals)
     return Primalized([row.name for row in rows], model, Report(tuple(rows), before, _count(model), left))
 
 
 def _find_sites(name: str, module: nn.Module, parent: nn.Module | None, seen: set[int]) -> Iterator[Site | Refusal]:
-    """Yield the attentions of a model in their order."""
+    """Yield the attention modules of a model in their order."""
     if id(module) in seen or isinstance(module, (Replacement, PrimalAttention)):
         return
     seen.add(id(module))
@@ -165,14 +166,18 @@ def _choose(model: nn.Module, sites: list[Site], refusals: list[Refusal], layers
         chosen = [site for site in sites if layers(site.name, site.module)]
         if not chosen:
             names = ", ".join(site.name for site in sites[:3]) + (", …" if len(sites) > 3 else "")
-            raise ValueError(f"the predicate layers accepts none of the model's {len(sites)} attentions ({names})")
+            raise ValueError(
+                f"the predicate layers accepts none of the model's {len(sites)} attention modules ({names})"
+            )
     elif not sites:
         if refusals:
             raise ValueError(_describe(refusals[0]))
         already = sum(isinstance(m, PrimalAttention) for m in model.modules())
-        found = f"its {already} attentions are Primal-Attention already" if already else "no attention was found"
+        reason = (
+            f"its {already} attention modules are Primal-Attention already" if already else "no attention was found"
+        )
         known = f"nn.MultiheadAttention, timm's Attention, and of transformers {known_names()}"
-        raise ValueError(f"nothing to replace in {type(model).__name__}: {found} (known: {known})")
+        raise ValueError(f"nothing to replace in {type(model).__name__}: {reason} (known: {known})")
     elif layers in ("last", "all"):
         chosen = sites if layers == "all" else sites[-1:]
     else:
@@ -181,7 +186,9 @@ def _choose(model: nn.Module, sites: list[Site], refusals: list[Refusal], layers
             if not isinstance(index, int) or isinstance(index, bool):
                 raise ValueError(f"layers must be 'last', 'all', indices or a predicate (got {layers!r})")
             if not -len(sites) <= index < len(sites):
-                raise ValueError(f"layers has {index}, but the model has {len(sites)} replaceable attentions, from 0")
+                raise ValueError(
+                    f"layers has {index}, but the model has {len(sites)} replaceable attention modules, from 0"
+                )
         if not indices:
             raise ValueError("layers is empty: nothing to replace")
         chosen = [sites[i] for i in sorted({index % len(sites) for index in indices})]
@@ -198,18 +205,18 @@ def _describe(refusal: Refusal) -> str:
 
 def _build(site: Site, primal_kwargs: dict[str, Any]) -> tuple[PrimalAttention, dict[str, Any]]:
     """Return the new layer and its arguments."""
-    kept: Projections = site.projections
+    projections: Projections = site.projections
     arguments = dict(primal_kwargs)
-    if kept.causal is not None and arguments.setdefault("causal", kept.causal) != kept.causal:
-        raise ValueError(f"causal={arguments['causal']} contradicts {site.name}, which has causal={kept.causal}")
+    if projections.causal is not None and arguments.setdefault("causal", projections.causal) != projections.causal:
+        raise ValueError(f"causal={arguments['causal']} contradicts {site.name}, which has causal={projections.causal}")
     if arguments.get("causal"):
         arguments.setdefault("data_dependent", arguments.get("max_length") is not None)
     else:
         for name in ("decay", "max_length"):
             if arguments.get(name) is not None:
                 raise ValueError(f"{name} is for causal attention, and {site.name} is not causal")
-    arguments.setdefault("dropout", kept.dropout)
-    return kept.build(**arguments), arguments
+    arguments.setdefault("dropout", projections.dropout)
+    return projections.build(**arguments), arguments
 
 
 def _replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
@@ -284,7 +291,7 @@ def load_primalized(model_class: Any, folder: str | Path, **from_pretrained_kwar
     settings = _read_settings(Path(folder))
 
     class Primal(model_class):  # type: ignore[misc]
-        """The class with its attentions replaced before the weights are loaded."""
+        """The class with its attention modules replaced before the weights are loaded."""
 
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
             super().__init__(config, *args, **kwargs)

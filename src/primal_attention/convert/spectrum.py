@@ -114,7 +114,7 @@ def spectrum(
             run_model(model, batch)
             step()
     if not values:
-        raise ValueError("inputs has no batch, or the model's attentions were not called")
+        raise ValueError("inputs has no batch, or the model's attention modules were not called")
     return Spectrum({name: LayerSpectrum(name, kinds[name], _stack(values[name])) for name in names if name in values})
 
 
@@ -166,7 +166,7 @@ Record = Callable[[str, nn.Module, Matrix], None]
 def record_matrices(model: nn.Module, record: Record) -> Iterator[list[str]]:
     """Call `record` with every attention matrix inside the context, without gradients and in evaluation mode.
 
-    Yields the names of the attentions.
+    Yields the names of the attention modules.
     """
     attentions = list(_find_attentions("", model))
     modes = {module: module.training for module in model.modules()}

@@ -2,7 +2,7 @@
 
     data = load("hopper-medium", "data/d4rl")      # data/d4rl/hopper-medium.hdf5, or hopper_medium-v2.hdf5, or .npz
     data = read_minari("mujoco/hopper/medium-v0")  # a Minari data set on this machine
-    data.returns_to_go, data.timesteps             # what Decision Transformer is conditioned on, per row
+    data.returns_to_go, data.timesteps             # per row: the conditions of Decision Transformer
     normalized_score("hopper", 2174.0)             # 0 is D4RL's random policy, 100 its expert
 
 Row t is one transition, episodes follow one another, and an episode ends where `terminals` or `timeouts` is true. Rows
@@ -32,12 +32,10 @@ REFERENCE = {
 }
 LEVELS = ("medium-expert", "medium", "medium-replay")
 SETS = tuple(f"{env}-{level}" for level in LEVELS for env in REFERENCE)
-HORIZON = 1000
-"""Steps after which these environments stop an episode."""
-ORIGINAL = "D4RL's layout"
-"""Source of trajectories that name no other."""
+HORIZON = 1000  # steps after which these environments stop an episode
+ORIGINAL = "D4RL's layout"  # source of trajectories that name no other
 KEYS = ("observations", "actions", "rewards", "terminals")
-MAX_COMPRESSION = 1100  # above what deflate reaches: a column larger than the file times this cannot be in it
+MAX_COMPRESSION = 1100  # above the ratio of deflate: a larger column cannot be in the file
 
 
 def environment_of(name: str) -> str:
@@ -80,10 +78,10 @@ class Trajectories:
     @cached_property
     def returns_to_go(self) -> np.ndarray:
         """Sum of the rewards from each row to its episode's end, (T,) float32."""
-        togo = np.empty(len(self), np.float64)
+        sums = np.empty(len(self), np.float64)
         for start, end in zip(self.starts, self.ends, strict=True):
-            togo[start:end] = np.cumsum(self.rewards[start:end][::-1], dtype=np.float64)[::-1]
-        return togo.astype(np.float32)
+            sums[start:end] = np.cumsum(self.rewards[start:end][::-1], dtype=np.float64)[::-1]
+        return sums.astype(np.float32)
 
     @cached_property
     def returns(self) -> np.ndarray:

@@ -123,8 +123,8 @@ def crop_centre(image: Image, side: int, size: int) -> np.ndarray:
     return to_array(image.crop((left, top, left + size, top + size)))
 
 
-def whole_side(size: int) -> int:
-    """The short side before the central crop of `size` pixels: 256 for 224."""
+def resized_side(size: int) -> int:
+    """Return the short side before the central crop of `size` pixels: 256 for 224."""
     return round(size / CROP_FRACTION)
 
 
@@ -166,7 +166,7 @@ def collate(samples: Sequence[tuple[np.ndarray | None, int, int]]) -> Any:
 
 def evaluation(size: int) -> Callable[[Image], np.ndarray]:
     """The central crop that evaluation uses."""
-    return partial(crop_centre, side=whole_side(size), size=size)
+    return partial(crop_centre, side=resized_side(size), size=size)
 
 
 def training(size: int, *, smallest: float, ops: int, magnitude: float, erase: float) -> Callable[[Image], np.ndarray]:

@@ -117,7 +117,7 @@ class Vocabulary:
 
     @property
     def digest(self) -> str:
-        """Hash that tells two vocabularies apart: a checkpoint belongs to one of them."""
+        """Hash that identifies a vocabulary; a checkpoint stores that of its own."""
         return hashlib.sha256(self.text.encode()).hexdigest()
 
 

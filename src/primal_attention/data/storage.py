@@ -78,7 +78,7 @@ def cached(
     try:
         hashes = [(str(file).removeprefix(start), hash_file(file)) for file in sources]
     except OSError:
-        return make()  # which reports the reason
+        return make()  # raises with the reason
     key = hashlib.sha256(json.dumps([hashes, settings], sort_keys=True).encode()).hexdigest()
     arrays = _load_cache(folder, name, key)
     if arrays is None:
@@ -114,7 +114,7 @@ def _load_cache(folder: Path, name: str, key: str) -> Arrays | None:
             return None
         # Changes of a mode "c" map stay in memory, so torch accepts the array without a warning. It never unpickles.
         return {part: open_memmap(file, mode="c") for part, file in files.items()}
-    except Exception:  # a cache is made again whatever is wrong with it
+    except Exception:  # a damaged cache is made again
         return None
 
 
@@ -123,9 +123,9 @@ def _load_cache(folder: Path, name: str, key: str) -> Arrays | None:
 
 @contextlib.contextmanager
 def generated_set(folder: Path) -> Iterator[Path]:
-    """Yield a folder to write a set to, which becomes `folder` when the block has finished.
+    """Yield a folder for the files of a set; it is renamed to `folder` when the block has finished.
 
-    A set is complete or absent: what an interruption leaves is removed by the next call.
+    A set is complete or absent: the next call removes the files of an interrupted one.
     """
     folder = folder.resolve()
     partial = folder.with_name(f".{folder.name}.partial")

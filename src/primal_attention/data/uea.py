@@ -29,8 +29,7 @@ from primal_attention.utils.files import write_atomically
 
 ARCHIVE = "https://www.timeseriesclassification.com"
 INSIDE_AEON = ("JapaneseVowels", "BasicMotions")
-TEST_FRACTION = 0.3
-"""Part of a single file that `load_file` uses as the test split."""
+TEST_FRACTION = 0.3  # of one file, for the test split of `load_file`
 VARIANCE_FLOOR = 1e-3  # added to the variance of a principal direction, in units of a channel's variance
 
 
@@ -129,7 +128,7 @@ class PrincipalChannels(Standardizer):
         plain = Standardizer.fit(series)
         steps = np.concatenate([plain(s) for s in series])  # (total time, channels)
         variance, directions = np.linalg.eigh(steps.T @ steps / max(len(steps) - 1, 1))
-        basis = with_settled_signs(directions) / np.sqrt(variance.clip(min=0.0) + VARIANCE_FLOOR)
+        basis = fix_signs(directions) / np.sqrt(variance.clip(min=0.0) + VARIANCE_FLOOR)
         return cls(plain.mean, plain.std, basis)
 
     def __call__(self, series: np.ndarray) -> np.ndarray:
@@ -137,7 +136,7 @@ class PrincipalChannels(Standardizer):
         return np.concatenate([plain, plain @ self.basis], axis=1)
 
 
-def with_settled_signs(directions: np.ndarray) -> np.ndarray:
+def fix_signs(directions: np.ndarray) -> np.ndarray:
     """Flip unit vectors (columns) so that their signs do not depend on the machine or on rounding.
 
     The first large entry becomes positive. The largest entry would not do: another may have the same size.
@@ -182,6 +181,16 @@ def stratified_holdout(labels: np.ndarray, fraction: float, seed: int) -> tuple[
     if len(holdout) == 0:
         raise DataError("every class has one sample only: no sample can be held out")
     return np.setdiff1d(np.arange(len(labels)), holdout), holdout
+
+
+def folds(labels: np.ndarray, count: int, seed: int) -> np.ndarray:
+    """The fold of each sample, 0 … count − 1, of nearly equal sizes and with every class spread over all of them."""
+    rng, fold, start = np.random.default_rng(seed), np.empty(len(labels), dtype=np.int64), 0
+    for label in np.unique(labels):
+        members = rng.permutation(np.flatnonzero(labels == label))
+        fold[members] = (start + np.arange(len(members))) % count
+        start += len(members)
+    return fold
 
 
 # The archive
@@ -260,10 +269,10 @@ def load_file(path: str | Path, test_path: str | Path | None = None, *, seed: in
         if seed < 0:
             raise DataError(f"seed must not be negative (got {seed})")
         try:
-            kept, holdout = stratified_holdout(train.labels, TEST_FRACTION, seed)
+            remaining, holdout = stratified_holdout(train.labels, TEST_FRACTION, seed)
         except DataError as error:
             raise DataError(f"{path}: {error}; pass a test file instead") from None
-        train, test = train.take(kept), train.take(holdout)
+        train, test = train.take(remaining), train.take(holdout)
     else:
         series, names = _read_file(Path(test_path))
         if unknown := sorted(set(names) - set(classes), key=_natural_order):
@@ -373,8 +382,8 @@ def _label_names(values: Sequence[Any], file: Path) -> list[str]:
     for i, value in enumerate(values):
         if value is None or (isinstance(value, float) and not math.isfinite(value)):
             raise DataError(f"{file}: the label of sample {i + 1} is missing ({value})")
-        whole = isinstance(value, float) and value.is_integer()
-        names.append(str(int(value) if whole else value).strip())
+        is_whole = isinstance(value, float) and value.is_integer()
+        names.append(str(int(value) if is_whole else value).strip())
     return names
 
 

@@ -24,6 +24,7 @@ from primal_attention.convert.hf_cache import PrimalSlot
 from primal_attention.hf.configuration import PrimalConfig
 from primal_attention.models.lm import LanguageModel, LanguageState
 from primal_attention.nn.objective import ksvd_loss, primal_layers
+from primal_attention.utils.pretrained import pretrained_path
 
 
 class PrimalCache(Cache):
@@ -98,6 +99,14 @@ class PrimalPreTrainedModel(PreTrainedModel):
     def set_input_embeddings(self, value: nn.Module) -> None:
         self.model.embedding = cast(nn.Embedding, value)
         self.model.config = dataclasses.replace(self.model.config, vocabulary=len(self.model.embedding.weight))
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Load a folder, a model of the Hub ("owner/name"), or a model that the package includes, by its name."""
+        source = pretrained_model_name_or_path
+        if isinstance(source, str) and "/" not in source:
+            source = pretrained_path(source)
+        return super().from_pretrained(source, *args, **kwargs)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:

@@ -1,4 +1,7 @@
-"""Model and tokenizer of a finished language run; `save_pretrained` of both makes a folder for the Auto classes."""
+"""Model and tokenizer of a finished language run; `save_pretrained` of both makes a folder for the Auto classes.
+
+`to_language` reads such a folder for the code that works without transformers.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from primal_attention.data.lm import END_OF_DOCUMENT, END_OF_LINE, UNKNOWN, Vocabulary
+from primal_attention.data.lm import END_OF_DOCUMENT, END_OF_LINE, UNKNOWN, Vocabulary, load_vocabulary
 from primal_attention.hf.configuration import PrimalConfig
 from primal_attention.hf.model import PrimalForCausalLM
 from primal_attention.models.lm import LanguageModel
+from primal_attention.utils.files import read_json
 
 
 def from_run(folder: str | Path) -> tuple[PrimalForCausalLM, PreTrainedTokenizerFast]:
@@ -36,6 +40,13 @@ def from_model(model: LanguageModel, **settings: Any) -> PrimalForCausalLM:
     wrapped.model.load_state_dict(model.state_dict())
     weight = model.embedding.weight
     return wrapped.to(device=weight.device, dtype=weight.dtype).eval()  # type: ignore[call-arg]
+
+
+def to_language(folder: Path) -> tuple[LanguageModel, Vocabulary]:
+    """Return the model of a folder of `save_pretrained`, in evaluation mode, and its vocabulary of byte pairs."""
+    read_json(folder / "config.json", {"model_type": frozenset({PrimalConfig.model_type})})
+    vocabulary = load_vocabulary(folder / "tokenizer.json")
+    return PrimalForCausalLM.from_pretrained(folder).eval().model, vocabulary
 
 
 def make_tokenizer(vocabulary: Vocabulary) -> PreTrainedTokenizerFast:

@@ -1,4 +1,4 @@
-"""The theory as a tool: singular value decomposition of an asymmetric kernel, in its primal and in its dual form."""
+"""Singular value decomposition of asymmetric kernels, in primal and in dual form."""
 
 from primal_attention.ksvd.estimator import KernelSVD
 from primal_attention.ksvd.objective import ksvd_objective, shifted_eigenvalue_residual

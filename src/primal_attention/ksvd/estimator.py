@@ -23,7 +23,7 @@ from primal_attention.ksvd.representation import (
     PrimalWeights,
     Representation,
 )
-from primal_attention.ksvd.solvers import Triplets, choose_solver, dense, lanczos, randomized, same_signs
+from primal_attention.ksvd.solvers import Triplets, choose_signs, choose_solver, dense, lanczos, randomized
 from primal_attention.ksvd.validation import (
     FLOATS,
     check_features,
@@ -63,8 +63,8 @@ class KernelSVD(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
         - ``"precomputed"``: `fit` takes K itself, N × M. `transform` takes rows κ(x, z_1 … z_M), and
           `transform_keys` rows κ(x_1 … x_N, z); so `transform_keys(K.T)` are the r-scores of the fitted keys. A row
           is a query and a column a key: splitting the samples keeps every column.
-        - a callable (n × d, m × d) → n × m. Entry (i, j) should depend on x_i and z_j alone; otherwise scores of new
-          points mean what the callable makes of them.
+        - a callable (n × d, m × d) → n × m. Entry (i, j) should depend on x_i and z_j alone; otherwise the
+          scores of new points depend on the other rows of the call.
         - a pair of callables (φ_q, φ_k), each n × d → n × p: explicit features, κ(x, z) = ⟨φ_q(x), φ_k(z)⟩.
     solver : str, default="auto"
         - ``"dense"``: LAPACK's SVD of the formed K.
@@ -81,7 +81,7 @@ class KernelSVD(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
     gamma : float, default=None
         γ of ``"rbf"`` and ``"sne"``; one over the number of features by default.
     transformation : array of shape (m, p) or callable, default=None
-        The paper's F = f(X), for explicit features: κ(x, z) = ⟨F φ_q(x), F φ_k(z)⟩. A callable is given the X of
+        The paper's F = f(X), for explicit features: κ(x, z) = ⟨F φ_q(x), F φ_k(z)⟩. A callable gets the X of
         `fit`. None is the identity.
     n_landmarks : int, default=None
         Sample size of ``"nystrom"``, on each side, cut to N and M. By default the larger of 100 and 4·n_components.
@@ -248,7 +248,7 @@ class KernelSVD(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
         Call it once for each block of rows. The result is that of `fit` on all rows, to rounding, but memory holds one
         block and p × p numbers, so `left_vectors_` and `right_vectors_` do not exist; ``transform(X) /
         singular_values_`` are the left vectors of a block. The sign of a component may differ from that of `fit`.
-        `fit` starts again.
+        `fit` discards them.
 
         Parameters
         ----------
@@ -316,7 +316,7 @@ class KernelSVD(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
         count = min(len(sample.landmarks) for sample in self._samples)
         rng = check_random_state(0)  # completes a basis for singular values of zero
         triplets = nystrom(*self._sampled_parts(queries, keys), self._samples, count, rng).triplets
-        # A user's function sees all rows at once, as everywhere.
+        # A callable kernel gets all rows at once.
         rows = row_blocks(shape[0], 0 if isinstance(self.kernel_, CallableKernel) else shape[1])
         if self.kernel_ is None:
             blocks = ((block, queries[block]) for block in rows)
@@ -357,7 +357,7 @@ class KernelSVD(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
         check_parameters(self)
         self._stream = None
         precomputed = isinstance(self.kernel, str) and self.kernel == "precomputed"
-        # The dual keeps the fitted points, and a caller may overwrite theirs; the primal keeps weights alone.
+        # The dual form stores the fitted points, which a caller may overwrite; the primal form stores weights only.
         keeps_points = not precomputed and not is_explicit(self.kernel)
         queries = validate_data(self, X, dtype=FLOATS, copy=keeps_points)
         if precomputed:
@@ -440,7 +440,7 @@ class KernelSVD(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
             )
         else:
             left, values, right = dense(K, self.n_components)
-        signs = same_signs(left)
+        signs = choose_signs(left)
         return left * signs, values, right * signs
 
     def _choose_solver(self, shape: tuple[int, int]) -> str:
@@ -463,7 +463,7 @@ class KernelSVD(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
         return DualRepresentation(kernel, *args)
 
     def _begin_stream(self, X: Array, Z: Array) -> None:
-        """Set what the first block of `partial_fit` decides."""
+        """Set the attributes that the first block of `partial_fit` determines."""
         for name in ("left_vectors_", "right_vectors_"):
             self.__dict__.pop(name, None)
         self.n_features_keys_, self.solver_ = Z.shape[1], "primal"
@@ -472,7 +472,7 @@ class KernelSVD(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
         check_features(self.kernel_, X, Z)
 
     def _finish(self, triplets: Triplets, representation: Representation, e_scores: Array, r_scores: Array) -> Array:
-        """Keep what is fitted and evaluate the objective on the scores; returns the e-scores."""
+        """Store the fitted attributes, evaluate the objective on the scores and return the e-scores."""
         self.left_vectors_, self.singular_values_, self.right_vectors_ = triplets
         self._set_representation(representation, e_scores, r_scores, (len(e_scores), len(r_scores)))
         return e_scores

@@ -1,7 +1,7 @@
 """Kernels κ(x, z) between two data sources, symmetric or not.
 
 Explicit kernels know their feature maps, κ(x, z) = ⟨F φ_q(x), F φ_k(z)⟩ with F = f(X) of the paper, and so can be
-solved in the primal. Implicit kernels only know how to fill a matrix.
+solved in the primal. Implicit kernels have values only.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def row_blocks(n_rows: int, width: int, *, entries: int = BLOCK_ENTRIES) -> Iter
 
 
 class Kernel(Protocol):
-    """What every kernel can do: fill the matrix [κ(x_i, z_j)]."""
+    """A function that returns the matrix [κ(x_i, z_j)]."""
 
     def __call__(self, X: Array, Z: Array, /) -> Array: ...
 
 
 def unit_rows(X: Array) -> Array:
-    """φ(x) = x / ‖x‖, the paper's choice; a zero row stays zero, so that it takes part in nothing."""
+    """φ(x) = x / ‖x‖, the paper's choice; a zero row stays zero, so that its kernel values are zero."""
     norms = np.sqrt(np.einsum("ij,ij->i", X, X))
     norms[norms == 0] = 1
     return X / norms[:, None]
@@ -52,8 +52,8 @@ def identity_map(X: Array) -> Array:
 class ExplicitKernel:
     """κ(x, z) = φ_q(x)ᵀ FᵀF φ_k(z).
 
-    `transformation` is F (m × p) or None for the identity. Inner products see F only through FᵀF, so a tall F is
-    folded into its p × p triangular factor: with m = N landmarks the features stay p wide instead of N.
+    `transformation` is F (m × p) or None for the identity. The kernel depends on F only through FᵀF, so a tall F is
+    replaced by its p × p triangular factor: with m = N landmarks the features stay p wide instead of N.
     """
 
     query_map: FeatureMap
@@ -97,8 +97,8 @@ class RBFKernel:
 class SNEKernel:
     """κ(x, z) = exp(−γ‖x − z‖²) / Σ_j exp(−γ‖x − z_j‖²), the sum over the *fitted* keys z_j.
 
-    The normaliser belongs to the query and to the fitted keys alone. So κ is a function of a pair, new queries and
-    new keys included, on the fitted data it is the row-stochastic matrix, and a new key changes no other entry.
+    The normaliser depends on the query and the fitted keys only. So κ is a function of a pair, also for new queries and
+    keys. On the fitted data the matrix is row-stochastic, and a new key changes no other entry.
     """
 
     gamma: float
@@ -116,14 +116,14 @@ class SNEKernel:
         return logits
 
     def _log_normaliser(self, X: Array) -> Array:
-        # Blockwise, because Nyström asks for a few keys and must not pay N × M memory for the normaliser.
+        # By blocks: Nyström evaluates few keys, and the normaliser must not need N × M memory.
         blocks = row_blocks(len(X), len(self.keys))
         return np.concatenate([logsumexp(self._logits(X[rows], self.keys), axis=1) for rows in blocks])
 
 
 @dataclass(frozen=True)
 class CallableKernel:
-    """A user's function (n × d, m × d) → n × m, with the shape of its answer checked."""
+    """A user's function (n × d, m × d) → n × m, with its result checked."""
 
     function: Callable[[Array, Array], Any]
 
@@ -141,7 +141,7 @@ class CallableKernel:
 
 @dataclass(frozen=True)
 class CheckedMap:
-    """A user's feature map n × d → n × p, with the shape of its answer checked."""
+    """A user's feature map n × d → n × p, with its result checked."""
 
     function: Callable[[Array], Any]
     name: str
@@ -167,7 +167,7 @@ def is_explicit(kernel: object) -> bool:
 
 
 def check_kernel(kernel: object) -> None:
-    """One clear error for a kernel that is none."""
+    """Raise for an unknown kernel."""
     if isinstance(kernel, str):
         if kernel not in NAMED_KERNELS:
             raise ValueError(f"kernel must be one of {', '.join(NAMED_KERNELS)} or a callable (kernel={kernel!r})")
@@ -179,7 +179,7 @@ def check_kernel(kernel: object) -> None:
 
 
 def make_kernel(kernel: Any, *, gamma: float, keys: Array, transformation: Array | None) -> Kernel:
-    """The kernel function behind the estimator's `kernel` argument ("precomputed" has none)."""
+    """Return the kernel function of the estimator's `kernel` argument ("precomputed" has none)."""
     if kernel == "cosine":
         return ExplicitKernel(unit_rows, unit_rows, transformation)
     if kernel == "linear":

@@ -30,14 +30,14 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.linalg import svd
 
-from primal_attention.ksvd.solvers import Triplets, complete_basis, same_signs
+from primal_attention.ksvd.solvers import Triplets, choose_signs, complete_basis
 
 Array = NDArray[Any]
 
 # |I'| / |I|: a random tall matrix of this aspect has a condition number near (√4 + 1) / (√4 − 1) = 3.
 CORE_OVERSAMPLING = 4
-# Directions that I' hardly sees, compared with the one that it sees best, are not estimated from it.
-UNSEEN = 0.2
+# Directions whose norm on I' is below this fraction of the largest one are not estimated from it.
+MIN_SAMPLED_NORM = 0.2
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,13 @@ class Sample:
 
     @classmethod
     def draw(cls, population: int, size: int, rng: np.random.RandomState) -> Sample:
-        """Uniform, without replacement, never more than there is."""
+        """Draw uniformly, without replacement, at most the population."""
         return cls(rng.permutation(population)[: CORE_OVERSAMPLING * size], min(size, population))
 
 
 @dataclass(frozen=True)
 class NystromSolution:
-    """Triplets of K̂ and the coefficients that carry them to new points."""
+    """Triplets of K̂ and the coefficients of the scores of new points."""
 
     triplets: Triplets
     key_coefficients: Array  # (m, s): e(x) = κ(x, Z_J) @ key_coefficients
@@ -76,10 +76,10 @@ class ErrorBound(NamedTuple):
 def draw_samples(
     shape: tuple[int, int], size: int, rng: np.random.RandomState, *, paired: bool
 ) -> tuple[Sample, Sample]:
-    """Samples of the queries and of the keys.
+    """Draw samples of the queries and of the keys.
 
-    `paired` (one data source) takes the same points on both sides: a local kernel has its large entries where a point
-    meets itself, and two independent samples would miss them.
+    `paired` (one data source) takes the same points on both sides: a local kernel has its large entries on the
+    diagonal, which two independent samples would miss.
     """
     queries = Sample.draw(shape[0], size, rng)
     return queries, queries if paired else Sample.draw(shape[1], size, rng)
@@ -91,9 +91,11 @@ def nystrom(
     """Singular triplets of K̂ = C G R, from C = K[:, J], R = K[I, :] and core = K[I', J']."""
     left_basis, to_left = _range(C)
     right_basis, to_right = _range(R.T)
-    seen_left = np.linalg.pinv(left_basis[samples[0].core], rcond=UNSEEN)
-    seen_right = np.linalg.pinv(right_basis[samples[1].core], rcond=UNSEEN)
-    small_left, values, small_right_t = svd(seen_left @ core @ seen_right.T, full_matrices=False, check_finite=False)
+    left_inverse = np.linalg.pinv(left_basis[samples[0].core], rcond=MIN_SAMPLED_NORM)
+    right_inverse = np.linalg.pinv(right_basis[samples[1].core], rcond=MIN_SAMPLED_NORM)
+    small_left, values, small_right_t = svd(
+        left_inverse @ core @ right_inverse.T, full_matrices=False, check_finite=False
+    )
     count = min(n_components, len(values))
     small_left, values, small_right = small_left[:, :count], values[:count], small_right_t[:count].T
     left, right = left_basis @ small_left, right_basis @ small_right
@@ -102,7 +104,7 @@ def nystrom(
     # K̂ H_r = H_e Σ, and the columns of H_e are C @ to_left @ small_left: completed columns have Σ = 0.
     key_coefficients = np.pad(to_left @ (small_left * values), ((0, 0), (0, missing)))
     query_coefficients = np.pad(to_right @ (small_right * values), ((0, 0), (0, missing)))
-    signs = same_signs(left)
+    signs = choose_signs(left)
     triplets = (left * signs, np.pad(values, (0, missing)), right * signs)
     return NystromSolution(triplets, key_coefficients * signs, query_coefficients * signs)
 
@@ -110,7 +112,7 @@ def nystrom(
 def _range(A: Array) -> tuple[Array, Array]:
     """An orthonormal basis of the range of A, and T with basis = A T.
 
-    Directions below ε^¾ (1.8e-12 in float64) of the largest are rounding: T would divide by them.
+    Directions below ε^¾ (1.8e-12 in float64) of the largest are rounding errors, by which T would divide.
     """
     basis, values, right_t = svd(A, full_matrices=False, check_finite=False)
     is_large = values > np.finfo(values.dtype).eps ** 0.75 * values[0]

@@ -15,7 +15,7 @@ Array = NDArray[Any]
 
 
 def positive_singular_values(singular_values: Array, shape: tuple[int, int]) -> NDArray[np.bool_]:
-    """Which singular values of a matrix of this shape are above rounding; Λ = Σ⁻¹ exists for these alone."""
+    """Return which singular values of a matrix of this shape exceed rounding errors; Λ = Σ⁻¹ exists for these only."""
     tolerance = max(shape) * np.finfo(singular_values.dtype).eps * singular_values[0]
     return singular_values > tolerance
 
@@ -56,7 +56,7 @@ def ksvd_objective(e_scores: Array, r_scores: Array, *, lam: Array, coupling: fl
 
 
 def shifted_eigenvalue_residual(K: Array, left: Array, singular_values: Array, right: Array) -> float:
-    """How far (H_e, Σ, H_r) is from solving Theorem 3.2: ‖K H_r − H_e Σ‖ and ‖Kᵀ H_e − H_r Σ‖, the larger, over ‖K‖.
+    """Residual of Theorem 3.2 at (H_e, Σ, H_r): the larger of ‖K H_r − H_e Σ‖ and ‖Kᵀ H_e − H_r Σ‖, over ‖K‖.
 
     Norms are Frobenius norms; zero for the zero kernel.
 

@@ -18,7 +18,7 @@ from scipy.linalg import svd
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from primal_attention.ksvd.kernels import ExplicitKernel, row_blocks
-from primal_attention.ksvd.solvers import Triplets, complete_basis, same_signs
+from primal_attention.ksvd.solvers import Triplets, choose_signs, complete_basis
 
 Array = NDArray[Any]
 T = TypeVar("T")
@@ -95,7 +95,7 @@ class StreamedQR:
         padding = (0, n_components - count)
         query_sums = np.pad(queries.T @ small_left[:, :count], ((0, 0), padding))
         key_sums = np.pad(keys.T @ small_right_t[:count].T, ((0, 0), padding))
-        signs = same_signs(query_sums)
+        signs = choose_signs(query_sums)
         return query_sums * signs, np.pad(values[:count], padding), key_sums * signs
 
 
@@ -110,7 +110,7 @@ def _in_parallel(work: Callable[[Any], T], tasks: list[Any]) -> list[T]:
     """One block per thread, each with a single-threaded BLAS.
 
     A tall QR is thousands of small products. BLAS threads synchronise after each of them, which on a busy machine takes
-    tens of times longer than the products; separate blocks need no synchronisation. Uses as many threads as BLAS would.
+    tens of times longer than the products. Separate blocks need no synchronisation. Uses as many threads as BLAS would.
     """
     if len(tasks) == 1:
         return [work(tasks[0])]
@@ -132,5 +132,5 @@ def primal(kernel: ExplicitKernel, X: Array, Z: Array, n_components: int, rng: n
     else:
         left, right = queries.apply(small_left), keys.apply(small_right)
     left, right = complete_basis(left, n_components, rng), complete_basis(right, n_components, rng)
-    signs = same_signs(left)
+    signs = choose_signs(left)
     return left * signs, np.pad(values[:count], (0, n_components - count)), right * signs

@@ -66,7 +66,7 @@ class PrimalRepresentation:
 
     @classmethod
     def from_sums(cls, kernel: ExplicitKernel, query_sums: Array, key_sums: Array) -> PrimalRepresentation:
-        """The same from Φ_qᵀ H_e and Φ_kᵀ H_r, (p, s)."""
+        """Build the representation from Φ_qᵀ H_e and Φ_kᵀ H_r, (p, s)."""
         F = kernel.transformation
         if F is None:
             weights = PrimalWeights(key_sums, query_sums)
@@ -102,7 +102,7 @@ class DualRepresentation:
         )
 
     def _width(self, anchors: Array) -> int:
-        # A user's function sees all rows at once: how it treats a matrix is not ours to assume.
+        # A callable kernel gets all rows at once: an entry may depend on other rows.
         return 0 if isinstance(self.kernel, CallableKernel) else len(anchors)
 
 

@@ -1,4 +1,4 @@
-"""Solvers for the leading singular triplets of a kernel matrix that is at hand, or of which only products are.
+"""Solvers for the leading singular triplets of a kernel matrix, which is an array or known by its products only.
 
 Each returns (left, singular values, right): orthonormal columns, values in decreasing order.
 """
@@ -26,9 +26,9 @@ FORM_UP_TO = 10**8
 
 
 def choose_solver(shape: tuple[int, int], n_components: int, *, explicit: bool, precomputed: bool) -> str:
-    """The rule behind `solver="auto"`.
+    """Return the solver that `solver="auto"` stands for.
 
-    Explicit features: primal. Otherwise a kernel matrix of more than 10⁸ entries that is not there yet: nystrom.
+    Explicit features: primal. Otherwise a kernel matrix of more than 10⁸ entries that is not precomputed: nystrom.
     Otherwise dense when min(N, M) ≤ 500 or more than a tenth of the spectrum is wanted, else lanczos.
     """
     if explicit:
@@ -41,7 +41,7 @@ def choose_solver(shape: tuple[int, int], n_components: int, *, explicit: bool, 
 
 
 def dense(K: Array, n_components: int) -> Triplets:
-    """All of LAPACK's SVD, then the leading part."""
+    """Compute the full SVD by LAPACK and return its leading part."""
     left, values, right_t = svd(K, full_matrices=False, check_finite=False)
     return left[:, :n_components], values[:n_components], right_t[:n_components].T
 
@@ -49,11 +49,11 @@ def dense(K: Array, n_components: int) -> Triplets:
 def lanczos(K: Array | LinearOperator, n_components: int, rng: np.random.RandomState) -> Triplets:
     """ARPACK's implicitly restarted Lanczos, to machine precision.
 
-    It cannot return the whole spectrum, nor start on a zero matrix; `dense` does both.
+    It cannot return all singular values, nor start on a zero matrix; `dense` does both.
     """
     start = rng.standard_normal(min(K.shape)).astype(K.dtype)
-    whole_spectrum = n_components >= min(K.shape)
-    if whole_spectrum or not np.any(K @ (start if K.shape[1] <= K.shape[0] else K.T @ start)):
+    needs_all = n_components >= min(K.shape)
+    if needs_all or not np.any(K @ (start if K.shape[1] <= K.shape[0] else K.T @ start)):
         return dense(K if isinstance(K, np.ndarray) else K @ np.eye(K.shape[1], dtype=K.dtype), n_components)
     left, values, right_t = svds(K, k=n_components, v0=start, solver="arpack")
     order = np.argsort(values)[::-1]
@@ -80,7 +80,7 @@ def randomized(
 
 
 def complete_basis(basis: Array, n_columns: int, rng: np.random.RandomState) -> Array:
-    """Orthonormal columns added to orthonormal columns, up to `n_columns`.
+    """Extend orthonormal columns by further ones, up to `n_columns`.
 
     A kernel of rank below n_components leaves its last singular vectors free; any completion is right.
     """
@@ -88,13 +88,13 @@ def complete_basis(basis: Array, n_columns: int, rng: np.random.RandomState) -> 
     if missing <= 0:
         return basis[:, :n_columns]
     extra = rng.standard_normal((len(basis), missing)).astype(basis.dtype)
-    for _ in range(2):  # once leaves a rounding-sized part of `basis` behind, twice does not
+    for _ in range(2):  # one pass leaves a part of `basis` of the size of rounding, two do not
         extra -= basis @ (basis.T @ extra)
         extra = np.linalg.qr(extra)[0]
     return np.hstack([basis, extra])
 
 
-def same_signs(left: Array) -> Array:
-    """The signs that make the largest entry of every left vector positive; a singular pair leaves its sign free."""
+def choose_signs(left: Array) -> Array:
+    """Return the signs that make the largest entry of every left vector positive; the sign of a pair is arbitrary."""
     largest = np.argmax(np.abs(left), axis=0)
     return np.where(left[largest, np.arange(left.shape[1])] < 0, -1, 1).astype(left.dtype)

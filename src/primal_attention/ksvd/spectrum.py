@@ -1,4 +1,4 @@
-"""How low-rank a kernel is, read off its singular values. NumPy arrays and torch tensors, batched over leading axes."""
+"""Measures of a kernel's rank from its singular values: NumPy arrays or torch tensors, batched over leading axes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _checked(singular_values: Any) -> Any:
 def effective_rank(singular_values: ArrayT) -> ArrayT:
     """Effective rank: the exponential of the entropy of the normalised singular values.
 
-    Between 1 (one direction carries everything) and n (all directions alike); 0 for a zero matrix.
+    Between 1 (one nonzero singular value) and n (all singular values equal); 0 for a zero matrix.
 
     Parameters
     ----------
@@ -55,17 +55,17 @@ def effective_rank(singular_values: ArrayT) -> ArrayT:
 
 
 def cumulative_explained_variance(singular_values: ArrayT) -> ArrayT:
-    """Share of ‖K‖² that the first l directions carry, Σ_{i≤l} σ_i² / Σ_i σ_i², for every l.
+    """Share of ‖K‖² in the first l directions, Σ_{i≤l} σ_i² / Σ_i σ_i², for every l.
 
     Parameters
     ----------
     singular_values : array or tensor of shape (..., n)
-        All of them; they are sorted here, largest first.
+        All singular values, in any order.
 
     Returns
     -------
     array or tensor of shape (..., n)
-        Non-decreasing, ends in 1. A zero matrix is explained by nothing and gives ones.
+        Non-decreasing, the last entry is 1. Ones for a zero matrix.
 
     Examples
     --------
@@ -77,9 +77,9 @@ def cumulative_explained_variance(singular_values: ArrayT) -> ArrayT:
     sigma = _checked(singular_values)
     xp: Any = torch if isinstance(sigma, torch.Tensor) else np
     largest_first = xp.flip(xp.sort(sigma, -1).values, (-1,)) if xp is torch else np.sort(sigma, axis=-1)[..., ::-1]
-    running = xp.cumsum(largest_first**2, -1)
-    total = running[..., -1:]
-    share = running / xp.where(total > 0, total, xp.ones_like(total))
+    cumulative = xp.cumsum(largest_first**2, -1)
+    total = cumulative[..., -1:]
+    share = cumulative / xp.where(total > 0, total, xp.ones_like(total))
     return xp.where(total > 0, share, xp.ones_like(share))
 
 

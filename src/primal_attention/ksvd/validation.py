@@ -1,4 +1,4 @@
-"""Checks of the estimator's arguments: one line that names the argument, what came, and what would work."""
+"""Argument checks of the estimator. A message names the argument, its value and the accepted values in one line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FLOATS = (np.float64, np.float32)
 
 
 def check_count(name: str, value: object, *, smallest: int) -> None:
-    """`value` is an integer of at least `smallest`."""
+    """Check that `value` is an integer of at least `smallest`."""
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise TypeError(f"{name} must be an integer of at least {smallest} ({name}={value!r})")
     if value < smallest:
@@ -26,7 +26,7 @@ def check_count(name: str, value: object, *, smallest: int) -> None:
 
 
 def check_parameters(estimator: Any) -> None:
-    """Everything that can be wrong before the data is seen."""
+    """Check all parameters that do not depend on the data."""
     check_count("n_components", estimator.n_components, smallest=1)
     check_count("n_oversamples", estimator.n_oversamples, smallest=0)
     check_count("n_iter", estimator.n_iter, smallest=0)
@@ -50,7 +50,7 @@ def check_parameters(estimator: Any) -> None:
 
 
 def check_gamma(gamma: object) -> None:
-    """None or a positive, finite number."""
+    """Check that gamma is None or a positive, finite number."""
     if gamma is None:
         return
     if not isinstance(gamma, Real) or isinstance(gamma, bool):
@@ -60,7 +60,7 @@ def check_gamma(gamma: object) -> None:
 
 
 def check_size(n_components: int, shape: tuple[int, int]) -> None:
-    """A matrix has only so many singular triplets."""
+    """Check that the kernel matrix has as many singular triplets as requested."""
     if n_components > min(shape):
         raise ValueError(
             f"n_components must be at most {min(shape)}, the smaller side of the kernel matrix "
@@ -69,7 +69,7 @@ def check_size(n_components: int, shape: tuple[int, int]) -> None:
 
 
 def check_keys(Z: ArrayLike, queries: Array, kernel: object, *, copy: bool) -> Array:
-    """Z as a matrix; named kernels compare a query with a key, so both need the same width."""
+    """Return Z as a matrix. Named kernels compare a query with a key, so both need the same width."""
     keys = check_array(Z, dtype=queries.dtype, copy=copy, input_name="Z")
     if isinstance(kernel, str) and keys.shape[1] != queries.shape[1]:
         raise ValueError(f"Z must have as many columns as X for kernel={kernel!r} (X {queries.shape}, Z {keys.shape})")
@@ -77,7 +77,7 @@ def check_keys(Z: ArrayLike, queries: Array, kernel: object, *, copy: bool) -> A
 
 
 def check_features(kernel: Kernel, X: Array, Z: Array) -> None:
-    """The two feature maps and the transformation meet in one space."""
+    """Check that the two feature maps and the transformation have matching widths."""
     if not isinstance(kernel, ExplicitKernel):
         return
     widths = kernel.query_map(X[:1]).shape[1], kernel.key_map(Z[:1]).shape[1]
@@ -91,7 +91,7 @@ def check_features(kernel: Kernel, X: Array, Z: Array) -> None:
 
 
 def evaluate_transformation(transformation: Any, X: Array) -> Array | None:
-    """F = f(X) as a matrix of X's dtype, or None for the identity."""
+    """Return F = f(X) as a matrix of X's dtype, or None for the identity."""
     if transformation is None:
         return None
     F = transformation(X) if callable(transformation) else transformation

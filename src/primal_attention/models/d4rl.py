@@ -129,7 +129,7 @@ class DecisionTransformer(nn.Module):
         timesteps: Tensor,
         padding_mask: Tensor | None = None,
     ) -> Tensor:
-        """The action of every step, (B, K, action_dim), in [−1, 1].
+        """Predict the action of every step, (B, K, action_dim), in [−1, 1].
 
         Args:
             states: (B, K, state_dim), not normalised.
@@ -154,8 +154,8 @@ class DecisionTransformer(nn.Module):
         x = self.embed(states, actions, returns, timesteps)
         mask = None if padding_mask is None else padding_mask.repeat_interleave(3, dim=1)
         for block in self.blocks:
-            averages = self.training and isinstance(block.attention, PrimalAttention)
-            x = block(x, mask if averages else None)
+            needs_mask = self.training and isinstance(block.attention, PrimalAttention)
+            x = block(x, mask if needs_mask else None)
         return self.read_action(x[:, 1::3])
 
     def read_action(self, x: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ class DecisionTransformer(nn.Module):
         return all(block.streams for block in self.blocks)  # type: ignore[misc]
 
     def initial_state(self, batch_size: int) -> Memory:
-        """The memory before an episode's first step."""
+        """Return the memory before an episode's first step."""
         for i, (name, block) in enumerate(zip(self.attention_names, self.blocks, strict=True)):
             if not block.streams:
                 raise ValueError(
@@ -177,13 +177,13 @@ class DecisionTransformer(nn.Module):
         return tuple(block.initial_state(batch_size) for block in self.blocks)  # type: ignore[operator]
 
     def act(
-        self, state: Tensor, togo: Tensor, timestep: Tensor, previous: Tensor | None, memory: Memory
+        self, state: Tensor, return_to_go: Tensor, timestep: Tensor, previous: Tensor | None, memory: Memory
     ) -> tuple[Tensor, Memory]:
         """Choose the next action of each episode.
 
         Args:
             state: (B, state_dim).
-            togo: return to go, (B,).
+            return_to_go: return to go, (B,).
             timestep: (B,).
             previous: the last action, (B, action_dim); None at the first step of an episode.
             memory: the streaming states of the blocks.
@@ -193,7 +193,7 @@ class DecisionTransformer(nn.Module):
         """
         action = state.new_zeros(len(state), self.action_dim) if previous is None else previous
         # The previous step and this one; of the previous step only the action is new.
-        pairs = [torch.stack(pair, dim=1) for pair in ((state, state), (action, action), (togo, togo))]
+        pairs = [torch.stack(pair, dim=1) for pair in ((state, state), (action, action), (return_to_go, return_to_go))]
         pairs.append(torch.stack([timestep - 1, timestep], dim=1))
         tokens = self.embed(*pairs)
         x, after = tokens[:, 3 if previous is None else 2 : 5], []
@@ -206,7 +206,7 @@ class DecisionTransformer(nn.Module):
 def causal_attention(
     name: str, embed_dim: int, num_heads: int, dropout: float, keywords: Mapping[str, Mapping[str, Any]]
 ) -> nn.Module:
-    """The causal attention of a name, with a state where it has one."""
+    """Return the causal attention of a name."""
     own = dict(keywords.get(name, {}))
     if name == "softmax":  # dropout on the weights, as in GPT-2; the block has one on the output
         return CachedSoftmaxAttention(embed_dim, num_heads, **{"rotary": False, "dropout": dropout, **own})
@@ -218,7 +218,7 @@ def causal_attention(
 
 
 def select(memory: Any, rows: Tensor) -> Any:
-    """The memory of some of the episodes."""
+    """Return the memory of some of the episodes."""
     if isinstance(memory, Tensor):
         return memory[rows]
     if isinstance(memory, tuple):
@@ -228,5 +228,5 @@ def select(memory: Any, rows: Tensor) -> Any:
 
 
 def _take(t: Tensor, order: Tensor) -> Tensor:
-    """Steps of t (B, K, …) in the order (B, K)."""
+    """Return the steps of t (B, K, …) in the order (B, K)."""
     return t.gather(1, order.reshape(*order.shape, *[1] * (t.ndim - 2)).expand(*order.shape, *t.shape[2:]))

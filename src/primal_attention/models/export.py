@@ -4,7 +4,7 @@
     export_streaming(language_model, "model.onnx", tokens)                       # the state is input and output
 
 The layers are exported by the equations of `ops/reference.py`, whatever their backend is. Models are copied to the CPU
-in evaluation mode first, so the given one does not change.
+in evaluation mode first, so the original does not change.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The network is timm's or transformers' own; `primalize` replaces the attention. 
 of 16 make N = 197 tokens, the class token included.
 
     model = deit(1000, attention="primal+", rank=96)
-    logits = model(images)   # uint8 (B, 3, S, S), cropped and normalised here; or normalised floats of image_size
+    logits = model(images)   # uint8 (B, 3, S, S), which the model crops and normalises, or normalised floats
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from primal_attention.convert.replace import primalize
 from primal_attention.nn.blocks import attention_names
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's pixels
-MULTIPLE = 10  # landmarks as a multiple of the rank, where there are as many tokens
+LANDMARKS_PER_RANK = 10  # at most the number of tokens
 Library = Literal["auto", "timm", "transformers"]
 
 
@@ -38,8 +38,8 @@ class StochasticDepth(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return x
-        kept = torch.rand(x.shape[0], *[1] * (x.ndim - 1), device=x.device) < self.keep
-        return x * (kept / self.keep).to(x.dtype)
+        is_active = torch.rand(x.shape[0], *[1] * (x.ndim - 1), device=x.device) < self.keep
+        return x * (is_active / self.keep).to(x.dtype)
 
 
 class ImageClassifier(nn.Module):
@@ -62,7 +62,7 @@ class ImageClassifier(nn.Module):
 
     @property
     def blocks(self) -> list[nn.Module]:
-        return list(blocks_of(self.backbone))
+        return list(find_blocks(self.backbone))
 
     def normalise(self, images: Tensor) -> Tensor:
         """Pixels in [0, 1] to the network's scale."""
@@ -70,7 +70,7 @@ class ImageClassifier(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         if images.dtype == torch.uint8:
-            images = self.normalise(centre(images, self.image_size) / 255)
+            images = self.normalise(crop_centre(images, self.image_size) / 255)
         output = self.backbone(images)
         return output if isinstance(output, Tensor) else output.logits
 
@@ -80,8 +80,8 @@ class ImageClassifier(nn.Module):
             block.compile(*args, **kwargs)
 
 
-def centre(images: Tensor, size: int) -> Tensor:
-    """The central size × size pixels."""
+def crop_centre(images: Tensor, size: int) -> Tensor:
+    """Return the central size × size pixels."""
     height, width = images.shape[-2:]
     if min(height, width) < size:
         raise ValueError(f"images must have at least {size}×{size} pixels (got {height}×{width})")
@@ -130,11 +130,11 @@ def deit(
     if not set(names) <= {"softmax", "primal"}:
         raise ValueError(f"attention must be softmax, primal or primal+ (got {' '.join(names)!r})")
     chosen = [i for i, name in enumerate(names) if name == "primal"]
-    make = {"timm": _timm, "transformers": _transformers}[which(library)]
+    make = {"timm": _timm, "transformers": _transformers}[choose_library(library)]
     backbone = make(classes, image_size, patch_size, embed_dim, num_heads, layers, mlp_ratio)
     if chosen:
         tokens = (image_size // patch_size) ** 2 + 1
-        rows = landmarks or min(MULTIPLE * rank, tokens)
+        rows = landmarks or min(LANDMARKS_PER_RANK * rank, tokens)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="rank=")  # the paper's rank 96 is above the heads' width of 64
             primalize(backbone, chosen, rank=rank, landmarks=rows, data_dependent=data_dependent, causal=False)
@@ -144,18 +144,18 @@ def deit(
     return model
 
 
-def which(library: Library) -> Literal["timm", "transformers"]:
-    """The library to take the network from."""
+def choose_library(library: Library) -> Literal["timm", "transformers"]:
+    """Return the library that provides the network."""
     if library not in ("auto", "timm", "transformers"):
         raise ValueError(f"library must be auto, timm or transformers (got {library!r})")
     needs = {"timm": ("timm", "torchvision"), "transformers": ("transformers",)}
-    here = [name for name, packages in needs.items() if all(map(find_spec, packages))]
-    if library != "auto" and library not in here:
+    installed = [name for name, packages in needs.items() if all(map(find_spec, packages))]
+    if library != "auto" and library not in installed:
         extra = {"timm": "vision", "transformers": "hf"}[library]
         raise ValueError(f"library={library!r} is not installed: pip install 'primal-attention[{extra}]'")
-    if not here:
+    if not installed:
         raise ValueError("image models need timm or transformers: pip install 'primal-attention[vision]'")
-    return here[0] if library == "auto" else library  # type: ignore[return-value]
+    return installed[0] if library == "auto" else library  # type: ignore[return-value]
 
 
 def _timm(classes: int, size: int, patch: int, width: int, heads: int, layers: int, ratio: int) -> nn.Module:
@@ -168,7 +168,7 @@ def _timm(classes: int, size: int, patch: int, width: int, heads: int, layers: i
 
 
 def _transformers(classes: int, size: int, patch: int, width: int, heads: int, layers: int, ratio: int) -> nn.Module:
-    # Its DeiT has a second token, for distillation; its ViT is the DeiT without it, and what DeiT's weights load into.
+    # Its DeiT has a second token for distillation. Its ViT is DeiT without that token, and DeiT's weights load into it.
     from transformers import ViTConfig, ViTForImageClassification
 
     config = ViTConfig(
@@ -178,8 +178,8 @@ def _transformers(classes: int, size: int, patch: int, width: int, heads: int, l
     return ViTForImageClassification(config)
 
 
-def blocks_of(backbone: nn.Module) -> Sequence[nn.Module]:
-    """The Transformer blocks of timm's or of transformers' network."""
+def find_blocks(backbone: nn.Module) -> Sequence[nn.Module]:
+    """Return the Transformer blocks of a network of timm or transformers."""
     inner: Any = getattr(backbone, "vit", backbone)
     for name in ("blocks", "layers"):
         if hasattr(inner, name):
@@ -189,11 +189,11 @@ def blocks_of(backbone: nn.Module) -> Sequence[nn.Module]:
 
 def _add_stochastic_depth(blocks: Sequence[nn.Module], rate: float) -> None:
     for i, block in enumerate(blocks):
-        dropped = StochasticDepth(rate * i / max(1, len(blocks) - 1))
+        drop_path = StochasticDepth(rate * i / max(1, len(blocks) - 1))
         # timm has a module after each branch; transformers uses one dropout, which is off, for both branches.
         places = [name for name in ("drop_path1", "drop_path2", "dropout") if hasattr(block, name)]
         if not places:
             kind = type(block).__name__
-            raise ValueError(f"drop_path has no place in {kind} of this version: use drop_path=0 or another library")
+            raise ValueError(f"{kind} of this version has no drop_path: use drop_path=0 or another library")
         for name in places:
-            setattr(block, name, dropped)
+            setattr(block, name, drop_path)

@@ -30,7 +30,7 @@ from primal_attention.nn.baselines.softmax import CachedSoftmaxAttention
 from primal_attention.nn.blocks import BlockState, DecoderBlock, attention_names
 from primal_attention.nn.checks import one_of
 from primal_attention.nn.delta import DeltaPrimalAttention
-from primal_attention.nn.padding import Padding
+from primal_attention.ops.padding import Padding
 
 if TYPE_CHECKING:
     from primal_attention.parallel.context import Context
@@ -65,7 +65,7 @@ class LanguageConfig:
         dropout: rate on attention, MLP and embeddings.
         primal_mode: "mean" is the paper's running mean; "landmarks" is causal and data-dependent; "decay" has a
             learned decay per head; "delta" has projection weights that follow the delta rule. None is the setting
-            above, except for values that are given.
+            above, except for the values that are set.
         primal_heads: heads of the Primal layers, for more time scales of decay; None is `num_heads`.
         rank: directions of the Primal layers; None is 30.
         landmarks: landmarks of the mode "landmarks".
@@ -144,7 +144,7 @@ def primal_defaults(settings: Any) -> dict[str, Any]:
 
 
 def check_primal_mode(mode: str | None) -> None:
-    """Raise for a mode that does not exist, or no longer does."""
+    """Raise for an unknown or removed mode."""
     if mode in ("selective", "dual"):
         raise ValueError(f"attention {mode!r} was removed; use 'decay' or 'delta'")
     if mode is not None:
@@ -159,7 +159,7 @@ class LanguageState(NamedTuple):
 
 
 def causal_attention(name: str, config: LanguageConfig) -> nn.Module:
-    """The causal attention of one layer."""
+    """Return the causal attention of one layer."""
     if name == "softmax":
         return CachedSoftmaxAttention(
             config.embed_dim, config.num_heads, rotary=config.positions == "rotary", dropout=config.dropout
@@ -240,14 +240,14 @@ class LanguageModel(nn.Module):
         only_last: bool = False,
         targets: Tensor | None = None,
     ) -> Any:
-        """Logits (B, N, vocabulary), with `return_state` a pair with the state after the last token.
+        """Return logits (B, N, vocabulary); with `return_state` also the state after the last token.
 
         Args:
             tokens: (B, N).
             key_padding_mask: (B, N) bool, True at padding, which may be anywhere and changes nothing.
-            state: Of the tokens before these.
+            state: The state after the tokens before these.
             return_state: Return (logits, state).
-            only_last: Logits (B, vocabulary) of each sequence's last token alone, as decoding needs them.
+            only_last: Return only the logits of each sequence's last token, (B, vocabulary).
             targets: (B, N), each token's successor, negative where there is none. Returns the mean loss in nats
                 instead of logits, with far less memory than the logits of a large vocabulary.
         """
@@ -286,7 +286,7 @@ class LanguageModel(nn.Module):
     def step(
         self, tokens: Tensor, state: LanguageState, key_padding_mask: Tensor | None = None
     ) -> tuple[Tensor, LanguageState]:
-        """One token of each sequence, (B,) → logits (B, vocabulary) and the state after it.
+        """Read one token of each sequence; return logits (B, vocabulary) and the state after it.
 
         Args:
             tokens: (B,), one token of each sequence.
@@ -350,22 +350,22 @@ class LanguageModel(nn.Module):
         self._check(tokens, mask, state)
         padding = None if mask is None else Padding(mask, compact=True)
         if padding is None:
-            behind = None
+            padding_mask = None
         else:  # with tokens before padding, causal layers cannot see padding, and only states need the mask
             assert padding.tokens.present is not None
-            tokens, behind = padding.enter(tokens), ~padding.tokens.present
+            tokens, padding_mask = padding.enter(tokens), ~padding.tokens.present
         x = self._embed(tokens, state)
         if state is not None or return_state:
             self._check_streams()
-            x, after = self._resume(x, behind, state, inputs)
+            x, after = self._resume(x, padding_mask, state, inputs)
             return x, padding, after
         for block in self.blocks:
             if inputs is not None:
                 inputs.append(x)
             if self.gradient_checkpointing and self.training:
-                x = checkpoint(block, x, behind, use_reentrant=False)
+                x = checkpoint(block, x, padding_mask, use_reentrant=False)
             else:
-                x = block(x, behind)
+                x = block(x, padding_mask)
         return x, padding, None
 
     def _embed(self, tokens: Tensor, state: LanguageState | None) -> Tensor:
@@ -373,23 +373,25 @@ class LanguageModel(nn.Module):
         if self.config.initializer_range is None:
             x = x * self.config.embed_dim**0.5  # unit variance, as the positions have
         if self.config.positions == "sinusoidal":
-            place = torch.arange(tokens.shape[1], device=tokens.device)[None]
-            place = place if state is None else place + state.position[:, None]
-            place = place if self.context is None else place + self.context.locate(tokens).offset[:, None]
-            x = x + (self.config.initializer_range or 1.0) * sinusoids(place, self.config.embed_dim).to(x.dtype)
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+            positions = positions if state is None else positions + state.position[:, None]
+            positions = positions if self.context is None else positions + self.context.locate(tokens).offset[:, None]
+            x = x + (self.config.initializer_range or 1.0) * sinusoids(positions, self.config.embed_dim).to(x.dtype)
         return self.dropout(x)
 
     def _resume(
-        self, x: Tensor, behind: Tensor | None, state: LanguageState | None, inputs: list[Tensor] | None
+        self, x: Tensor, padding_mask: Tensor | None, state: LanguageState | None, inputs: list[Tensor] | None
     ) -> tuple[Tensor, LanguageState]:
         states = [None] * len(self.blocks) if state is None else state.blocks
         blocks = []
         for block, before in zip(self.blocks, states, strict=True):
             if inputs is not None:
                 inputs.append(x)
-            x, after = block.resume(x, behind, before)  # type: ignore[operator]
+            x, after = block.resume(x, padding_mask, before)  # type: ignore[operator]
             blocks.append(after)
-        count = torch.full((len(x),), x.shape[1], device=x.device) if behind is None else (~behind).sum(dim=1)
+        count = (
+            torch.full((len(x),), x.shape[1], device=x.device) if padding_mask is None else (~padding_mask).sum(dim=1)
+        )
         return x, LanguageState(tuple(blocks), count if state is None else state.position + count)
 
     def _logits(self, x: Tensor, padding: Padding | None, only_last: bool) -> Tensor:
@@ -410,8 +412,8 @@ class LanguageModel(nn.Module):
         else:  # the logits of one piece at a time, recomputed in the backward pass
             total = torch.stack(
                 [
-                    checkpoint(_nats, part, self.embedding.weight, wanted, use_reentrant=False)
-                    for part, wanted in zip(x.chunk(pieces), targets.chunk(pieces), strict=True)
+                    checkpoint(_nats, part, self.embedding.weight, labels, use_reentrant=False)
+                    for part, labels in zip(x.chunk(pieces), targets.chunk(pieces), strict=True)
                 ]
             ).sum()
         count = (targets >= 0).sum()
@@ -432,19 +434,19 @@ def sinusoids(positions: Tensor, embed_dim: int) -> Tensor:
 
 
 def _nats(x: Tensor, embedding: Tensor, targets: Tensor) -> Tensor:
-    """The loss summed over the tokens that have a successor."""
-    wanted = targets.masked_fill(targets < 0, IGNORED)
-    return F.cross_entropy(F.linear(x, embedding), wanted, ignore_index=IGNORED, reduction="sum")
+    """Return the loss summed over the tokens that have a successor."""
+    labels = targets.masked_fill(targets < 0, IGNORED)
+    return F.cross_entropy(F.linear(x, embedding), labels, ignore_index=IGNORED, reduction="sum")
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen: the likeliest one with temperature 0, otherwise a random one.
+    """How a token is chosen: the most likely one with temperature 0, otherwise a random one.
 
     Args:
         temperature: divides the logits; 0 is greedy.
-        top_k: draw among this many of the likeliest tokens; None is all.
-        top_p: draw among the likeliest tokens that together have at least this probability; None is all.
+        top_k: draw among this many of the most likely tokens; None is all.
+        top_p: draw among the most likely tokens that together have at least this probability; None is all.
         seed: of the random numbers.
     """
 
@@ -466,30 +468,30 @@ GREEDY = Sampling(temperature=0.0)
 
 
 def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
-    """One token of each sequence, (B, vocabulary) → (B,)."""
+    """Choose one token of each sequence, (B, vocabulary) → (B,)."""
     if sampling.temperature == 0:
         return logits.argmax(dim=-1)
     return torch.multinomial(probabilities(logits, sampling), 1, generator=generator)[:, 0]
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """The distribution of the next token, (B, vocabulary): first top_k, then top_p of the rest."""
+    """Return the distribution of the next token, (B, vocabulary): first top_k, then top_p of the rest."""
     logits = logits.float()
     # Subtract the maximum first: dividing by a small temperature would overflow.
     logits = (logits - logits.amax(dim=-1, keepdim=True)) / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
-        least = logits.topk(sampling.top_k).values[:, -1:]
-        logits = logits.masked_fill(logits < least, -torch.inf)
-    chances = logits.softmax(dim=-1)
+        threshold = logits.topk(sampling.top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < threshold, -torch.inf)
+    distribution = logits.softmax(dim=-1)
     if sampling.top_p is not None:
-        falling, order = chances.sort(dim=-1, descending=True)
-        excess = falling.cumsum(dim=-1) - falling >= sampling.top_p  # never true of the first
-        chances = chances.masked_fill(excess.gather(-1, order.argsort(dim=-1)), 0.0)
-    return chances / chances.sum(dim=-1, keepdim=True)
+        descending, order = distribution.sort(dim=-1, descending=True)
+        is_excess = descending.cumsum(dim=-1) - descending >= sampling.top_p  # never true of the first
+        distribution = distribution.masked_fill(is_excess.gather(-1, order.argsort(dim=-1)), 0.0)
+    return distribution / distribution.sum(dim=-1, keepdim=True)
 
 
 def pad(prompts: Sequence[Sequence[int]], device: torch.device | None = None) -> tuple[Tensor, Tensor | None]:
-    """Prompts as rows of one tensor, padding on the left, and its mask; no mask where all have one length."""
+    """Return prompts as rows of one tensor, padded on the left, and the mask; None if all have the same length."""
     if not prompts or not all(prompts):
         raise ValueError("every prompt must have at least one token" if prompts else "prompts must not be empty")
     lengths = [len(prompt) for prompt in prompts]
@@ -546,7 +548,7 @@ def _generate(
     stream = Stream(model)
     logits = stream.read(tokens, mask)
     stopped = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
-    for left in range(count, 0, -1):
+    for remaining in range(count, 0, -1):
         chosen = choose(logits, sampling, generator)
         yield chosen.masked_fill(stopped, STOPPED).tolist()
         paused = None
@@ -555,7 +557,7 @@ def _generate(
             if stopped.all():
                 return
             paused = stopped[:, None] if stopped.any() else None
-        if left > 1:
+        if remaining > 1:
             logits = stream.read(chosen[:, None], paused)
 
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from primal_attention.models.uea import local_rows
 from primal_attention.nn.baselines.softmax import SoftmaxAttention
 from primal_attention.nn.blocks import Encoder, EncoderBlock, masked_mean
-from primal_attention.nn.padding import Tokens
 from primal_attention.nn.primal import PrimalAttention
+from primal_attention.ops.padding import Tokens
 
 if TYPE_CHECKING:
     from primal_attention.parallel.context import Context
@@ -47,7 +47,7 @@ class TokenStem(nn.Module):
         positions: Positions = "random",
     ) -> None:
         super().__init__()
-        self.tokens = FewTokens(vocabulary, embed_dim)
+        self.tokens = SmallVocabularyEmbedding(vocabulary, embed_dim)
         self.positions = nn.Embedding(max_length, embed_dim)
         nn.init.normal_(self.tokens.weight, std=STD)
         self.positions.weight.data.copy_(initial_positions(positions, max_length, embed_dim, STD))
@@ -71,7 +71,7 @@ class LRABlock(EncoderBlock):
     def mix(self, x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
         if key_padding_mask is None or not self.published_padding:
             return super().mix(x, key_padding_mask)
-        return self.dropout(_mix_as_published(self.attention, x, key_padding_mask))
+        return self.dropout(_mix_as_published(self.attention, x, key_padding_mask))  # type: ignore
 
 
 def _mix_as_published(attention: nn.Module, x: Tensor, padding: Tensor) -> Tensor:
@@ -201,7 +201,7 @@ class LRAClassifier(nn.Module):
         return self.head(torch.cat([a, b, a * b, a - b], dim=-1))
 
     def encode(self, ids: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """The mean of the encoded tokens, (B, N) → (B, d)."""
+        """Return the mean of the encoded tokens, (B, N) → (B, d)."""
         places = None
         if key_padding_mask is not None and self.room is not None:
             ids, places, key_padding_mask = gather(ids, key_padding_mask, self.room)
@@ -245,13 +245,13 @@ class Lookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:  # type: ignore[override]
         (ids,) = ctx.saved_tensors
-        chosen = ids.unsqueeze(-1) == torch.arange(ctx.rows, device=ids.device)  # (B, N, rows)
+        one_hot = ids.unsqueeze(-1) == torch.arange(ctx.rows, device=ids.device)  # (B, N, rows)
         with torch.autocast(grad.device.type, enabled=False):
-            each = torch.bmm(chosen.to(ctx.dtype).mT, grad.to(ctx.dtype))
-        return None, each.sum(dim=0, dtype=grad.dtype), None
+            gradients = torch.bmm(one_hot.to(ctx.dtype).mT, grad.to(ctx.dtype))
+        return None, gradients.sum(dim=0, dtype=grad.dtype), None
 
 
-class FewTokens(nn.Embedding):
+class SmallVocabularyEmbedding(nn.Embedding):
     """An embedding of a small vocabulary, whose gradient on a GPU is a matrix product.
 
     torch sorts the tokens and adds the gradients of equal ones serially, which is slow where most of a batch is one

@@ -12,8 +12,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -25,11 +27,14 @@ from primal_attention.nn.objective import primal_layers
 if TYPE_CHECKING:
     from primal_attention.parallel.context import Context
 
+NOISE = 0.1  # variance of the noise in `ScorePosterior`, as a part of the mean energy of the scores
+
 
 class LinearStem(nn.Module):
     """Channels to width by a linear map scaled by √d, plus learned positions."""
 
     context: Context | None = None
+    stride = 1
 
     def __init__(self, channels: int, embed_dim: int, max_length: int, dropout: float = 0.0) -> None:
         super().__init__()
@@ -94,12 +99,18 @@ class MaskedBatchNorm(nn.BatchNorm1d):
 
 
 class ConvStem(nn.Module):
-    """Two convolutions over time, each with batch normalisation and GELU; padding is read as zeros."""
+    """Two convolutions over time, each with batch normalisation and GELU; padding is read as zeros.
+
+    The outputs of the first convolution are averaged over `stride` consecutive steps: long series become few tokens.
+    """
 
     context: Context | None = None
 
-    def __init__(self, channels: int, embed_dim: int, kernel_size: int = 7, dropout: float = 0.0) -> None:
+    def __init__(
+        self, channels: int, embed_dim: int, kernel_size: int = 7, dropout: float = 0.0, stride: int = 1
+    ) -> None:
         super().__init__()
+        self.stride = stride
         if kernel_size < 1 or kernel_size % 2 == 0:
             raise ValueError(f"stem_kernel must be a positive odd number (stem_kernel={kernel_size})")
         widths = (channels, embed_dim, embed_dim)
@@ -110,12 +121,35 @@ class ConvStem(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:  # (B, N, C) → (B, N, d)
-        for conv, norm in zip(self.convs, self.norms, strict=True):
+        if self.stride > 1 and self.context is not None:
+            raise ValueError(f"a stem with stride {self.stride} needs whole sequences, not shards")
+        for i, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
             if key_padding_mask is not None:
                 x = x.masked_fill(key_padding_mask.unsqueeze(-1), 0.0)
             x = convolve(conv, x, self.context)  # type: ignore[arg-type]
             x = F.gelu(norm(x, key_padding_mask))
+            if i == 0 and self.stride > 1:
+                x = average_steps(x, key_padding_mask, self.stride)
+                key_padding_mask = token_mask(key_padding_mask, self.stride)
         return self.dropout(x)
+
+
+def average_steps(x: Tensor, mask: Tensor | None, stride: int) -> Tensor:
+    """Average each `stride` consecutive steps without their padding, (B, N, d) → (B, ⌈N / stride⌉, d)."""
+    rest = -x.shape[1] % stride
+    if mask is None and rest == 0:
+        return x.unflatten(1, (-1, stride)).mean(dim=2)
+    valid = torch.ones_like(x[..., 0], dtype=torch.bool) if mask is None else ~mask
+    valid = F.pad(valid, (0, rest)).unflatten(1, (-1, stride))[..., None]  # (B, tokens, stride, 1)
+    steps = F.pad(x, (0, 0, 0, rest)).unflatten(1, (-1, stride))
+    return torch.where(valid, steps, 0.0).sum(dim=2) / valid.sum(dim=2).clamp(min=1)
+
+
+def token_mask(mask: Tensor | None, stride: int) -> Tensor | None:
+    """The mask of the tokens of `average_steps`: a token is padding if all its steps are."""
+    if mask is None or stride == 1:
+        return mask
+    return F.pad(mask, (0, -mask.shape[1] % stride), value=True).unflatten(1, (-1, stride)).all(dim=2)
 
 
 class FlattenHead(nn.Module):
@@ -178,8 +212,9 @@ class TimeSeriesClassifier(nn.Module):
             # Zero the padding so that NaNs there cannot propagate.
             x = x.masked_fill(key_padding_mask.unsqueeze(-1), 0.0)
         seen = None if self.attend_to_padding else key_padding_mask
-        x = self.encoder(self.stem(x, seen), seen)
-        return self.head(x, key_padding_mask)
+        x = self.stem(x, seen)
+        seen, key_padding_mask = (token_mask(mask, self.stem.stride) for mask in (seen, key_padding_mask))  # type: ignore
+        return self.head(self.encoder(x, seen), key_padding_mask)
 
 
 def paper_classifier(
@@ -237,6 +272,7 @@ def modern_classifier(
     ffn_dim: int | None = None,
     dropout: float = 0.2,
     stem_kernel: int = 7,
+    stride: int = 1,
     local_kernel: int | None = 7,
     attention_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> TimeSeriesClassifier:
@@ -252,7 +288,7 @@ def modern_classifier(
         ffn_dim: Width of the feed-forward layers; None is that of `Encoder`.
         dropout: Dropout rate.
         stem_kernel: Width of the convolutions of the stem.
-        differences: Add the differences of consecutive values as channels.
+        stride: Steps of the series that make one token.
         local_kernel: Width of the depthwise convolution beside each attention; None leaves it out.
         attention_kwargs: Keywords by attention name.
     """
@@ -267,8 +303,75 @@ def modern_classifier(
         local_kernel=local_kernel,
         attention_kwargs=attention_kwargs,
     )
-    stem = ConvStem(channels, embed_dim, stem_kernel, dropout)
+    stem = ConvStem(channels, embed_dim, stem_kernel, dropout, stride)
     return TimeSeriesClassifier(stem, encoder, PoolingHead(embed_dim, classes, dropout))
+
+
+# Predictive uncertainty
+
+
+def pooled_scores(model: nn.Module, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+    """The e- and r-scores of all Primal layers, averaged over the valid tokens, (B, layers · 2 · heads · rank)."""
+    pools: list[Tensor] = []
+
+    def pool(layer: nn.Module, args: tuple[Tensor, ...], keywords: dict[str, Any], _: Tensor) -> None:
+        if keywords.get("return_scores"):
+            return
+        mask = keywords.get("key_padding_mask")
+        _, scores = layer(args[0], key_padding_mask=mask, return_scores=True)
+        pools.extend(masked_mean(s.transpose(1, 2).flatten(2), mask) for s in (scores.e, scores.r))  # (B, heads · rank)
+
+    hooks = [layer.register_forward_hook(pool, with_kwargs=True) for layer in primal_layers(model).values()]
+    try:
+        model(x, key_padding_mask)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return torch.cat(pools, dim=-1)
+
+
+@dataclass(frozen=True)
+class ScorePosterior:
+    """Predictive variance from the singular directions of the projection scores.
+
+    After KEP-SVGP (Y. Chen, Q. Tao, F. Tonin, J. Suykens, "Self-Attention through Kernel-Eigen Pair Sparse Variational
+    Gaussian Processes", ICML 2024). There the e- and r-scores of an attention layer are the features of two sparse
+    Gaussian processes whose inducing variables are the singular directions, so that the posterior covariance is
+    diagonal and costs O(s).
+
+    Here the network is trained first. Its scores ψ(x) = [e; r], averaged over the tokens and centred, are the features
+    of a Bayesian linear model with prior N(0, I) on the weights and noise σ². For training scores Ψ = U D Vᵀ the
+    posterior covariance is σ² (ΨᵀΨ + σ² I)⁻¹ = V diag(σ² / (d_j² + σ²)) Vᵀ. The variance of a sample is
+
+        Σ_j (v_jᵀ ψ)² / (d_j² + σ²)
+
+    up to a factor, which makes the mean over the training samples 1. At a solution of the kernel SVD the scores of one
+    head are uncorrelated, with energies λ_j²: V is then the identity and d_j the singular values. Scores of several
+    heads and of averaged tokens are correlated, hence the rotation V. Differences from the paper: no variational
+    training, one posterior for the scores of both kinds and all layers, and a logit's variance instead of samples.
+
+    Args:
+        mean: Of the training scores, (networks, scores).
+        directions: V with each column divided by the square root of its d_j² + σ², (networks, scores, scores).
+    """
+
+    mean: np.ndarray
+    directions: np.ndarray
+
+    @classmethod
+    def fit(cls, scores: np.ndarray) -> ScorePosterior:
+        """The posterior of training scores (networks, samples, scores)."""
+        mean = scores.mean(axis=1)
+        centred = scores - mean[:, None]
+        energy, directions = np.linalg.eigh(centred.transpose(0, 2, 1) @ centred / scores.shape[1])
+        noise = NOISE * energy.mean(axis=1, keepdims=True) + 1e-12
+        inverse = 1 / (energy.clip(min=0) + noise)
+        total = (energy.clip(min=0) * inverse).sum(axis=1, keepdims=True).clip(min=1e-12)
+        return cls(mean, directions * np.sqrt(inverse / total)[:, None])
+
+    def __call__(self, scores: np.ndarray) -> np.ndarray:
+        """The variance of each sample, averaged over the networks, (samples,)."""
+        return np.square((scores - self.mean[:, None]) @ self.directions).sum(axis=2).mean(axis=0)
 
 
 class ZeroRightHalf(nn.Module):

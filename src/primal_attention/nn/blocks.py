@@ -48,12 +48,16 @@ def attention_names(attention: str | Sequence[str], layers: int) -> tuple[str, .
 def convolve(conv: nn.Conv1d, x: Tensor, context: Any = None) -> Tensor:
     """Apply a convolution over time that keeps the length, (B, N, C) → (B, N, d).
 
-    On a shard the tokens of the neighbouring shards take the place of the zero padding.
+    On a shard, tokens of the neighbouring shards replace the zero padding.
     """
+    if context is None and x.device.type == "cpu" and conv.groups == x.shape[2] > 1 and not conv._forward_hooks:
+        # The two-dimensional kernel reads tokens as they lie in memory and is several times faster.
+        rows = conv.weight.unsqueeze(2), conv.bias, 1, (0, conv.kernel_size[0] // 2)
+        return F.conv2d(x.transpose(1, 2).unsqueeze(2), *rows, groups=conv.groups).squeeze(2).transpose(1, 2)
     if context is None:
         return conv(x.transpose(1, 2)).transpose(1, 2)
-    reach = conv.kernel_size[0] // 2
-    padded = context.halo(x, reach, reach).transpose(1, 2)
+    margin = conv.kernel_size[0] // 2
+    padded = context.halo(x, margin, margin).transpose(1, 2)
     return F.conv1d(padded, conv.weight, conv.bias, groups=conv.groups).transpose(1, 2)
 
 
@@ -136,7 +140,7 @@ class EncoderBlock(nn.Module):
     Args:
         embed_dim: width of the tokens.
         num_heads: number of heads.
-        attention: a name for `make_attention`, or a module with the same call.
+        attention: a name for `make_attention`, "none" for no attention, or a module with the same call.
         ffn_dim: hidden width of the feed-forward network, 4 · embed_dim if None.
         dropout: rate after attention and after each linear map.
         norm_first: pre-LN, else post-LN.
@@ -157,11 +161,11 @@ class EncoderBlock(nn.Module):
         attention_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        self.attention: nn.Module = (
-            make_attention(attention, embed_dim, num_heads, **(attention_kwargs or {}))
-            if isinstance(attention, str)
-            else attention
-        )
+        if attention == "none" and not local_kernel:
+            raise ValueError("a block without attention needs local_kernel, or it mixes no tokens")
+        if isinstance(attention, str) and attention != "none":
+            attention = make_attention(attention, embed_dim, num_heads, **(attention_kwargs or {}))
+        self.attention: nn.Module | None = None if isinstance(attention, str) else attention
         self.local = LocalMixing(embed_dim, local_kernel) if local_kernel else None
         self.norm1 = nn.LayerNorm(embed_dim)
         self.norm2 = nn.LayerNorm(embed_dim)
@@ -172,8 +176,8 @@ class EncoderBlock(nn.Module):
         self.norm_first = norm_first
 
     def mix(self, x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-        """Mix the tokens: attention, plus the local convolution if there is one."""
-        mixed = self.attention(x, key_padding_mask=key_padding_mask)
+        """Mix the tokens: the sum of the attention and the local convolution, or the one that there is."""
+        mixed = 0.0 if self.attention is None else self.attention(x, key_padding_mask=key_padding_mask)
         if self.local is not None:
             mixed = mixed + self.local(x, key_padding_mask)
         return self.dropout(mixed)
@@ -193,7 +197,8 @@ class Encoder(nn.Module):
         embed_dim: width of the tokens.
         num_heads: number of heads.
         layers: number of blocks.
-        attention: a name, a name with a plus (last layer only), or one name per layer; see `attention_names`.
+        attention: a name, a name with a plus (last layer only), or one name per layer; see `attention_names`. "none"
+            leaves the attention out.
         attention_kwargs: keywords by attention name, for example `{"primal": {"rank": 30, "landmarks": 150}}`.
         block: class of the blocks.
         settings: further arguments of the blocks.
@@ -241,12 +246,12 @@ class BlockState(NamedTuple):
 
 
 class DecoderBlock(EncoderBlock):
-    """A pre-LN block with a causal attention, for whole sequences and token by token.
+    """A pre-LN block with a causal attention, for full sequences and token by token.
 
     Args:
         embed_dim: width of the tokens.
         num_heads: number of heads.
-        attention: a causal attention module. Padding has to stand behind the tokens.
+        attention: a causal attention module. Padding must be after the tokens.
         ffn_dim: hidden width of the feed-forward network, 4 · embed_dim if None.
         dropout: rate after attention and after each linear map.
         conv: kernel of a causal convolution at the attention; 0 for none.
@@ -285,7 +290,7 @@ class DecoderBlock(EncoderBlock):
     def initial_state(self, batch_size: int) -> BlockState:
         """Return the state before the first token."""
         conv = None if self.conv is None else self.conv.initial_state(batch_size)
-        return BlockState(self.attention.initial_state(batch_size), conv)  # type: ignore[operator]
+        return BlockState(self.attention.initial_state(batch_size), conv)  # type: ignore
 
     def mix(
         self,
@@ -298,7 +303,7 @@ class DecoderBlock(EncoderBlock):
         past = BlockState(None, None) if state is None else state
         local = None if self.conv is None else self.conv(x, past.conv)
         streaming = {"state": past.attention, "return_state": True} if return_state else {}
-        y = self.attention(self._add_local(x, local, "before"), key_padding_mask=key_padding_mask, **streaming)
+        y = self.attention(self._add_local(x, local, "before"), key_padding_mask=key_padding_mask, **streaming)  # type: ignore
         y, attention = y if return_state else (y, None)
         y = self._add_local(y, local, "beside")
         y = self.dropout(y if self.gate is None else y * F.silu(self.gate(x)))
@@ -331,7 +336,7 @@ def masked_mean(x: Tensor, key_padding_mask: Tensor | None = None, context: Any 
     Args:
         x: (B, N, d).
         key_padding_mask: (B, N), True at padding.
-        context: the ranks that hold the other tokens, if the sequence is sharded.
+        context: the ranks that have the other tokens, if the sequence is sharded.
 
     Returns:
         (B, d).
@@ -351,7 +356,7 @@ def masked_max(x: Tensor, key_padding_mask: Tensor | None = None, context: Any =
     Args:
         x: (B, N, d).
         key_padding_mask: (B, N), True at padding.
-        context: the ranks that hold the other tokens, if the sequence is sharded.
+        context: the ranks that have the other tokens, if the sequence is sharded.
 
     Returns:
         (B, d).

@@ -57,7 +57,7 @@ def tokens(x: Tensor, embed_dim: int, packed: bool) -> None:
     if x.ndim != ndim or x.shape[-1] != embed_dim:
         raise ValueError(f"x must have shape {shape} with embed_dim={embed_dim} (got {tuple(x.shape)})")
     if not packed and x.shape[1] == 0:
-        raise ValueError("x must hold at least one token (got 0)")
+        raise ValueError("x must have at least one token (got 0)")
 
 
 def dtype(x: Tensor, expected: torch.dtype) -> None:
@@ -85,4 +85,4 @@ def state(state: State, kind: type[State], batch: int, label: str) -> None:
     if state.layer and state.layer != label:
         raise ValueError(f"state belongs to another kind of layer ({state.layer}); this layer is {label}")
     if state[0].shape[0] != batch:
-        raise ValueError(f"state must hold as many sequences as x, {batch} (got {state[0].shape[0]})")
+        raise ValueError(f"state must have as many sequences as x, {batch} (got {state[0].shape[0]})")

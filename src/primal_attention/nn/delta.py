@@ -16,7 +16,7 @@ of each head's scores, because their scale varies, and a gate on the scores befo
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,20 +24,11 @@ from torch.nn import functional as F
 
 from ..ops import delta_rule, reference
 from ..ops.feature_maps import accumulation_dtype
-from ..ops.types import Scores, State
+from ..ops.padding import Padding
+from ..ops.types import DeltaState, Output, Scores
 from . import checks
 from .blocks import CausalConv
-from .padding import Padding
-from .primal import PrimalAttention, couple_gradients, is_plain_linear
-
-
-class DeltaState(NamedTuple):
-    """Streaming state: the projection weights after the last token. Its size does not depend on the token count."""
-
-    w_e_x: Tensor  # (B, H, p, s)
-    w_r_x: Tensor  # (B, H, p, s)
-    conv: Tensor | None  # (B, kernel − 1, 2d + 2Hs), the last inputs of the convolution
-    layer: str = ""  # the kind of layer that the state belongs to
+from .primal import PrimalAttention, is_plain_linear
 
 
 class DeltaPrimalAttention(PrimalAttention):
@@ -82,13 +73,14 @@ class DeltaPrimalAttention(PrimalAttention):
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         for name in ("w_e", "w_r"):
             self.register_parameter(name, None)  # the tokens determine them
-        self.gate: Literal["silu", "sigmoid"] = "silu" if isinstance(gate, bool) else gate
+        self._state_type = DeltaState
         width = 2 * num_heads * rank
         self.decay_proj = nn.Linear(embed_dim, num_heads, bias=False, **factory)
         self.dual_proj = nn.Linear(embed_dim, width, bias=False, **factory)  # rows [h_r; h_e]
         self.write_proj = nn.Linear(embed_dim, 2 * num_heads, **factory)  # β of both sides
         self.conv = CausalConv(2 * embed_dim + width, conv).to(**factory) if conv else None
         self.score_norm = nn.Parameter(torch.empty(2 * rank, **factory))
+        self.gate: Literal["silu", "sigmoid"] = "silu" if isinstance(gate, bool) else gate
         self.gate_proj = nn.Linear(embed_dim, width, bias=False, **factory) if gate else None
         self.reset_parameters()
 
@@ -123,23 +115,20 @@ class DeltaPrimalAttention(PrimalAttention):
         return_state: bool = False,
     ) -> Any:
         """Attend within each sequence. Arguments and results as in `PrimalAttention.forward`, without packed input."""
-        if key is not None and value is None and key.dtype == torch.bool and key_padding_mask is None:
-            key, key_padding_mask = None, key
-        self._check_like_multihead(x, key, value, need_weights, attn_mask, is_causal)
-        checks.tokens(x, self.embed_dim, packed=False)
-        checks.dtype(x, self.sqrt_lambda.dtype)
+        key, mask = self._check_like_multihead(x, key, value, key_padding_mask, need_weights, attn_mask, is_causal)
         self._check_not_sharded("the delta rule")
-        if state is not None:
-            checks.state(cast(State, state), cast(type[State], DeltaState), x.shape[0], self._state_label())
-        layout, tokens = None, None
-        if key_padding_mask is not None:
-            layout = Padding(checks.padding_mask(key_padding_mask, x), compact=True)
+        mask = self._check_input(x, mask, state=state, return_state=return_state)
+        layout: Padding | None = None
+        tokens: Tensor | int = x.shape[1]
+        if mask is not None:
+            layout = Padding(mask, compact=True)
             x, tokens = layout.enter(x), layout.lengths
         needs_objective = self._begin_objective()
         fused = x.shape[1] > 1 and delta_rule.uses_kernels(self.backend, x, self.head_dim, self.rank)
 
         z = self._projections(x, fused)
-        phi, h = self._features(z, None if state is None else state.conv, fused)
+        past = None if state is None else state.conv
+        phi, h = self._features(z, past, fused)
         log_decay, beta = self._log_decay(x), self.write_proj(x).to(accumulation_dtype(x.dtype)).sigmoid()
         if layout is not None:  # padding neither decays nor updates W
             log_decay, beta = layout.zero(log_decay), layout.zero(beta)
@@ -151,23 +140,17 @@ class DeltaPrimalAttention(PrimalAttention):
         gate = None if self.gate_proj is None else self.gate_proj(x).unflatten(-1, (self.num_heads, -1))
         both, energy = delta_rule.gated_scores(scores, self.score_norm, gate, self.gate, fused=fused)
         y = self.out_proj(self.score_proj(F.dropout(both, self.dropout, self.training)).flatten(2))
-        y = y if layout is None else layout.leave(y)
+        result = Output(y if layout is None else layout.leave(y), energy)
         if needs_objective:
-            trace = reference.weight_trace(final[:, 0], final[:, 1])
-            count = x.shape[1] if tokens is None else tokens
-            y, objective = couple_gradients(
-                y, reference.objective(energy, trace, self.sqrt_lambda, count, self.objective_form)
-            )
-            self._set_objective(objective)
-        extras: list[Any] = [] if key is None else [None]
+            result = result._replace(trace=reference.weight_trace(final[:, 0], final[:, 1]))
         if return_scores:
             scores = scores if layout is None else layout.leave(scores)
-            extras.append(Scores(*scores.permute(3, 0, 2, 1, 4)))
+            result = result._replace(scores=Scores(*scores.permute(3, 0, 2, 1, 4)))
         if return_state:
-            past = None if state is None else state.conv
-            conv = None if self.conv is None else self.conv.last_inputs(z, past, tokens)
-            extras.append(DeltaState(final[:, 0], final[:, 1], conv, self._state_label()))
-        return (y, *extras) if extras else y
+            lengths = None if layout is None else layout.lengths
+            conv = None if self.conv is None else self.conv.last_inputs(z, past, lengths)
+            result = result._replace(state=DeltaState(final[:, 0], final[:, 1], conv))
+        return self._finish(result, tokens if needs_objective else None, key, return_scores, return_state)
 
     def _projections(self, x: Tensor, fused: bool = False) -> Tensor:
         """[q; k; h_r; h_e] before the convolution, (B, N, 2d + 2Hs)."""

@@ -1,4 +1,4 @@
-"""The KSVD objective as a loss: it keeps the layers close to a kernel SVD (Lemma 4.2: J = 0 at the solution)."""
+"""The KSVD objective as a loss that regularises the layers towards a kernel SVD (Lemma 4.2: J = 0 at the solution)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def primal_layers(model: nn.Module) -> dict[str, PrimalAttention]:
-    """Return the Primal-Attention layers of a model by name. Frozen copies that PEFT keeps are left out."""
+    """Return the Primal-Attention layers of a model by name. Frozen copies made by PEFT are left out."""
     return {
         name: module
         for name, module in model.named_modules()

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from ..ops import feature_maps, padding, reference
 from ..ops.feature_maps import COSINE, FeatureMap, accumulation_dtype
 from ..ops.landmarks import random_shift
-from ..ops.primal import BACKENDS, attend, compute_objective
+from ..ops.primal import BACKENDS, attend, compute_objective, couple_gradients
 from ..ops.types import LandmarkState, Mode, Output, RunningState, State, Weights
 from . import checks
 
@@ -67,7 +67,7 @@ class PrimalAttention(nn.Module):
     """
 
     context: Any = None
-    """Exchange with the ranks that hold the rest of the sequences; set by `primal_attention.context_parallel`."""
+    """Exchange with the ranks of the other shards of the sequences; set by `primal_attention.context_parallel`."""
 
     # Read by nn.TransformerEncoderLayer. Without `in_proj_bias` it does not take its softmax fast path.
     batch_first = True
@@ -110,13 +110,29 @@ class PrimalAttention(nn.Module):
         checks.one_of("objective_form", objective_form, ("mean", "sum"))
         checks.one_of("objective_trace", objective_trace, ("weights", "projections"))
         checks.one_of("sampling", sampling, ("even", "random"))
-        _check_mode(causal, data_dependent, decay, max_length, sampling, objective_trace)
+        if sampling == "random" and (causal or not data_dependent):
+            raise ValueError(
+                "sampling='random' needs data_dependent=True and causal=False "
+                f"(got data_dependent={data_dependent}, causal={causal})"
+            )
+        if causal and data_dependent:
+            if max_length is None:
+                raise ValueError("max_length is required when causal and data_dependent: the landmark grid spans it")
+            checks.positive("max_length", max_length)
+            if objective_trace == "projections":
+                raise ValueError(
+                    "objective_trace='projections' needs one W_{e|X} per sequence: "
+                    "not in the causal data-dependent mode"
+                )
+        elif max_length is not None:
+            raise ValueError(f"max_length={max_length} has a meaning only when causal and data_dependent are both True")
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
         self.rank, self.landmarks, self.max_length, self.sampling = rank, landmarks, max_length, sampling
         self.data_dependent, self.causal = data_dependent, causal
         self.dropout, self.backend, self.recompute = dropout, backend, recompute
         self.objective_form: Literal["mean", "sum"] = objective_form
         self.objective_trace: Literal["weights", "projections"] = objective_trace
+        self._state_type: type[State] = LandmarkState if data_dependent else RunningState
         self._objective: Tensor | None = None  # of the last call in training mode
         self._last_call: RecordedCall | None = None  # set by `record_objective`
 
@@ -136,9 +152,12 @@ class PrimalAttention(nn.Module):
         # Stored as a logit: 16-bit floats have few numbers between 0.99 and 1.
         self.decay_logit: Tensor | None
         self._fixed_decay: tuple[float, ...] | None = None
+        if decay is not None and self.data_dependent and not self.causal:
+            raise ValueError(f"decay needs causal=True or data_dependent=False (got decay={decay!r})")
         if decay is None:
             self.decay_logit = None
         elif isinstance(decay, str):
+            checks.one_of("decay", decay, ("learned",))
             self.decay_logit = nn.Parameter(torch.empty(self.num_heads, **factory))
         else:
             rates = torch.as_tensor(decay, dtype=torch.float64, device="cpu")
@@ -230,7 +249,7 @@ class PrimalAttention(nn.Module):
             x: (B, N, embed_dim), or (total, embed_dim) with `cu_seqlens`.
             key: the same tensor as x, as in `nn.MultiheadAttention`. A bool tensor here is the padding mask.
             value: the same tensor as x.
-            key_padding_mask: (B, N), True (or −inf) at padding, which may stand anywhere. Outputs there are zero.
+            key_padding_mask: (B, N), True (or −inf) at padding, which may be anywhere. Outputs there are zero.
             need_weights: not supported; `kernel_matrix` returns the kernel of short sequences.
             attn_mask: accepted if it is the causal mask and the layer is causal, or if it hides nothing and the layer
                 is not. Its values are not read under torch.compile.
@@ -243,13 +262,10 @@ class PrimalAttention(nn.Module):
             return_state: also return the state after the last token (causal modes).
 
         Returns:
-            y of the shape of x; (y, None) if `key` and `value` are given; (y, scores, state) of what was requested.
+            y of the shape of x; (y, None) if `key` and `value` are passed; then scores and state if requested.
         """
-        is_mask = key is not None and (key.dtype == torch.bool or key.ndim < x.ndim)
-        if is_mask and value is None and key_padding_mask is None:
-            key, key_padding_mask = None, key
-        self._check_like_multihead(x, key, value, need_weights, attn_mask, is_causal)
-        mask = self._check_input(x, key_padding_mask, cu_seqlens, max_seqlen, state, return_state)
+        key, mask = self._check_like_multihead(x, key, value, key_padding_mask, need_weights, attn_mask, is_causal)
+        mask = self._check_input(x, mask, cu_seqlens, max_seqlen, state, return_state)
         valid = None if mask is None else ~mask
         needs_objective = self._begin_objective()
         shift = None
@@ -279,27 +295,37 @@ class PrimalAttention(nn.Module):
             decay=decay, state=state, shift=shift, boundary=boundary, dropout=dropout, trace=self.objective_trace,
             backend=backend, need_scores=return_scores, need_state=return_state,
         )  # fmt: skip
-        y = result.y
         if applies_output:
             y = self._apply_output(result, dropout, cu_seqlens is not None)
-            y = y if valid is None else y.masked_fill(~valid[..., None], 0.0)
+            result = result._replace(y=y if valid is None else y.masked_fill(~valid[..., None], 0.0))
+        if needs_objective and result.energy is None:  # one token of a stream: the kernel returns the scores only
+            assert result.scores is not None
+            energy = torch.stack([reference.score_energy(s) for s in result.scores], dim=2)
+            result = result._replace(energy=energy, trace=reference.weight_trace(self.w_e, self.w_r))
+        if needs_objective and self.context is not None:
+            result = result._replace(energy=self.context.sum(result.energy))
+        return self._finish(result, tokens if needs_objective else None, key, return_scores, return_state)
+
+    def _finish(
+        self, result: Output, tokens: Tensor | int | None, key: Tensor | None, return_scores: bool, return_state: bool
+    ) -> Any:
+        """Return y, and scores and state if requested. Set J unless `tokens` is None."""
+        y = result.y
         assert y is not None
-        if needs_objective:
-            if result.energy is None:  # one token of a stream: the kernel returns the scores only
-                assert result.scores is not None
-                energy = torch.stack([reference.score_energy(s) for s in result.scores], dim=2)
-                result = result._replace(energy=energy, trace=reference.weight_trace(self.w_e, self.w_r))
-            if self.context is not None:
-                result = result._replace(energy=self.context.sum(result.energy))
+        if tokens is not None:
             objective = compute_objective(result, self.sqrt_lambda, tokens, self.objective_form)
             y, objective = couple_gradients(y, objective)
-            self._set_objective(objective)
-        extras: list[Any] = [result.scores] if return_scores else []
+            if self.training and not is_recomputing():
+                # nn.Module.__setattr__ would first test for a parameter.
+                object.__setattr__(self, "_objective", objective)
+            if self._last_call is not None and not is_recomputing():
+                object.__setattr__(self, "_last_call", RecordedCall(objective, self._last_call))
+        extras: list[Any] = [] if key is None else [None]
+        if return_scores:
+            extras.append(result.scores)
         if return_state:
             assert result.state is not None
-            extras.append(type(result.state)(*result.state[:-1], self._state_label()))  # type: ignore[call-arg]
-        if key is not None:
-            extras.insert(0, None)
+            extras.append(result.state._replace(layer=self._state_label()))
         return (y, *extras) if extras else y
 
     def _attend(self, x: Tensor, *args: Any, dropout: float, **keywords: Any) -> Output:
@@ -315,7 +341,7 @@ class PrimalAttention(nn.Module):
         )
 
     def _weights(self) -> tuple[Weights, bool]:
-        """The parameters, without the maps that must be called, and whether the output maps are among those."""
+        """Return the parameters, without maps that must be called, and whether the output maps must be called."""
         qk, score, out = self.qk_proj, self.score_proj, self.out_proj
         is_called = not (is_plain_linear(score) and is_plain_linear(out))
         maps: list[Tensor | None] = [None] * 4 if is_called else [score.weight, score.bias, out.weight, out.bias]
@@ -348,19 +374,10 @@ class PrimalAttention(nn.Module):
 
     def _begin_objective(self) -> bool:
         """Return True if the call computes J; drop the previous one."""
-        if self.training and not _is_recomputing():
+        if self.training and not is_recomputing():
             # Its graph would pin gradient accumulation to the old stream and break CUDA-graph capture.
             object.__setattr__(self, "_objective", None)
         return self.training or self._last_call is not None
-
-    def _set_objective(self, objective: Tensor) -> None:
-        if _is_recomputing():
-            return
-        # nn.Module.__setattr__ would first test for a parameter.
-        if self.training:
-            object.__setattr__(self, "_objective", objective)
-        if self._last_call is not None:
-            object.__setattr__(self, "_last_call", RecordedCall(objective, self._last_call))
 
     # Checks
 
@@ -369,10 +386,14 @@ class PrimalAttention(nn.Module):
         x: Tensor,
         key: Tensor | None,
         value: Tensor | None,
+        mask: Tensor | None,
         need_weights: bool,
         attn_mask: Tensor | None,
         is_causal: bool,
-    ) -> None:
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Raise for a call of `nn.MultiheadAttention` that the layer cannot serve; return key and padding mask."""
+        if key is not None and value is None and mask is None and (key.dtype == torch.bool or key.ndim < x.ndim):
+            key, mask = None, key
         if any(t is not None and t is not x for t in (key, value)):
             raise ValueError(
                 "key and value must be the same tensor as x: cross-attention is not defined for this method"
@@ -382,18 +403,19 @@ class PrimalAttention(nn.Module):
         if is_causal and not self.causal:
             raise ValueError("is_causal=True needs a layer with causal=True")
         if attn_mask is None:
-            return
+            return key, mask
         n = x.shape[-2]
         if attn_mask.shape[-2:] != (n, n):
             raise ValueError(f"attn_mask must have shape ({n}, {n}) (got {tuple(attn_mask.shape)})")
         if torch.compiler.is_compiling() or attn_mask.is_meta:  # the values cannot be read
-            return
+            return key, mask
         hidden = torch.ones(n, n, dtype=torch.bool, device=attn_mask.device).triu(1) & self.causal
         if attn_mask.dtype != torch.bool:
             hidden = attn_mask.new_zeros(n, n).masked_fill(hidden, -torch.inf)
         if not torch.equal(attn_mask, hidden.expand_as(attn_mask)):
             supported = "be the causal mask" if self.causal else "hide nothing"
             raise ValueError(f"attn_mask must {supported} for a layer with causal={self.causal}")
+        return key, mask
 
     def _check_input(
         self,
@@ -406,7 +428,7 @@ class PrimalAttention(nn.Module):
     ) -> Tensor | None:
         """Raise for input that the layer cannot take; return the padding mask as bool."""
         checks.tokens(x, self.embed_dim, packed=cu_seqlens is not None)
-        checks.dtype(x, self.w_e.dtype)
+        checks.dtype(x, self.sqrt_lambda.dtype)
         if mask is not None:
             if cu_seqlens is not None:
                 raise ValueError("key_padding_mask and cu_seqlens exclude each other: packed input has no padding")
@@ -415,8 +437,7 @@ class PrimalAttention(nn.Module):
         if streams and not self.causal:
             raise ValueError("state needs a causal layer (causal=False): only the causal modes stream")
         if state is not None:
-            kind = LandmarkState if self.data_dependent else RunningState
-            checks.state(state, kind, x.shape[0], self._state_label())
+            checks.state(state, self._state_type, x.shape[0], self._state_label())
         if cu_seqlens is not None:
             padding.check_boundaries(cu_seqlens, x.shape[0], max_seqlen)
             if streams:
@@ -509,8 +530,6 @@ class PrimalAttention(nn.Module):
         Returns:
             y_t, equal to row t of the full forward pass, and the state after it.
         """
-        if not self.causal:
-            raise ValueError("step needs a causal layer (causal=False): only the causal modes stream")
         if x_t.ndim != 2 or x_t.shape[-1] != self.embed_dim:
             raise ValueError(f"x_t must have shape (batch, {self.embed_dim}) (got {tuple(x_t.shape)})")
         mask = None if key_padding_mask is None else key_padding_mask[:, None]
@@ -547,54 +566,6 @@ def is_plain_linear(module: nn.Module) -> bool:
     return not any(hooks) and module.__dict__.get("forward") is None
 
 
-def _is_recomputing() -> bool:
+def is_recomputing() -> bool:
     """Return True while activation checkpointing recomputes a forward pass inside a backward pass."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-
-
-class _CoupleGradients(torch.autograd.Function):
-    """Let the gradient of the objective enter the layer together with that of the output.
-
-    FSDP gathers a layer's parameters when the gradient of its output arrives. The gradient of the objective could
-    arrive earlier and find the parameters sharded.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, objective: Tensor) -> tuple[Tensor, Tensor]:
-        # Not views: autograd forbids writing into views of a node with two outputs, and `y += x` is common.
-        return y.data, objective.data
-
-    @staticmethod
-    def backward(ctx: Any, grad_y: Tensor, grad_objective: Tensor) -> tuple[Tensor, Tensor]:
-        return grad_y, grad_objective
-
-
-def couple_gradients(y: Tensor, objective: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both unchanged; in distributed training their gradients arrive together."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.is_grad_enabled():
-        return _CoupleGradients.apply(y, objective)  # type: ignore[no-any-return]
-    return y, objective
-
-
-def _check_mode(
-    causal: bool, data_dependent: bool, decay: object, max_length: int | None, sampling: str, objective_trace: str
-) -> None:
-    if sampling == "random" and (causal or not data_dependent):
-        raise ValueError(
-            "sampling='random' needs data_dependent=True and causal=False "
-            f"(got data_dependent={data_dependent}, causal={causal})"
-        )
-    if decay is not None and not causal and data_dependent:
-        raise ValueError(f"decay needs causal=True or data_dependent=False (got decay={decay!r})")
-    if isinstance(decay, str):
-        checks.one_of("decay", decay, ("learned",))
-    if causal and data_dependent:
-        if max_length is None:
-            raise ValueError("max_length is required when causal and data_dependent: the landmark grid spans it")
-        checks.positive("max_length", max_length)
-        if objective_trace == "projections":
-            raise ValueError(
-                "objective_trace='projections' needs one W_{e|X} per sequence: not in the causal data-dependent mode"
-            )
-    elif max_length is not None:
-        raise ValueError(f"max_length={max_length} has a meaning only when causal and data_dependent are both True")

@@ -7,7 +7,7 @@ functions work for every layer and model that has `initial_state`.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import itemgetter
 from os import PathLike
 from pathlib import Path
@@ -57,7 +57,7 @@ def load_state(path: str | PathLike[str], model: Any) -> Any:
 
 def fork_state(state: StateT, count: int) -> StateT:
     """Repeat each sequence `count` times, in neighbouring rows: one prefix, many continuations."""
-    return _map_tensors(lambda leaf: leaf.repeat_interleave(count, dim=0), state)
+    return pytree.tree_map_only(Tensor, lambda leaf: leaf.repeat_interleave(count, dim=0), state)  # type: ignore[no-any-return]
 
 
 def batch_states(states: Sequence[StateT]) -> StateT:
@@ -70,11 +70,7 @@ def batch_states(states: Sequence[StateT]) -> StateT:
 def split_state(state: StateT) -> list[StateT]:
     """Return one state for each sequence of a batch."""
     count = next(len(leaf) for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor))
-    return [_map_tensors(itemgetter(slice(i, i + 1)), state) for i in range(count)]
-
-
-def _map_tensors(function: Callable[[Tensor], Tensor], state: StateT) -> StateT:
-    return pytree.tree_map_only(Tensor, function, state)  # type: ignore[no-any-return]
+    return [pytree.tree_map_only(Tensor, itemgetter(slice(i, i + 1)), state) for i in range(count)]
 
 
 def _fits(leaf: Any, like: Any) -> bool:
@@ -100,5 +96,5 @@ def _join(*leaves: Any) -> Any:
 
 
 def _pad(leaf: Tensor, widths: list[int]) -> Tensor:
-    gaps = [wanted - own for wanted, own in zip(widths, leaf.shape[1:], strict=True)]
+    gaps = [width - size for width, size in zip(widths, leaf.shape[1:], strict=True)]
     return F.pad(leaf, [side for gap in reversed(gaps) for side in (0, gap)])

@@ -7,7 +7,7 @@ import re
 
 from torch import Tensor
 
-from primal_attention.models.image import ImageClassifier, blocks_of, deit
+from primal_attention.models.image import ImageClassifier, deit, find_blocks
 from primal_attention.official.state import State, count_layers, read_heads
 
 PRIMAL = {
@@ -58,7 +58,7 @@ def load_image(state: State, num_heads: int | None) -> ImageClassifier:
     ours: dict[str, Tensor] = {}
     for name, weight in state.items():
         ours |= _rename(name, weight, names)
-    if blocks_of(model.backbone) is not getattr(model.backbone, "blocks", None):
+    if find_blocks(model.backbone) is not getattr(model.backbone, "blocks", None):
         ours = dict(item for name, weight in ours.items() for item in _for_transformers(name, weight))
     model.backbone.to(state["head.weight"].dtype).load_state_dict(ours)
     return model

@@ -35,8 +35,6 @@ CHUNK = 64
 MAX_WIDTH = 128  # largest head width and rank of the fused kernels
 EPS = 1e-5  # of the scores' norm: scores far smaller than the values stay small
 
-Gate = Literal["silu", "sigmoid"]
-
 
 def uses_kernels(backend: str, x: Tensor, head_dim: int, rank: int) -> bool:
     """Return True if the fused kernels serve the call; raise if backend="fused" and they cannot."""
@@ -171,7 +169,12 @@ def conv_features(z: Tensor, weight: Tensor, bias: Tensor, heads: int, rank: int
 
 
 def gated_scores(
-    scores: Tensor, weight: Tensor, gate: Tensor | None, kind: Gate = "silu", *, fused: bool = False
+    scores: Tensor,
+    weight: Tensor,
+    gate: Tensor | None,
+    kind: Literal["silu", "sigmoid"] = "silu",
+    *,
+    fused: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """RMS-normalised scores of each head times the gate, (B, N, H, 2s), and the energies Σ_i [e; r]², (B, H, 2, s).
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+WITHOUT_FLOAT64 = {"mps"}  # types of devices
+
 
 def landmark_indices(
     length: int, landmarks: int, device: torch.device | str | None = None, shift: Tensor | None = None
@@ -34,18 +36,21 @@ def ragged_landmark_indices(lengths: Tensor, landmarks: int, shift: Tensor | Non
 
     An empty sequence gets row 0, which the caller must ignore. `shift` (n,) is shared by all sequences.
     """
+    device = lengths.device
+    if device.type in WITHOUT_FLOAT64:
+        lengths, shift = lengths.cpu(), None if shift is None else shift.cpu()
     last = (lengths.double() - 1).clamp(min=0)[:, None]  # (B, 1)
     i = torch.arange(landmarks, dtype=torch.float64, device=lengths.device)[None]  # (1, n)
     # Divide by a tensor: a GPU divides by a Python number through its reciprocal, and 196 · (1 / 196) is less than 1.
     step = last / i[:, -1:].clamp(min=1)
     if shift is not None:
-        return torch.minimum((step * (i + shift)).round(), last).long()
+        return torch.minimum((step * (i + shift)).round(), last).long().to(device)
     from_start = (step * i).trunc()
     # abs() does not change the product, but keeps a compiler from fusing it, unrounded, into the difference.
     from_end = (last - (step * (landmarks - 1 - i)).abs()).trunc()
     # A single landmark is the first row, as in linspace.
     is_first_half = i < max(landmarks // 2, 1)
-    return torch.where(is_first_half, from_start, from_end).long()  # (B, n)
+    return torch.where(is_first_half, from_start, from_end).long().to(device)  # (B, n)
 
 
 def position_of_rank(valid: Tensor, rank: Tensor) -> Tensor:

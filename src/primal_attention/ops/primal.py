@@ -5,7 +5,7 @@
     cpu         few passes over memory with a hand-written backward pass (`cpu/`)
     fused       Triton kernels on a GPU (`triton/`)
 
-"auto" takes "fused" on a GPU and "cpu" on a CPU where they serve the call, otherwise "reference". The fast backends
+"auto" uses "fused" on a GPU and "cpu" on a CPU where they support the call, otherwise "reference". The fast backends
 cannot be differentiated twice.
 """
 
@@ -131,6 +131,30 @@ def compute_objective(
     lengths, length = (tokens, 0) if isinstance(tokens, Tensor) else (None, tokens)
     with current_device(energy):
         return Objective.apply(energy, sqrt_lambda, trace, lengths, length, form == "sum")  # type: ignore[no-any-return]
+
+
+class _CoupleGradients(torch.autograd.Function):
+    """Let the gradient of the objective enter the layer together with that of the output.
+
+    FSDP gathers a layer's parameters when the gradient of its output arrives. The gradient of the objective could
+    arrive earlier, when the parameters are still sharded.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, objective: Tensor) -> tuple[Tensor, Tensor]:
+        # Not views: autograd forbids writing into views of a node with two outputs, and `y += x` is common.
+        return y.data, objective.data
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor, grad_objective: Tensor) -> tuple[Tensor, Tensor]:
+        return grad_y, grad_objective
+
+
+def couple_gradients(y: Tensor, objective: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both unchanged; in distributed training their gradients arrive together."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.is_grad_enabled():
+        return _CoupleGradients.apply(y, objective)  # type: ignore[no-any-return]
+    return y, objective
 
 
 def check_shapes(x: Tensor, weights: Weights, mode: Mode, decay: Tensor | None = None) -> None:

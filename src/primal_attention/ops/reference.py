@@ -45,7 +45,7 @@ def attention(
     dropout: float = 0.0,
     trace: Literal["weights", "projections"] = "weights",
 ) -> Output:
-    """Compute a whole layer.
+    """Compute a layer.
 
     Args:
         x: (B, N, d).
@@ -147,8 +147,8 @@ def token_features(
     if not feature_map.is_normalised:
         return phi_q, phi_k
     if feature_sum is None:
-        kept = phi_k if valid is None else phi_k * valid[:, None, :, None]
-        feature_sum = kept.to(accumulation_dtype(phi_k.dtype)).sum(dim=2, keepdim=True)
+        valid_phi_k = phi_k if valid is None else phi_k * valid[:, None, :, None]
+        feature_sum = valid_phi_k.to(accumulation_dtype(phi_k.dtype)).sum(dim=2, keepdim=True)
     return normalise_features(phi_q, phi_k, feature_sum)
 
 
@@ -249,11 +249,11 @@ def linear_recurrence(s: Tensor, a: Tensor, level: int = 1) -> tuple[Tensor, Ten
     spare = (0, 0, 0, chunks * CHUNK - n)
     s = F.pad(s, spare).unflatten(2, (chunks, CHUNK))  # (B, H, M, C, p)
     a = F.pad(a, spare, value=1.0).unflatten(2, (chunks, CHUNK))
-    reach = 1
-    while reach < CHUNK:
-        s = torch.cat([s[..., :reach, :], s[..., reach:, :] + a[..., reach:, :] * s[..., :-reach, :]], dim=3)
-        a = torch.cat([a[..., :reach, :], a[..., reach:, :] * a[..., :-reach, :]], dim=3)
-        reach *= 2
+    shift = 1
+    while shift < CHUNK:
+        s = torch.cat([s[..., :shift, :], s[..., shift:, :] + a[..., shift:, :] * s[..., :-shift, :]], dim=3)
+        a = torch.cat([a[..., :shift, :], a[..., shift:, :] * a[..., :-shift, :]], dim=3)
+        shift *= 2
     if level < MAX_LEVELS if torch.compiler.is_compiling() else chunks > 1:
         ends, factors = linear_recurrence(s[..., -1, :], a[..., -1, :], level + 1)
         s = s + a * F.pad(ends, (0, 0, 1, 0))[:, :, :-1, None]

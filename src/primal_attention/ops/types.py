@@ -60,7 +60,16 @@ class LandmarkState(NamedTuple):
     layer: str = ""
 
 
-State = RunningState | LandmarkState
+class DeltaState(NamedTuple):
+    """Streaming state of the delta rule: the projection weights after the last token."""
+
+    w_e_x: Tensor  # (B, H, p, s)
+    w_r_x: Tensor  # (B, H, p, s)
+    conv: Tensor | None  # (B, kernel − 1, 2d + 2Hs), the last inputs of the convolution
+    layer: str = ""
+
+
+State = RunningState | LandmarkState | DeltaState
 
 
 class Boundary(NamedTuple):

@@ -5,7 +5,7 @@
     loss = criterion(model(shard(x, mesh["context"])), …)       # the same number on the ranks of a sequence
     loss.backward()
 
-Each rank's loss must be the loss of its *whole* sequences. Pooling layers give it; sum a loss per token with
+Each rank's loss must be the loss of its *whole* sequences. Pooling layers compute it; sum a loss per token with
 `Context.sum` and divide it by the number of all tokens. The gradient is then the mean over all ranks. DDP over all
 ranks computes it, so does FSDP2 over the flattened mesh, and `average_gradients` for a model without either.
 """

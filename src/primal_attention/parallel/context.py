@@ -184,7 +184,7 @@ class SequenceShard:
             self.context._checked_lengths.add((max_length, local))
 
     def rows(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Return the tokens at the given positions of the whole sequences, from whichever rank; zero beyond the end.
+        """Return the tokens at the given positions of the whole sequences, from all ranks; zero beyond the end.
 
         x: (B, N, d), positions: (B or 1, n) among the valid tokens → (B, n, d), the same on all ranks.
         """
@@ -284,7 +284,7 @@ def _nearest_tokens(edges: Tensor, counts: Tensor, order: Tensor, width: int) ->
     index = torch.searchsorted(cumulative, token, right=True)
     exists = index < len(order)
     if len(order) == 0:
-        # The gathering must be in the graph of every rank, or the backward pass of the others waits for ever.
+        # Every rank must have the gather in its graph, or the backward pass of the other ranks deadlocks.
         return edges.sum(dim=0) * 0.0
     index = index.clamp(max=len(order) - 1)
     place = width - 1 - (token - (cumulative - available)[index])

@@ -146,10 +146,10 @@ def curve_charts(groups: Sequence[Group], colours: Mapping[str, str]) -> Iterato
             yield line_card(frame, title, colours, x="epoch", y=column, line_group="run", **labels)
 
 
-def cost_charts(found: Collection, colours: Mapping[str, str]) -> Iterator[Any]:
+def cost_charts(content: Collection, colours: Mapping[str, str]) -> Iterator[Any]:
     """Time and memory against length from benchmarks."""
     axes = {"x": "length", "log_x": True, "log_y": True}
-    for _, bench in found.benches:
+    for _, bench in content.benches:
         frame = pd.DataFrame(bench["rows"]).query("status == 'ok' and seconds > 0")
         frame = frame.assign(variant=frame["label"].map(escape), ms=1e3 * frame["seconds"] / frame["batch"])
         kind = f"{bench['kind']}{', causal' if bench['settings'].get('causal') else ''}"
@@ -164,9 +164,9 @@ def cost_charts(found: Collection, colours: Mapping[str, str]) -> Iterator[Any]:
                     break
 
 
-def cost_sources(found: Collection) -> Iterator[str]:
+def cost_sources(content: Collection) -> Iterator[str]:
     """Where the costs were measured: the machine, its load before and the command."""
-    for path, bench in found.benches:
+    for path, bench in content.benches:
         hardware = bench["hardware"]
         device = f"{device_name(hardware)}, load {hardware.get('load_before')} on {hardware['cores']} cores"
         yield f"{path}: {device}, {bench['settings']['dtype']}, {bench.get('command')}"
@@ -186,11 +186,11 @@ def spectrum_charts(groups: Sequence[Group], colours: Mapping[str, str]) -> Iter
         yield line_card(frame, task, colours, x="index", y="σᵢ / σ₁", line_group="name", log_y=True)
 
 
-def make_page(
-    found: Collection, *, title: str = "Primal-Attention runs", command: str = "", inline: bool = False
-) -> str:
-    """The page as HTML. `inline` puts plotly's script into the page; otherwise it loads `SCRIPT` beside it."""
-    groups = group_runs(found.runs)
+def write_page(file: Path, content: Collection, *, command: str = "", inline: bool = False) -> None:
+    """Write the page as HTML, with plotly's script in it (`inline`) or beside it."""
+    if not inline:
+        write_text(file.parent / SCRIPT, get_plotlyjs())
+    groups = group_runs(content.runs)
     fixed = {"primal": 0, "softmax": 1, "primal+": 2}
     names = [*fixed, *sorted({group.name for group in groups} - set(fixed))]
     colours = {escape(name): COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
@@ -199,18 +199,18 @@ def make_page(
         tasks.setdefault(group.recipe if group.recipe.endswith(group.task) else group.task, []).append(group)
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     template = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True).get_template("page.html.j2")
-    finished = [run for run in found.runs if run.scores]
+    finished = [run for run in content.runs if run.scores]
     hours = sum(run.seconds_per_epoch * (run.epochs or 0) for run in finished) / 3600
     facts = {
-        "runs": len(found.runs),
-        "not finished": len(found.runs) - len(finished),
-        "data sets": len({run.task for run in found.runs}),
+        "runs": len(content.runs),
+        "not finished": len(content.runs) - len(finished),
+        "data sets": len({run.task for run in content.runs}),
         "models": len({group.name for group in groups}),
-        "benchmarks": len(found.benches),
+        "benchmarks": len(content.benches),
         "hours of training": f"{hours:,.2f}" if hours else 0,
     }
-    return template.render(
-        title=title or "Primal-Attention runs",
+    page = template.render(
+        title="Primal-Attention runs",
         command=command,
         made=f"{datetime.date.today().isoformat()} by primal-attention {primal_attention.__version__}",
         script=Markup(get_plotlyjs()) if inline else None,
@@ -218,18 +218,12 @@ def make_page(
         facts={name: value for name, value in facts.items() if value},
         scores={task: list(score_charts(own)) for task, own in tasks.items()},
         curves={task: list(curve_charts(own, colours)) for task, own in tasks.items()},
-        costs=list(cost_charts(found, colours)),
-        sources=list(cost_sources(found)),
+        costs=list(cost_charts(content, colours)),
+        sources=list(cost_sources(content)),
         spectra=list(spectrum_charts(groups, colours)),
         groups=groups,
         finished=finished,
         flatten=flatten,
-        broken=found.broken,
+        broken=content.broken,
     )
-
-
-def write_page(file: Path, page: str, *, inline: bool = False) -> None:
-    """Write the page and, unless it is inlined, plotly's script beside it."""
     write_text(file, page)
-    if not inline:
-        write_text(file.parent / SCRIPT, get_plotlyjs())

@@ -179,16 +179,16 @@ def read_summaries(folder: Path) -> list[Run]:
     return runs
 
 
-def read_step_cost(folder: Path, task: str, attention: str) -> list[Run]:
+def read_step_cost(folder: Path, task: str, variant: Variant) -> list[Run]:
     """The stored cost of a training step on Long-Range Arena as a run, if there is one."""
-    file = folder / "lra-efficiency" / task / f"{attention}.json"
+    file = folder / "lra-efficiency" / task / f"{variant.name}.json"
     if not file.exists():
         return []
     cost = read_json(file, STEP_COST)
     fields = {key: cost[key] for key in ("device", "torch", "commit") if cost.get(key)}
     fields |= {"peak_memory_bytes": cost["peak_bytes"], "data": {"max_length": cost["length"]}}
     scores = {"step": {key: cost[key] for key in ("eager", "graph")}}
-    return [Run(file, "lra", f"lra/{task}", attention, 0, scores, **fields)]
+    return [Run(file, "lra", f"lra/{task}", variant.name, 0, scores, **fields)]
 
 
 def read_folder(folder: Path) -> Run:
@@ -231,20 +231,17 @@ def read_spectrum(file: Path) -> dict[str, list[float]]:
     if not file.exists():
         return {}
     header, lines = read_csv(file)
-    for name in ("index", "value"):
-        if name not in header:
-            raise RunError(f"{file}: the column {name} is missing")
     layers: dict[str, dict[float, float]] = {}
     for number, cells in enumerate(lines, start=2):
         row = dict(zip(header, cells, strict=True))
-        index, value = (read_cell(row[name], f"{file} line {number}: {name}") for name in ("index", "value"))
+        index, value = (read_cell(row.get(name, ""), f"{file} line {number}: {name}") for name in ("index", "value"))
         if index is None or value is None or not 0 <= value < math.inf:
             raise RunError(f"{file} line {number} needs numbers of at least 0 in the columns index and value")
         layers.setdefault(row.get("layer") or "all layers", {})[index] = value
     if not layers:
         raise RunError(f"{file} holds no singular values")
-    sorted_values = {name: [layer[i] for i in sorted(layer)] for name, layer in layers.items()}
-    return {name: [value / (values[0] or 1.0) for value in values] for name, values in sorted_values.items()}
+    in_order = {name: [layer[i] for i in sorted(layer)] for name, layer in layers.items()}
+    return {name: [value / (values[0] or 1.0) for value in values] for name, values in in_order.items()}
 
 
 @dataclass
@@ -263,65 +260,58 @@ def collect(paths: Sequence[Path], *, skip_broken: bool = False) -> Collection:
         paths: Run folders, folders of them, or files.
         skip_broken: Record the message of a broken file instead of raising it.
     """
-    found, seen = Collection(), set()
-    for path in paths:
-        for place in _places(path):
-            if place.resolve() in seen:
-                continue
-            seen.add(place.resolve())
-            try:
-                _read_place(place, found, is_argument=place == path)
-            except RunError as error:
-                if not skip_broken:
-                    raise
-                found.broken.append(str(error))
+    content = Collection()
+    places = {place.resolve(): (place, path) for path in reversed(paths) for place in _places(path)}
+    for place, path in sorted(places.values(), key=lambda pair: paths.index(pair[1])):
+        try:
+            _read_place(place, content, is_argument=place == path)
+        except RunError as error:
+            if not skip_broken:
+                raise
+            content.broken.append(str(error))
+
+    def identity(run: Run) -> str:
+        facts = (run.recipe, run.label, run.seed, run.scores, run.seconds_per_epoch, run.data)
+        return json.dumps(facts, sort_keys=True)
+
     # A grid stores each summary twice, in the run folder and as a result file.
-    in_folders = {_identity(run) for run in found.runs if run.is_folder}
-    found.runs = [run for run in found.runs if run.is_folder or _identity(run) not in in_folders]
-    return found
+    in_folders = {identity(run) for run in content.runs if run.is_folder}
+    content.runs = [run for run in content.runs if run.is_folder or identity(run) not in in_folders]
+    return content
 
 
-def _identity(run: Run) -> str:
-    facts = (run.recipe, run.label, run.seed, run.scores, run.seconds_per_epoch, run.data)
-    return json.dumps(facts, sort_keys=True)
-
-
-def _places(path: Path) -> Iterator[Path]:
+def _places(path: Path) -> list[Path]:
     """The run folders and JSON files under a path, in the order of their names."""
     if not path.exists():
         raise RunError(f"{path} does not exist")
     if path.is_file() or any((path / name).is_file() for name in RUN_FILES):
-        yield path
-        return
-    is_empty = True
+        return [path]
+    places: list[Path] = []
     for folder, inside, files in os.walk(path):
         inside[:] = sorted(name for name in inside if not name.startswith("."))
         if any(name in RUN_FILES for name in files):
             inside.clear()  # folders below belong to this run
-            yield Path(folder)
-            is_empty = False
-            continue
-        for name in sorted(files):
-            if name.endswith(".json") and not name.startswith("."):
-                yield Path(folder, name)
-                is_empty = False
-    if is_empty:
+            places.append(Path(folder))
+        else:
+            places += [Path(folder, n) for n in sorted(files) if n.endswith(".json") and not n.startswith(".")]
+    if not places:
         raise RunError(f"{path} holds no run: neither config.yaml nor a results file is in it or below it")
+    return places
 
 
-def _read_place(place: Path, found: Collection, *, is_argument: bool) -> None:
-    """Read one place into `found`. A foreign JSON file is an error if it was named itself, else it is ignored."""
+def _read_place(place: Path, content: Collection, *, is_argument: bool) -> None:
+    """Read one place into `content`. A foreign JSON file is an error if it was named itself, else it is ignored."""
     if place.is_dir():
-        found.runs.append(read_folder(place))
+        content.runs.append(read_folder(place))
         return
-    content = read_json(place)
-    fields = content if isinstance(content, dict) else {}
+    stored = read_json(place)
+    fields = stored if isinstance(stored, dict) else {}
     if "scores" in fields:
-        found.runs.append(_summary(content, place))
+        content.runs.append(_summary(stored, place))
     elif fields.get("kind") in ("attention", "decode") and "rows" in fields:
         from primal_attention.bench.measurement import check_report
 
-        found.benches.append((place, check_report(content, place)))
+        content.benches.append((place, check_report(stored, place)))
     elif is_argument:
         raise RunError(f"{place} is neither a run's result nor a benchmark of this library")
 
@@ -397,15 +387,15 @@ class ResultIndex:
 
     def _difference(self, job: Job) -> str:
         """Why the file in a job's place is not the job's result."""
-        there = next((run for run in self.runs if run.path == job.result), None)
-        if there is None:
+        stored = next((run for run in self.runs if run.path == job.result), None)
+        if stored is None:
             return "does not name its settings"
         recipe = override(registry.get(job.recipe), job.changes)
         try:
-            old = compared_settings(there.benchmark, there.config, frozenset())
+            old = compared_settings(stored.benchmark, stored.config, frozenset())
         except RunError as error:
             return f"is of another version ({error})"
-        for name, value in compared_settings(recipe.benchmark, to_plain(recipe), frozenset()).items():
-            if old.get(name) != value:
-                return f"was run with {name} {old.get(name)}, not {value}"
-        return f"was run with protocol {there.config.get('protocol')}, not {job.changes.get('protocol', 'last')}"
+        new = compared_settings(recipe.benchmark, to_plain(recipe), frozenset())
+        name = next((name for name, value in new.items() if old.get(name) != value), "protocol")
+        old, new = {**stored.config, **old}, {"protocol": "last", **job.changes, **new}
+        return f"was run with {name} {old.get(name)}, not {new[name]}"

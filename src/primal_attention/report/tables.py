@@ -17,13 +17,14 @@ from typing import Any
 
 import pandas as pd
 
-from primal_attention.report.results import PROTOCOLS, ResultIndex, Run, Stat
+from primal_attention.report.results import PROTOCOLS, Run, Stat
 from primal_attention.train.grid import Plan, Variant
 from primal_attention.utils.files import read_yaml, write_text
 
 MISSING = "–"
 AVERAGE = "Average"
 GB = 1e-9
+ETAS = (0.0, 0.1, 0.2, 0.5)
 AUTHORS_CODE = "published"
 """Row of `lra-efficiency`: Primal-Attention as the authors' implementation computes it, on the same device."""
 
@@ -83,7 +84,12 @@ class Cell:
         return {run.device for run in self.all_runs}
 
     def first(self, value: Callable[[Run], Any]) -> Any:
-        return next((found for run in self.all_runs if (found := value(run)) is not None), None)
+        return next((v for run in self.all_runs if (v := value(run)) is not None), None)
+
+    @property
+    def length(self) -> int | None:
+        """The longest sequence of the set; None for an average."""
+        return self.first(lambda run: run.data.get("max_length")) if self.dataset != AVERAGE else None
 
     def stat(self, value: Callable[[Run], float | None]) -> Stat | None:
         """Mean over the sets for each seed that all sets have, then mean and deviation over these seeds."""
@@ -117,11 +123,11 @@ class Cell:
         return str(len({run.seed for run in self.all_runs})) if is_same else "/".join(map(str, counts))
 
 
-def make_cells(benchmark: str, plan: Plan, index: ResultIndex) -> list[Cell]:
-    """The cells of a plan, part by part."""
+def make_cells(benchmark: str, plan: Plan, find: Callable[[str, Variant], Sequence[Run]]) -> list[Cell]:
+    """The cells of a plan, part by part, each with the runs that `find` returns for a set and a variant."""
     parts = dict.fromkeys(variant.part for variant in plan.variants)
     order = [(name, variant) for part in parts for name, variant in plan.cells() if variant.part == part]
-    return with_softmax([Cell(benchmark, name, v, {name: index.find(name, v)}) for name, v in order])
+    return with_softmax([Cell(benchmark, name, variant, {name: find(name, variant)}) for name, variant in order])
 
 
 def with_softmax(cells: Sequence[Cell]) -> list[Cell]:
@@ -190,10 +196,8 @@ class Section:
         for column in self.columns:
             values = [column.value(cell) for cell in cells]
             if any(isinstance(value, Stat) for value in values):
-                columns |= {
-                    f"{column.key}_{name}": [getattr(v, name, None) for v in values] for name in ("mean", "std")
-                }
-                columns[f"{column.key}_seeds"] = [value.seeds if value else 0 for value in values]
+                for part, absent in (("mean", None), ("std", None), ("seeds", 0)):
+                    columns[f"{column.key}_{part}"] = [getattr(value, part, absent) for value in values]
             else:
                 columns[column.key] = values
         columns["device"] = ["; ".join(sorted(cell.devices)) for cell in cells]
@@ -289,6 +293,7 @@ def short_commit(commit: str | None) -> str:
 # Columns and notes
 
 SET = Column("Set", "dataset", lambda cell: cell.dataset)
+LENGTH = Column("Length", "max_length", lambda cell: cell.length, 0)
 MODEL = Column("Model", "title", lambda cell: cell.title)
 SEEDS = Column("Seeds", "seeds", Cell.seeds, 0)
 SCORES = [Column(h, name, lambda cell, name=name: cell.score(name), 1) for name, h in PROTOCOLS.items()]  # type: ignore
@@ -375,13 +380,8 @@ def steps_of(run: Run) -> int:
 def efficiency_columns(cells: Sequence[Cell]) -> list[Column]:
     """UEA: seconds per epoch. D4RL: seconds per 1000 steps, published by level."""
     benchmark = cells[0].benchmark
-    digits = 2 if benchmark == "uea" else 3
-
-    lengths = {cell.dataset: cell.first(lambda run: run.data.get("max_length")) for cell in cells if cell.all_runs}
-
-    def name(cell: Cell) -> str:
-        has_length = benchmark == "uea" and lengths.get(cell.dataset)
-        return f"{cell.dataset} ({lengths[cell.dataset]})" if has_length else cell.dataset
+    is_uea = benchmark == "uea"
+    digits, unit = (2, "s/epoch") if is_uea else (3, "s/1K steps")
 
     def seconds(cell: Cell) -> Stat | None:
         steps = cell.first(lambda run: run.settings["trainer"]["steps_per_epoch"])
@@ -389,15 +389,15 @@ def efficiency_columns(cells: Sequence[Cell]) -> list[Column]:
 
     def their_seconds(cell: Cell) -> float | None:
         level = cell.dataset.partition("-")[2]
-        return cell.paper("seconds") if benchmark == "uea" else published("d4rl", "seconds", level, cell.variant.name)
+        return cell.paper("seconds") if is_uea else published("d4rl", "seconds", level, cell.variant.name)
 
     def their_memory(cell: Cell) -> float | None:  # one number for all sets
-        is_shown = cell.dataset == AVERAGE or benchmark != "uea"
+        is_shown = cell.dataset == AVERAGE or not is_uea
         return paper(benchmark)["seconds"]["memory"].get(cell.variant.name) if is_shown else None
 
-    unit = "s/epoch" if benchmark == "uea" else "s/1K steps"
     return [
-        Column("Set (length)" if benchmark == "uea" else "Set", "set", name),
+        SET,
+        LENGTH,
         MODEL,
         Column(f"Paper {unit}", "paper_seconds", their_seconds, 1),
         Column(unit, "seconds", seconds, digits),
@@ -431,7 +431,8 @@ def lra_efficiency_columns(cells: Sequence[Cell]) -> list[Column]:
         return f"{shown[0]} ({shown[1]})" if cell.variant.name in ("primal", "primal+") else ""
 
     return [
-        Column("Task (length)", "set", lambda c: f"{c.dataset} ({c.first(lambda run: run.data['max_length'])})"),
+        SET,
+        LENGTH,
         MODEL,
         Column("Paper s/1K", "paper_seconds", lambda cell: cell.paper("seconds"), 1),
         Column("s/1K graph", "graph", seconds("graph"), 2),
@@ -508,10 +509,8 @@ def d4rl_difference(averages: Sequence[Cell]) -> list[str]:
 
 
 def language_columns(cells: Sequence[Cell]) -> list[Column]:
-    def seen(cell: Cell) -> int:
-        return cell.first(lambda run: run.data.get("bytes_seen")) or 0
-
-    longest = max(map(seen, cells))
+    def seen(cell: Cell) -> int | None:
+        return cell.first(lambda run: run.data.get("bytes_seen"))
 
     def over_softmax(cell: Cell) -> float | None:
         if cell.softmax is None or seen(cell) != seen(cell.softmax):  # models that saw different amounts of text
@@ -524,7 +523,8 @@ def language_columns(cells: Sequence[Cell]) -> list[Column]:
 
     theirs = Column("Paper ppl", "paper", lambda cell: cell.paper("perplexity"), 1)
     return [
-        Column("Text (seen)", "set", lambda cell: f"{cell.dataset} ({(seen(cell) or longest) / 1e6:.0f} MB)"),
+        replace(SET, heading="Text"),
+        Column("MB seen", "bytes_seen", seen, 0, 1e-6),
         replace(MODEL, value=lambda cell: cell.variant.name),
         Column("Parameters M", "parameters", lambda cell: cell.first(lambda run: run.parameters), 2, 1e-6),
         *([theirs] if any(map(theirs.value, cells)) else []),
@@ -567,33 +567,28 @@ def image_notes(cells: Sequence[Cell]) -> list[str]:
 # The grids behind the tables
 
 
-def model_variants(models: Iterable[str]) -> list[Variant]:
-    return [Variant("models", model, model) for model in models]
+def model_variants(models: Iterable[str]) -> tuple[Variant, ...]:
+    return tuple(Variant("models", model, model) for model in models)
 
 
-def ablation_variants(parts: Iterable[str]) -> list[Variant]:
+def ablation_variants(*parts: str) -> tuple[Variant, ...]:
     """The paper's grid over η and s (PrimalFormer), data-independent weights (Primal.+), and outputs without r."""
-    grids = {
-        "eta-s": [
-            Variant("eta-s", f"primal-s{s}-eta{eta:g}", "primal", {"rank": s, "eta": eta})
-            for s in (20, 30, 40)
-            for eta in (0.0, 0.1, 0.2, 0.5)
-        ],
-        "data-dependence": [
-            Variant("data-dependence", f"primal+-{word}", "primal+", {"data_dependent": value})
-            for value, word in ((False, "independent"), (True, "dependent"))
-        ],
+    grid = [(f"primal-s{s}-eta{eta:g}", "primal", {"rank": s, "eta": eta}) for s in (20, 30, 40) for eta in ETAS]
+    dependent = {"independent": False, "dependent": True}
+    rows: dict[str, list[tuple[str, str, dict[str, Any]]]] = {
+        "eta-s": grid,
+        "data-dependence": [(f"primal+-{w}", "primal+", {"data_dependent": v}) for w, v in dependent.items()],
         "r-scores": [
-            Variant("r-scores", f"{model}-{word}-r", model, {"r_scores": value})
+            (f"{model}-{word}-r", model, {"r_scores": word == "with"})
             for model in ("primal", "primal+")
-            for value, word in ((False, "without"), (True, "with"))
+            for word in ("without", "with")
         ],
     }
-    return [variant for part in parts for variant in grids[part]]
+    return tuple(Variant(part, *row) for part in parts for row in rows[part])
 
 
-def language_variants() -> dict[str, Variant]:
-    """Softmax, every causal mode of Primal-Attention, the delta rule, a hybrid and baselines, by name.
+def language_variants() -> tuple[Variant, ...]:
+    """Softmax, every causal mode of Primal-Attention, the delta rule, a hybrid and baselines.
 
     All have the parameters of softmax attention's model: what an attention saves goes to the feed-forward width. The
     most informative ones come first, for grids that are cut off.
@@ -602,12 +597,11 @@ def language_variants() -> dict[str, Variant]:
     hybrid = {"attention": ("primal", "primal", "softmax") * 2, **delta}
     rows: list[tuple[str, str, dict[str, Any]]] = [("softmax", "softmax", {}), ("delta", "primal", delta)]
     rows.append(("hybrid", "primal", hybrid))
-    modes = ("mean", "landmarks", "decay")
     for model, conv in (("primal+", {}), ("primal", {}), ("primal", {"conv": 4}), ("primal+", {"conv": 4})):
-        suffix = "-conv" if conv else ""
+        suffix, modes = "-conv" if conv else "", ("mean", "landmarks", "decay")
         rows += [(f"{model}-{mode}{suffix}", model, {"primal_mode": mode, **conv}) for mode in modes]
     rows += [("linear", "linear", {}), ("flow", "flow", {})]
-    return {name: Variant("models", name, model, options) for name, model, options in rows}
+    return tuple(Variant("models", *row) for row in rows)
 
 
 @dataclass(frozen=True)
@@ -619,14 +613,16 @@ class TableKind:
     columns: Callable[[Sequence[Cell]], Sequence[Column]]
     notes: Callable[[Sequence[Cell]], Sequence[str]]
     sets: tuple[str, ...]
-    models: tuple[str, ...] = ()
-    parts: tuple[str, ...] = ()
-    """Of an ablation, which has no choice of models."""
+    variants: tuple[Variant, ...]
+    takes_any_model: bool = False
+    """Whether other attentions than those of `variants` can be rows."""
     seeds: int = 3
     changes: Mapping[str, Any] = field(default_factory=dict)
     needed_scores: frozenset[str] | None = None
     has_average: bool = True
     is_timed: bool = False
+    shows_steps: bool = False
+    """The cells are step costs of `primal bench lra`, not runs."""
     suffix: str = ""
     """Of the folder of its runs and results, behind the recipe family's name."""
 
@@ -639,45 +635,45 @@ def table_kinds() -> dict[str, TableKind]:
     return {
         "uea": TableKind(
             "UEA test accuracy (%)", "uea", accuracy_columns, accuracy_notes, uea_sets,
-            tuple(uea["accuracy"]["columns"]), seeds=5, changes={"protocol": "both"},
+            model_variants(uea["accuracy"]["columns"]), True, seeds=5, changes={"protocol": "both"},
         ),
         "uea-ablation": TableKind(
             "UEA ablations, test accuracy (%)", "uea", accuracy_columns, accuracy_notes, uea_sets,
-            parts=("eta-s", "data-dependence", "r-scores"), changes={"protocol": "both"},
+            ablation_variants("eta-s", "data-dependence", "r-scores"), changes={"protocol": "both"},
         ),
         "uea-efficiency": TableKind(
             "UEA training time and memory", "uea", efficiency_columns, efficiency_notes, uea_sets,
-            tuple(uea["seconds"]["columns"]), is_timed=True, suffix="-efficiency",
+            model_variants(uea["seconds"]["columns"]), True, is_timed=True, suffix="-efficiency",
             changes={"protocol": "last", "trainer.epochs": 10, "trainer.evaluate_every": 10},
         ),
         "lra": TableKind(
             "Long-Range Arena test accuracy (%)", "lra", accuracy_columns, lra_notes, lra_sets,
-            tuple(lra["accuracy"]["columns"]), needed_scores=chosen,
+            model_variants(lra["accuracy"]["columns"]), True, needed_scores=chosen,
         ),
         "lra-ablation": TableKind(
             "Long-Range Arena ablations, test accuracy (%)", "lra", accuracy_columns, lra_notes, lra_sets,
-            parts=("data-dependence", "r-scores"), needed_scores=chosen,
+            ablation_variants("data-dependence", "r-scores"), needed_scores=chosen,
         ),
         "lra-efficiency": TableKind(
             "Long-Range Arena: time and memory of a training step", "lra", lra_efficiency_columns, lra_efficiency_notes,
-            lra_sets, (*lra["seconds"]["columns"], AUTHORS_CODE), has_average=False, is_timed=True,
+            lra_sets, model_variants((*lra["seconds"]["columns"], AUTHORS_CODE)), has_average=False, shows_steps=True,
         ),
         "d4rl": TableKind(
             "D4RL normalised score", "d4rl", d4rl_columns, d4rl_notes, tuple(d4rl["score"]["rows"]),
-            tuple(d4rl["score"]["columns"]),
+            model_variants(d4rl["score"]["columns"]), True,
         ),
         "d4rl-efficiency": TableKind(
             "D4RL training time and memory", "d4rl", efficiency_columns, efficiency_notes, ("hopper-medium",),
-            tuple(d4rl["score"]["columns"]), has_average=False, is_timed=True, suffix="-efficiency",
+            model_variants(d4rl["score"]["columns"]), True, has_average=False, is_timed=True, suffix="-efficiency",
             changes={"trainer.epochs": 3, "trainer.steps_per_epoch": 500, "evaluation.episodes": 0},
         ),
         "lm": TableKind(
-            "Language models", "lm", language_columns, language_notes, ("wikipedia",), tuple(language_variants()),
+            "Language models", "lm", language_columns, language_notes, ("wikipedia",), language_variants(),
             seeds=1, needed_scores=frozenset({"last"}), has_average=False, is_timed=True,
         ),
         "image": TableKind(
             "Images: test accuracy (%), speed and memory of training", "image", image_columns, image_notes,
-            ("imagenette",), tuple(paper("image")["models"]), needed_scores=frozenset(PROTOCOLS), has_average=False,
-            is_timed=True,
+            ("imagenette",), model_variants(paper("image")["models"]), True, needed_scores=frozenset(PROTOCOLS),
+            has_average=False, is_timed=True,
         ),
     }  # fmt: skip

@@ -30,6 +30,7 @@ from primal_attention.data import lm as text
 from primal_attention.data.lm import TextData, TextSplit, Vocabulary, load_vocabulary
 from primal_attention.models.lm import LanguageConfig, LanguageModel, primal_defaults
 from primal_attention.nn.blocks import attention_names
+from primal_attention.ops.landmarks import WITHOUT_FLOAT64
 from primal_attention.train.batches import Batches, derive_seed
 from primal_attention.train.checkpoint import read_run
 from primal_attention.train.config import NetworkConfig, OptimConfig, Recipe, TrainerConfig, require, require_range
@@ -322,7 +323,8 @@ class LanguageModule(TrainingModule):
         count = (windows[:, 1:] != NO_TOKEN).sum()
         # The positions behind the text are read as token 0, which no earlier position sees.
         seen, targets = self.tokens(windows[:, :-1].clamp(min=0), windows[:, 1:])
-        return {"loss": model(seen, targets=targets).double() * count, "samples": count.double()}
+        dtype = torch.float32 if windows.device.type in WITHOUT_FLOAT64 else torch.float64
+        return {"loss": model(seen, targets=targets).to(dtype) * count, "samples": count.to(dtype)}
 
     def evaluate(self, batches: Batches) -> dict[str, float]:
         means = super().evaluate(batches)

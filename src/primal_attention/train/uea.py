@@ -96,10 +96,13 @@ class ClassifierConfig(NetworkConfig):
     """Kernel of the stem's convolutions (modern)."""
     local_kernel: int = 7
     """Kernel of the convolution parallel to attention (modern); 0 leaves it out."""
+    tokens: int = 0
+    """Average steps in the stem so that the longest training series becomes at most so many tokens (modern); 0 has one
+    token per step."""
     attend_to_padding: bool = False
     """Let attention see the padding, as the published research code does (paper)."""
 
-    MAY_BE_ZERO: ClassVar[tuple[str, ...]] = ("local_kernel",)
+    MAY_BE_ZERO: ClassVar[tuple[str, ...]] = ("local_kernel", "tokens")
     REMOVED: ClassVar[Mapping[str, Any]] = {"differences": False}
 
 
@@ -196,9 +199,23 @@ def modern_recipe(name: str) -> UEARecipe:
     )
 
 
+def classifier_recipe() -> UEARecipe:
+    """The recipe of the networks of `PrimalClassifier`: smaller and shorter than `modern_recipe`, for two CPU cores."""
+    base = modern_recipe("")
+    return replace(
+        base,
+        model=replace(
+            base.model, embed_dim=64, num_heads=4, layers=2, ffn_dim=128, dropout=0.0, landmarks=32, tokens=64
+        ),
+        optim=replace(base.optim, lr=3e-3),
+    )
+
+
 def make_model(config: ClassifierConfig, channels: int, classes: int, max_length: int) -> nn.Module:
     """The network of a resolved configuration."""
-    landmarks = min(config.landmarks or max_length, max_length)
+    stride = -(-max_length // config.tokens) if config.tokens else 1
+    tokens = -(-max_length // stride)
+    landmarks = min(config.landmarks or tokens, tokens)
     primal = {"rank": config.rank, "landmarks": landmarks, "data_dependent": config.data_dependent}
     shared: dict[str, Any] = {
         "attention": config.attention[0] if len(config.attention) == 1 else config.attention,
@@ -209,7 +226,7 @@ def make_model(config: ClassifierConfig, channels: int, classes: int, max_length
     if config.kind == "paper":
         model = paper_classifier(channels, classes, max_length, attend_to_padding=config.attend_to_padding, **shared)
     else:
-        shared |= {"stem_kernel": config.stem_kernel, "local_kernel": config.local_kernel or None}
+        shared |= {"stem_kernel": config.stem_kernel, "local_kernel": config.local_kernel or None, "stride": stride}
         model = modern_classifier(channels, classes, **shared)
     return model if config.r_scores else without_r_scores(model)
 

@@ -159,8 +159,13 @@ def read_yaml(path: Path, schema: Schema = ...) -> Any:
     import yaml
 
     def parse(text: str) -> Any:
-        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text, yaml.SafeLoader)):
-            raise yaml.YAMLError("it has an alias")  # with which a small file can expand without limit
+        depth = 0
+        for token in yaml.scan(text, yaml.SafeLoader):
+            if isinstance(token, yaml.AliasToken):
+                raise yaml.YAMLError("it has an alias")  # with which a small file can expand without limit
+            depth += isinstance(token, yaml.FlowSequenceStartToken) - isinstance(token, yaml.FlowSequenceEndToken)
+            if depth > MAX_DEPTH:  # PyYAML takes quadratic time for nested brackets
+                raise RecursionError
         return yaml.safe_load(text)
 
     return _read_plain(path, "YAML", parse, schema)

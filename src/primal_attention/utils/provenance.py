@@ -31,7 +31,7 @@ def collect(
     Args:
         command: The command line that made the number; None for a call from Python.
         device: Where it ran; adds the field "hardware".
-        commit: Commit of the code where git cannot tell it, marked as `"commit_source": "argument"`.
+        commit: Commit of the code where git is not available, marked as `"commit_source": "argument"`.
         data_files: Files that were read; adds the field "data_sha256".
     """
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
@@ -43,7 +43,7 @@ def collect(
 
 
 def code_version(commit: str | None = None) -> dict[str, Any]:
-    """Return the commit of this source tree, whether files differ from it, and how it was found; None is unknown."""
+    """Return the commit of this source tree, whether files differ from it, and the source of both; None is unknown."""
     if commit is not None:
         return {"commit": commit, "dirty": None, "commit_source": "argument"}
 
@@ -65,9 +65,9 @@ def versions() -> dict[str, str | None]:
 
     from primal_attention import __version__
 
-    found: dict[str, str | None] = {"primal-attention": __version__, "python": platform.python_version()}
-    found |= {"torch": str(torch.__version__), "cuda": torch.version.cuda}
-    return found | {name: version for name in PACKAGES if (version := installed(name)) is not None}
+    facts: dict[str, str | None] = {"primal-attention": __version__, "python": platform.python_version()}
+    facts |= {"torch": str(torch.__version__), "cuda": torch.version.cuda}
+    return facts | {name: version for name in PACKAGES if (version := installed(name)) is not None}
 
 
 def installed(package: str) -> str | None:

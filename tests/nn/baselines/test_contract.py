@@ -200,7 +200,7 @@ def test_a_non_finite_token_leaves_earlier_outputs_and_gradients_unchanged(name:
 
 
 @pytest.mark.parametrize("name", [*STREAMING, "softmax with cache"])
-def test_a_state_remembers_a_non_finite_token(name: str) -> None:
+def test_outputs_after_a_non_finite_token_of_the_state_are_nan(name: str) -> None:
     attn, x = build(name, causal=True), tokens(2, 7)
     x[0, 5, 3] = torch.nan
     for start in (None, attn.initial_state(2)):
@@ -278,9 +278,10 @@ def test_activation_checkpointing_gives_the_same_gradients(name: str, causal: bo
     assert_close(gradients[1], gradients[0], 1e-12, name)
 
 
-@each_name
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "primal"])  # tests/nn/test_primal_compile.py
 def test_compiles_as_one_graph_with_the_same_gradients(name: str) -> None:
-    attn = build(name, name in CAUSAL, torch.float32)
+    few = {"soft": {"newton_iterations": 2}, "nystrom": {"pinv_iterations": 2}}  # each iteration adds to the graph
+    attn = build(name, name in CAUSAL, torch.float32, **few.get(name, {}))
     x, mask = batch_of_lengths([21, 13, 16], 21, torch.float32)
     torch._dynamo.reset()
     compiled = torch.compile(attn, backend="aot_eager", fullgraph=True)

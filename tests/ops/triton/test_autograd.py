@@ -1,19 +1,34 @@
-"""Autograd on the kernels: reproducibility, saved tensors, checkpointing, second derivatives."""
+"""Autograd on the kernels: reproducibility, saved tensors, checkpointing, second derivatives, random landmarks."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from closeness import assert_close
-from kernel_cases import SAME, Layer, Results, assert_same, make, results, tokens, twin
+from kernel_cases import SAME, Layer, assert_same, gradients, make, results, tokens, twin
 from primal_attention.ops.triton import common
+
+KERNELS = ["data_dependent", "learned_decay", "causal_landmarks"]
+each_kernel = pytest.mark.parametrize("mode", KERNELS)
+# Each family of kernels, with what is drawn at random.
+RECOMPUTED: list[tuple[str, dict[str, Any]]] = [
+    ("data_dependent", {"dropout": 0.3}),
+    ("data_dependent", {"sampling": "random"}),
+    ("learned_decay", {"dropout": 0.3}),
+    ("causal_landmarks", {}),
+]
+if torch.cuda.is_available():
+    RECOMPUTED += [("data_dependent", {}), ("learned_decay", {})]
 
 
 @pytest.mark.parametrize("mode", ["data_dependent", "plain", "learned_decay", "causal_landmarks_decay"])
 def test_two_runs_are_bit_identical(device: torch.device, mode: str) -> None:
-    # A GPU runs many blocks at once in no fixed order; the interpreter has one order, and a short input serves it.
+    # A GPU runs many blocks at once in no fixed order; the interpreter has one order, and a short input suffices.
     length = 3000 if device.type == "cuda" else 9
     layer = make(mode, heads=1, max_length=length).to(device)
     x = tokens(layer, 3, length)
@@ -22,155 +37,161 @@ def test_two_runs_are_bit_identical(device: torch.device, mode: str) -> None:
         assert torch.equal(value, second[name]), name
 
 
-@pytest.mark.parametrize("mode", ["data_dependent", "plain", "causal", "causal_landmarks"])
-def test_training_goes_on_where_inference_mode_has_been(device: torch.device, mode: str) -> None:
-    """Tables are made once for a shape, and autograd keeps none that were made in inference mode."""
+@pytest.mark.parametrize("mode", [*KERNELS, "plain", "causal"] if torch.cuda.is_available() else KERNELS)
+def test_training_after_inference_mode_and_evaluation_without_gradients(device: torch.device, mode: str) -> None:
+    """Tables are cached by shape; autograd cannot save tensors that were created in inference mode."""
     common._cached_uniform_sequences.cache_clear()
     common._cached_landmark_table.cache_clear()
     layer = make(mode, heads=1).to(device)
     x = tokens(layer, 2, 7)
     with torch.inference_mode():
         layer(x)
-    layer(x).sum().backward()
+    y = layer(x)
+    y.sum().backward()
     assert torch.isfinite(layer.qk_proj.weight.grad).all()
+    with torch.no_grad():
+        assert torch.equal(layer.eval()(x), y)
 
 
-@pytest.mark.parametrize("mode", ["data_dependent", "plain", "learned_decay", "causal_landmarks"])
-@pytest.mark.parametrize("of", ["y", "objective", "a plain sum"])
-def test_a_second_derivative_raises_instead_of_coming_out_as_zero(device: torch.device, mode: str, of: str) -> None:
-    """Even of a sum, whose gradient is a constant and would let torch's own check pass."""
+@pytest.mark.parametrize("mode", [*KERNELS, "plain"])
+def test_a_second_derivative_raises_an_error(device: torch.device, mode: str) -> None:
+    """Also of a sum, whose constant gradient passes torch's own check and gives zeros."""
     layer = make(mode, heads=1).to(device)
     x = tokens(layer, 1, 5).requires_grad_()
     y = layer(x)
-    losses = {"y": y.square().sum(), "objective": layer.objective.square().sum(), "a plain sum": layer.objective.sum()}
-    with pytest.raises(RuntimeError, match="differentiated twice"):
-        torch.autograd.grad(losses[of], x, create_graph=True)
+    for loss in (y.square().sum(), layer.objective.square().sum(), layer.objective.sum()):
+        with pytest.raises(RuntimeError, match="differentiated twice"):
+            torch.autograd.grad(loss, x, create_graph=True, retain_graph=True)
 
 
 @pytest.mark.parametrize("mode", ["data_dependent", "plain", "learned_decay"])
-def test_a_graph_that_is_kept_can_be_walked_again(device: torch.device, mode: str) -> None:
-    """The last walk writes gradients over what was kept for it; one with `retain_graph` must not."""
+def test_a_retained_graph_gives_the_same_gradients_again(device: torch.device, mode: str) -> None:
+    """The last backward pass overwrites saved tensors with gradients; one with `retain_graph` must not."""
     layer = make(mode, heads=1).to(device)
     x = tokens(layer, 2, 17).requires_grad_()
-    wanted = [x, *layer.parameters()]
     loss = layer(x).square().sum() + layer.objective.square().sum()
-    first, second, last = (torch.autograd.grad(loss, wanted, retain_graph=keep) for keep in (True, True, False))
-    for name, *grads in zip(["x", *dict(layer.named_parameters())], first, second, last, strict=True):
-        assert torch.equal(grads[0], grads[1]), name
-        assert torch.equal(grads[0], grads[2]), name
+    first, second, last = (gradients(layer, x, loss, retain_graph=keep) for keep in (True, True, False))
+    assert_same(second, first, 0.0)
+    assert_same(last, first, 0.0)
 
 
 @pytest.mark.usefixtures("unwritten_memory_is_nan")
-@pytest.mark.parametrize("mode", ["data_dependent", "learned_decay", "causal_landmarks"])
-@pytest.mark.parametrize("of", ["y", "objective"])
-def test_a_loss_of_one_result_alone_has_its_gradients(device: torch.device, mode: str, of: str) -> None:
-    """A result that the loss does not hold sends no gradient back: its kernel must not wait for one."""
+@each_kernel
+def test_a_loss_of_one_result_has_its_gradients(device: torch.device, mode: str) -> None:
+    """The backward kernels receive no gradient of a result that is not in the loss."""
     layer = make(mode, heads=1).to(device)
-    x = tokens(layer, 2, 7)
-
-    def gradients(one: Layer) -> Results:
-        rows = x.to(one.w_e.dtype).requires_grad_()
-        y = one(rows)
-        loss = y.square().sum() if of == "y" else one.objective.sum()
-        names, inputs = zip(("x", rows), *one.named_parameters(), strict=True)
-        grads = torch.autograd.grad(loss, inputs, allow_unused=True)
-        return {
-            f"gradient of {name}": torch.zeros_like(value) if grad is None else grad
-            for name, value, grad in zip(names, inputs, grads, strict=True)
-        }
-
-    truth = gradients(twin(layer))
-    assert_same(gradients(layer), truth)
+    truth, x = twin(layer), tokens(layer, 2, 7)
+    for of_objective in (False, True):
+        grads = []
+        for one in (layer, truth):
+            rows = x.to(one.w_e.dtype).requires_grad_()
+            y = one(rows)
+            grads.append(gradients(one, rows, one.objective.sum() if of_objective else y.square().sum()))
+        assert_same(*grads)
 
 
 @pytest.mark.parametrize("mode", ["data_dependent", "causal", "causal_landmarks"])
 def test_frozen_parameters_get_no_gradient_and_change_no_other(device: torch.device, mode: str) -> None:
     layer = make(mode, heads=1).to(device)
     x = tokens(layer, 2, 7)
-    expected = results(layer, x)
+    expected = layer(x)
     for parameter in (layer.qk_proj.bias, layer.w_e, layer.score_proj.bias, layer.out_proj.weight):
         parameter.requires_grad_(False)
     y = layer(x)
-    assert torch.equal(y, expected["y"])
+    assert torch.equal(y, expected)
     y.sum().backward()
     for name, parameter in layer.named_parameters():
         assert (parameter.grad is not None) == (parameter.requires_grad and name != "sqrt_lambda"), name
 
 
 @pytest.mark.supports("checkpointing", "cuda")
-@pytest.mark.parametrize("mode", ["data_dependent", "learned_decay", "causal_landmarks"])
-def test_activation_checkpointing_changes_nothing(device: torch.device, mode: str) -> None:
-    layer = make(mode, heads=1).to(device)
-    x = tokens(layer, 2, 7).requires_grad_()
-
-    def gradients(recompute: bool) -> list[torch.Tensor]:
-        y = checkpoint(layer, x, use_reentrant=False) if recompute else layer(x)
-        loss = y.square().sum() + layer.objective.square().sum()
-        return list(torch.autograd.grad(loss, [x, *layer.parameters()]))
-
-    for plain, recomputed in zip(gradients(False), gradients(True), strict=True):
-        assert torch.equal(plain, recomputed)
-
-
-@pytest.mark.parametrize(
-    ("mode", "dropout"),
-    [("data_dependent", 0.0), ("data_dependent", 0.3), ("learned_decay", 0.3), ("causal_landmarks", 0.0)],
-)
-def test_recomputing_keeps_less_and_changes_nothing(device: torch.device, mode: str, dropout: float) -> None:
-    """Of what has at least the size of x, x alone is kept."""
-    layer = make(mode, heads=1, dropout=dropout).to(device)
+@pytest.mark.parametrize(("mode", "options"), RECOMPUTED, ids=str)
+def test_recomputation_saves_x_only_and_changes_nothing(
+    device: torch.device, mode: str, options: dict[str, Any]
+) -> None:
+    """By `recompute=True` and by activation checkpointing; dropout and random landmarks are drawn once."""
+    layer = make(mode, heads=1, **options).to(device)
     x = tokens(layer, 2, 20).requires_grad_()
 
-    def gradients(recompute: bool) -> tuple[int, list[torch.Tensor]]:
+    def step(recompute: bool, call: Any = layer) -> tuple[int, dict[str, Tensor]]:
         layer.recompute = recompute
-        kept: list[int] = []
+        sizes: list[int] = []
         torch.manual_seed(3)
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
-            y = layer(x)
-        loss = y.square().sum() + layer.objective.square().sum()
-        return sum(n for n in kept if n >= x.numel()), list(torch.autograd.grad(loss, [x, *layer.parameters()]))
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
+            y = call(x)
+        grads = gradients(layer, x, y.square().sum() + layer.objective.square().sum())
+        return sum(n for n in sizes if n >= x.numel()), grads  # of tensors that are at least as large as x
 
-    (much, plain), (little, again) = gradients(False), gradients(True)
-    assert much >= 3 * x.numel()
-    assert little == x.numel()
-    for one, other in zip(plain, again, strict=True):
-        assert torch.equal(one, other)
+    saved, expected = step(False)
+    saved_by_recompute, recomputed = step(True)
+    _, checkpointed = step(False, lambda x: checkpoint(layer, x, use_reentrant=False))
+    assert saved >= 3 * x.numel()
+    assert saved_by_recompute == x.numel()
+    assert_same(recomputed, expected, 0.0)
+    assert_same(checkpointed, expected, 0.0)
 
 
 @pytest.mark.parametrize("rank", [8, 5])
-def test_dropout_falls_on_the_scores_alone(device: torch.device, rank: int) -> None:
-    """Rank 5 leaves a stored column that carries the bias: dropout must pass it by."""
+def test_dropout_applies_to_the_scores_only(device: torch.device, rank: int) -> None:
+    """With rank 5 a stored column carries the bias, which dropout must not change."""
     layer = make("plain", rank=rank, dropout=0.5).to(device)
     x = tokens(layer, 2, 30)
     y, scores = layer(x, return_scores=True)
-    kept = make("plain", rank=rank).to(device)
-    kept.load_state_dict(layer.state_dict())
-    clean, untouched = kept(x, return_scores=True)
-    assert torch.equal(scores.e, untouched.e)
-    assert torch.equal(layer.objective, kept.objective)
+    plain = make("plain", rank=rank).to(device)
+    plain.load_state_dict(layer.state_dict())
+    clean, clean_scores = plain(x, return_scores=True)
+    assert torch.equal(scores.e, clean_scores.e)
+    assert torch.equal(layer.objective, plain.objective)
     assert not torch.equal(y, clean)
     weight = torch.randn_like(y)
     (y * weight).sum().backward()
     assert_close(layer.out_proj.bias.grad, weight.sum((0, 1)), SAME, "gradient of the bias")
     with torch.no_grad():
-        kept.w_e.zero_()
-        kept.w_r.zero_()
-        layer.load_state_dict(kept.state_dict())
-        assert_close(layer(x), kept(x), SAME, "y of scores that are all zero")
+        plain.w_e.zero_()
+        plain.w_r.zero_()
+        layer.load_state_dict(plain.state_dict())
+        assert_close(layer(x), plain(x), SAME, "y of scores that are all zero")
 
 
-@pytest.mark.parametrize("mode", ["data_dependent", "learned_decay", "causal_landmarks"])
-def test_evaluation_without_gradients_gives_the_same_output(device: torch.device, mode: str) -> None:
-    layer = make(mode, heads=1).to(device)
-    x = tokens(layer, 2, 7)
-    expected = layer(x)
-    with torch.no_grad():
-        assert torch.equal(layer.eval()(x), expected)
-
-
-def test_a_slice_of_a_wider_tensor_is_taken_as_it_is(device: torch.device) -> None:
-    """Input that is not contiguous, as a transposed or sliced batch is."""
+def test_input_that_is_not_contiguous_is_accepted(device: torch.device) -> None:
     layer = make("data_dependent").to(device)
-    wide = tokens(layer, 7, 2).transpose(0, 1)
-    assert not wide.is_contiguous()
-    assert_same(results(layer, wide), results(layer, wide.contiguous()), 0.0)
+    transposed = tokens(layer, 7, 2).transpose(0, 1)
+    assert_same(results(layer, transposed), results(layer, transposed.contiguous()), 0.0)
+
+
+# Random landmarks
+
+
+def drawn_results(layer: Layer, x: Tensor, **keywords: Tensor) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return results(layer, x, **keywords)
+
+
+@pytest.mark.usefixtures("unwritten_memory_is_nan")
+@pytest.mark.parametrize(
+    ("landmarks", "layout", "rank"),
+    [(1, "full", 5), (2, "packed", 5), (9, "padded", 5), (40, "full", 16), (70, "packed", 5), (70, "padded", 5)],
+)
+def test_random_landmarks_are_those_of_the_equations(
+    device: torch.device, landmarks: int, layout: str, rank: int
+) -> None:
+    layer = make("data_dependent", rank=rank, landmarks=landmarks, sampling="random").to(device)
+    x, keywords = tokens(layer, 3, 24), {}
+    if layout == "packed":
+        x = tokens(layer, 75)
+        keywords = {"cu_seqlens": torch.tensor((0, 30, 31, 31, 75), dtype=torch.int32, device=device)}
+    elif layout == "padded":
+        keywords = {"key_padding_mask": (torch.arange(24) % 5 == torch.tensor([[1], [2], [9]])).to(device)}
+    truth = twin(layer)
+    assert_same(drawn_results(layer, x, **keywords), drawn_results(truth, x, **keywords))
+
+
+def test_training_draws_landmarks_in_every_pass_and_evaluation_none(device: torch.device) -> None:
+    layer = make("data_dependent", sampling="random").to(device)
+    x = tokens(layer, 2, 40)
+    with torch.no_grad():
+        assert not torch.equal(layer(x), layer(x))
+        layer.eval()
+        even = make("data_dependent").to(device).eval()
+        even.load_state_dict(layer.state_dict())
+        assert torch.equal(layer(x), even(x))

@@ -1,4 +1,4 @@
-"""In 16 bits the kernels are no further from the truth than the equations are in the same dtype."""
+"""In 16 bits the error of the kernels is at most 1.2 times that of the equations in the same dtype."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from closeness import assert_close, rms_ratio
 from kernel_cases import CANCELLED, SAME, Layer, Results, make, results, tokens, twin
 from primal_attention.ops.triton import common
 
-# What the kernels may lose against the equations in the same dtype. The ratio of two errors of a handful of numbers is
-# a matter of luck: a GPU compares them over many inputs, and the interpreter, which is slow, gives them more room.
-FACTOR, FACTOR_OF_A_HANDFUL = 1.2, 3.0
-HANDFUL = 32
+# Largest ratio of the errors of kernels and equations in the same dtype. The ratio of two errors of few numbers varies
+# widely: a GPU compares them over many inputs; the interpreter is slow and has a larger limit for them.
+FACTOR, FACTOR_OF_FEW = 1.2, 3.0
+FEW = 32
 INPUTS = {"cuda": 100, "cpu": 2}
-# Half of what one rounding costs (RMS 0.2 eps): below it the equations were merely lucky, as with J in float32.
+# Half the error of one rounding (RMS 0.2 eps): below it the error of the equations is small by chance, as J in float32.
 FLOOR = 0.1
 MODES = ("data_dependent", "plain", "two_sided", "causal", "learned_decay", "causal_landmarks_decay")
 MODES_AND_DTYPES = [(mode, torch.bfloat16) for mode in MODES]
 # The interpreter is slow: float16 with one mode of each side of the method.
 MODES_AND_DTYPES += [(m, torch.float16) for m in (MODES if torch.cuda.is_available() else ("data_dependent", "causal"))]
-TF32 = 2.0**-10  # its ten bits after the first
+TF32 = 2.0**-10  # ten bits of the mantissa
 
 
 def limits(truth: Results, eager: Results, eps: float) -> dict[str, float]:
-    """What results of `several` may miss the truth by, relative to it: what the equations do, and a little."""
-    found = {}
+    """Return the largest relative error of each result of `stacked_results`: a multiple of that of the equations."""
+    allowed = {}
     for name, value in truth.items():
-        factor = FACTOR if max(value[0].numel(), len(value)) >= HANDFUL else FACTOR_OF_A_HANDFUL
-        found[name] = max(factor * rms_ratio(eager[name], value), FLOOR * eps)
-    return found
+        factor = FACTOR if max(value[0].numel(), len(value)) >= FEW else FACTOR_OF_FEW
+        allowed[name] = max(factor * rms_ratio(eager[name], value), FLOOR * eps)
+    return allowed
 
 
-def many(layer: Layer, *shape: int) -> list[Tensor]:
+def draw_inputs(layer: Layer, *shape: int) -> list[Tensor]:
     return [tokens(layer, *shape) for _ in range(INPUTS[layer.w_e.device.type])]
 
 
-def several(layer: Layer, inputs: list[Tensor], **keywords: bool) -> Results:
-    """The results of several inputs side by side: errors of one alone are compared by luck."""
+def stacked_results(layer: Layer, inputs: list[Tensor], **keywords: bool) -> Results:
+    """Return the results of several inputs: the error of a single one varies too much."""
     each = [results(layer, x, **keywords) for x in inputs]
-    return {name: torch.stack([found[name].detach() for found in each]) for name in each[0]}
+    return {name: torch.stack([outputs[name] for outputs in each]) for name in each[0]}
 
 
 @pytest.mark.usefixtures("bfloat16_rounds")
@@ -51,12 +51,9 @@ def test_the_kernels_are_as_exact_as_the_equations_in_the_same_dtype(
     device: torch.device, mode: str, dtype: torch.dtype
 ) -> None:
     heads, length = (4, 40) if device.type == "cuda" else (2, 24)  # the interpreter is slow
-    as_exact_as_the_equations(make(mode, heads=heads, max_length=length).to(device, dtype), length, dtype)
-
-
-def as_exact_as_the_equations(layer: Layer, length: int, dtype: torch.dtype) -> None:
-    inputs = many(layer, 1, length)
-    truth, eager, fused = (several(one, inputs) for one in (twin(layer), twin(layer, dtype), layer))
+    layer = make(mode, heads=heads, max_length=length).to(device, dtype)
+    inputs = draw_inputs(layer, 1, length)
+    truth, eager, fused = (stacked_results(one, inputs) for one in (twin(layer), twin(layer, dtype), layer))
     allowed = limits(truth, eager, torch.finfo(dtype).eps)
     for name, value in fused.items():
         assert value.dtype == eager[name].dtype, name
@@ -64,7 +61,7 @@ def as_exact_as_the_equations(layer: Layer, length: int, dtype: torch.dtype) -> 
 
 
 def test_the_gradient_of_the_decay_survives_long_sums_in_half_precision(device: torch.device) -> None:
-    """It is a sum of ds_i · s_{i−1}, and ds_i stands upright on s_i: what rounding leaves along s would drown it."""
+    """It is a sum of ds_i · s_{i−1} with ds_i orthogonal to s_i: rounding errors along s_i could dominate it."""
     layer = make("learned_decay", head_dim=64, rank=30, heads=3).to(device, torch.float16)
     x = tokens(layer, 1, 300)
     truth, eager, fused = (
@@ -86,14 +83,14 @@ def _tf32_is_allowed() -> Iterator[None]:
 @pytest.mark.usefixtures("_tf32_is_allowed")
 @pytest.mark.parametrize(("head_dim", "rank"), [(16, 5), (64, 96)], ids=["narrow", "wide"])
 @pytest.mark.parametrize("mode", ["data_dependent", "plain", "causal", "learned_decay"])
-def test_where_tf32_is_allowed_the_kernels_lose_nothing_by_it(
+def test_the_kernels_are_as_exact_as_the_equations_where_tf32_is_allowed(
     device: torch.device, mode: str, head_dim: int, rank: int
 ) -> None:
-    """The large products around the kernels round to TF32, in the equations as here; the kernels' own do not."""
+    """The large products around the kernels round to TF32, as in the equations; products in the kernels do not."""
     layer = make(mode, head_dim=head_dim, rank=rank).to(device)
-    inputs = many(layer, 2, 60)
+    inputs = draw_inputs(layer, 2, 60)
     truth, eager, fused = (
-        several(one, inputs, scored=False) for one in (twin(layer), twin(layer, torch.float32), layer)
+        stacked_results(one, inputs, scored=False) for one in (twin(layer), twin(layer, torch.float32), layer)
     )
     allowed = limits(truth, eager, TF32)
     for name, value in fused.items():
@@ -103,7 +100,7 @@ def test_where_tf32_is_allowed_the_kernels_lose_nothing_by_it(
 @pytest.mark.supports("autocast", "cuda")
 def test_autocast_runs_the_kernels_in_its_dtype(device: torch.device) -> None:
     layer = make("data_dependent").to(device)
-    with torch.no_grad():  # the kernels convert W_e and W_r, which the interpreter does by truncation: make it exact
+    with torch.no_grad():  # the interpreter converts W_e and W_r by truncation: use values that float16 has
         for w in (layer.w_e, layer.w_r):
             w.copy_(w.half())
     x = tokens(layer, 2, 7)

@@ -1,4 +1,4 @@
-"""The kernels inside DDP and FSDP2: a group of one, whose machinery is the same and whose gradients are the layer's."""
+"""The kernels inside DDP and FSDP2 with one process, where the gradients are those of the plain layer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from kernel_cases import Results, assert_same, make, tokens, twin
 from primal_attention import ksvd_loss
 
-WAYS: dict[str, Callable[[nn.Module, str], nn.Module]] = {
+WRAPPERS: dict[str, Callable[[nn.Module, str], nn.Module]] = {
     "DDP": lambda net, _: DistributedDataParallel(net),
     "FSDP2": lambda net, kind: fully_shard(net, mesh=init_device_mesh(kind, (1,))),
 }
@@ -28,47 +28,37 @@ def _group(device: torch.device) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def trained(net: nn.Module, x: Tensor, mask: Tensor) -> Results:
-    """The loss of a step, and the gradients of all weights by their plain names."""
+def train_step(net: nn.Module, x: Tensor, mask: Tensor) -> Results:
+    """Return the loss of a step and the gradients of all parameters, by their names in the plain layer."""
     loss = net(x.to(next(net.parameters()).dtype), mask).square().mean() + ksvd_loss(net)
     loss.backward()
-    found = {"loss": loss.detach()}
+    grads = {"loss": loss.detach()}
     for name, p in net.named_parameters():
         assert p.grad is not None, name
         grad = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
-        found[name.removeprefix("module.")] = grad
-    return found
+        grads[name.removeprefix("_orig_mod.").removeprefix("module.")] = grad
+    return grads
 
 
 @pytest.mark.supports("DDP", "cuda")
 @pytest.mark.supports("FSDP2", "cuda")
 @pytest.mark.usefixtures("_group")
 @pytest.mark.filterwarnings("ignore:.*barrier.*")
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("mode", "recompute"), [("data_dependent", False), ("learned_decay", True)])
-def test_a_wrapped_layer_trains_as_it_does_alone(device: torch.device, mode: str, recompute: bool, way: str) -> None:
-    layer = make(mode, recompute=recompute).to(device)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("mode", ["data_dependent", "recomputed", "compiled"])
+def test_a_wrapped_layer_trains_as_the_plain_layer(device: torch.device, mode: str, wrapper: str) -> None:
+    if mode == "compiled" and device.type != "cuda":
+        pytest.skip("the compiler launches kernels on a CUDA device only")
+    layer = make("learned_decay", recompute=True) if mode == "recomputed" else make("data_dependent")
+    layer = layer.to(device)
     truth = twin(layer)
     x, mask = tokens(layer, 2, 9), torch.zeros(2, 9, dtype=torch.bool, device=device)
     mask[0, 5:] = True
-    assert_same(trained(WAYS[way](layer, device.type), x, mask), trained(truth, x, mask), 1e-5)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="the compiler launches kernels on a CUDA device only")
-@pytest.mark.usefixtures("_group")
-@pytest.mark.filterwarnings("ignore:.*barrier.*")
-@pytest.mark.parametrize("way", WAYS)
-def test_a_compiled_wrapped_layer_trains_as_it_does_alone(device: torch.device, way: str) -> None:
-    layer = make("data_dependent").to(device)
-    truth = twin(layer)
-    x, mask = tokens(layer, 2, 9), torch.zeros(2, 9, dtype=torch.bool, device=device)
-    mask[0, 5:] = True
-    torch._dynamo.reset()
-    compiled = torch.compile(WAYS[way](layer, device.type))
-    found = {name.removeprefix("_orig_mod.module."): value for name, value in trained(compiled, x, mask).items()}
-    found = {name.removeprefix("_orig_mod."): value for name, value in found.items()}
-    assert_same(found, trained(truth, x, mask), 1e-5)
+    wrapped = WRAPPERS[wrapper](layer, device.type)
+    if mode == "compiled":
+        torch._dynamo.reset()
+        wrapped = torch.compile(wrapped)
+    assert_same(train_step(wrapped, x, mask), train_step(truth, x, mask), 1e-5)
 
 
 @pytest.mark.parametrize("mode", ["data_dependent", "learned_decay"])
@@ -78,15 +68,15 @@ def test_float16_trains_with_a_gradient_scaler(device: torch.device, mode: str) 
     plain, scaled = ({name: None for name, _ in layer.named_parameters()} for _ in range(2))
     optimizer = torch.optim.SGD(layer.parameters(), lr=1e-2)
     scaler = torch.amp.GradScaler(device.type, init_scale=64.0)  # a power of two: scaling rounds nothing
-    for found, factor in ((plain, None), (scaled, scaler)):
+    for grads, factor in ((plain, None), (scaled, scaler)):
         optimizer.zero_grad()
         with torch.autocast(device.type, torch.float16):
             loss = layer(x).float().square().mean() + ksvd_loss(layer)
         (loss if factor is None else factor.scale(loss)).backward()
         if factor is not None:
             factor.unscale_(optimizer)
-        found |= {name: p.grad.clone() for name, p in layer.named_parameters()}
-    # float16 gradients of the scores that are subnormal without the factor are rounded more coarsely.
+        grads |= {name: p.grad.clone() for name, p in layer.named_parameters()}
+    # float16 gradients of the scores are subnormal without the factor and rounded more coarsely.
     assert_same(scaled, plain, 2e-3)
     before = layer.w_e.detach().clone()
     scaler.step(optimizer)

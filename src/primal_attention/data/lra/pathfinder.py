@@ -43,7 +43,7 @@ MARGIN = 4.2  # between the centre lines of different contours
 DOT_MARGIN = 1.05  # added for an end that may carry a dot
 SELF_MARGIN = 3.6  # between parts of a contour that are not neighbours
 SUBPIXELS = 4  # per pixel and axis
-NOWHERE = 1e3  # coordinate of points that are not drawn
+OUTSIDE = 1e3  # coordinate of points that are not drawn
 
 SIZES = {"train": 160_000, "valid": 20_000, "test": 20_000}
 FOLDER_SIZE = 1000  # images per folder, as released
@@ -54,13 +54,13 @@ MAX_DIFFERENCE = 1.5  # pixels by which the distance between the dots may differ
 
 
 class Canvas:
-    """Contours drawn side by side in many images. `valid` is False for an image without room for a long contour."""
+    """Contours drawn side by side in many images. `valid` is False for an image that a long contour does not fit."""
 
     def __init__(self, images: int, rng: np.random.Generator) -> None:
         self.rng = rng
         self.valid = np.ones(images, dtype=bool)
         self.points = np.zeros((images, 0, 2), dtype=np.float32)  # nodes and middles of finished contours
-        self.margins = np.zeros((images, 0), dtype=np.float32)  # distance to be kept from each, beyond MARGIN
+        self.margins = np.zeros((images, 0), dtype=np.float32)  # minimum distance from each, beyond MARGIN
         self.dashes: list[np.ndarray] = []  # (images, dashes, 2 ends, 2)
 
     def add_contour(self, length: int, *, is_long: bool) -> np.ndarray:
@@ -68,7 +68,7 @@ class Canvas:
 
         Where it does not fit, a short contour is left out; without a long one the image becomes invalid.
         """
-        points = np.full((len(self.valid), 2 * length + 1, 2), NOWHERE, dtype=np.float32)  # nodes and middles in turn
+        points = np.full((len(self.valid), 2 * length + 1, 2), OUTSIDE, dtype=np.float32)  # nodes and middles in turn
         end_margin = DOT_MARGIN if is_long else 0.0
         left = np.flatnonzero(self.valid)
         for _ in range(ATTEMPTS if is_long else ATTEMPTS // 3):
@@ -91,7 +91,7 @@ class Canvas:
 
     def _walk(self, rows: np.ndarray, length: int, end_margin: float) -> tuple[np.ndarray, np.ndarray]:
         """One walk in each of the images `rows`: its nodes and the middles between them, and whether it is complete."""
-        points = np.full((len(rows), 2 * length + 1, 2), NOWHERE, dtype=np.float32)
+        points = np.full((len(rows), 2 * length + 1, 2), OUTSIDE, dtype=np.float32)
         nodes, middles = points[:, ::2], points[:, 1::2]
         nodes[:, 0] = self.rng.uniform(BORDER, SIZE - BORDER, (len(rows), 2))
         heading = self.rng.uniform(0, 2 * np.pi, len(rows)).astype(np.float32)
@@ -101,14 +101,14 @@ class Canvas:
             turns = self.rng.uniform(-MAX_TURN, MAX_TURN, (len(going), HEADINGS)).astype(np.float32)
             headings = heading[going, None] + turns
             direction = np.stack([np.cos(headings), np.sin(headings)], axis=-1)
-            # The last dash has no gap behind it: the contour ends where its light ends.
+            # The last dash has no gap after it: the contour ends with the dash.
             stride = DASH if last else STEP
             here = nodes[going, step, None]
             ahead, middle = here + stride * direction, here + stride / 2 * direction  # (walks, headings, 2)
             free = self._is_free(rows[going], ahead, end_margin if last else 0.0)
             if step > 1:
                 free &= _is_apart(ahead, nodes[going, : step - 1], SELF_MARGIN)
-            if not last:  # prefer headings that also leave room for the step after
+            if not last:  # prefer headings that also allow the next step
                 free = free.astype(np.int8) + (free & self._is_free(rows[going], ahead + STEP * direction, 0.0))
             choice = free.argmax(axis=1)
             row = np.flatnonzero(free[np.arange(len(going)), choice])
@@ -208,17 +208,17 @@ def _place_dots(ends: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray,
     is used, for either label, only where a pair of each kind has nearly the same distance.
     """
     flat = ends.reshape(len(ends), 4, 2)  # ends 0 and 1 of one contour, 2 and 3 of the other
-    apart = np.array([(0, 2), (0, 3), (1, 2), (1, 3)])
+    separate = np.array([(0, 2), (0, 3), (1, 2), (1, 3)])
     joined = np.array([(0, 1), (2, 3)])
 
     def distances(pairs: np.ndarray) -> np.ndarray:
         return np.linalg.norm(flat[:, pairs[:, 0]] - flat[:, pairs[:, 1]], axis=-1)  # (images, pairs)
 
-    difference = np.abs(distances(apart)[:, :, None] - distances(joined)[:, None]).reshape(len(ends), -1)
+    difference = np.abs(distances(separate)[:, :, None] - distances(joined)[:, None]).reshape(len(ends), -1)
     similar = difference < MAX_DIFFERENCE
     choice = np.where(similar, rng.random(similar.shape), -1.0).argmax(axis=1)
     row = np.arange(len(ends))[:, None]
-    places = np.stack([flat[row, apart[choice // len(joined)]], flat[row, joined[choice % len(joined)]]], axis=1)
+    places = np.stack([flat[row, separate[choice // len(joined)]], flat[row, joined[choice % len(joined)]]], axis=1)
     return places, similar.any(axis=1)
 
 

@@ -97,8 +97,7 @@ def stack(sequences: Sequence[np.ndarray], length: int) -> np.ndarray:
     """(samples, length) uint8 with zeros on the right; longer sequences are cut."""
     out = np.zeros((len(sequences), length), dtype=np.uint8)
     for row, sequence in zip(out, sequences, strict=True):
-        kept = sequence[:length]
-        row[: len(kept)] = kept
+        row[: len(sequence)] = sequence[:length]
     return out
 
 
@@ -116,8 +115,8 @@ def load_text(folder: str | Path, length: int = TEXT_LENGTH) -> TokenData:
     """Read the reviews; split validation samples off train, class by class, with a fixed seed."""
     folder = Path(folder)
     train, test = (_load_reviews(folder, part, length) for part in ("train", "test"))
-    kept, valid = stratified_holdout(train["labels"], 0.1, seed=0)
-    splits = {"train": select_rows(train, kept), "valid": select_rows(train, valid), "test": select_rows(test)}
+    remaining, valid = stratified_holdout(train["labels"], 0.1, seed=0)
+    splits = {"train": select_rows(train, remaining), "valid": select_rows(train, valid), "test": select_rows(test)}
     return TokenData("text", **splits, vocabulary=256, classes=2, padded=True)
 
 
@@ -177,7 +176,7 @@ def load_retrieval(folder: str | Path, length: int = TEXT_LENGTH) -> TokenData:
 def _read_pairs(file: Path, length: int) -> Arrays:
     texts: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
     labels: list[int] = []
-    csv.field_size_limit(2**31 - 1)  # a cell holds a whole paper
+    csv.field_size_limit(2**31 - 1)  # a cell has the text of a paper
     with reading(file, "a table divided by tabs"), file.open(encoding="utf-8", newline="") as lines:
         for number, row in enumerate(csv.reader(lines, delimiter="\t"), start=1):
             if len(row) != 5 or row[0] not in PAIR_LABELS:

@@ -1,7 +1,7 @@
 """The attentions that the paper compares with, under one contract: `make_attention(name, embed_dim, num_heads, …)`.
 
 The contract: y = attn(x, key_padding_mask=None), x and y (B, N, embed_dim), mask (B, N) bool with True at padding,
-which may stand anywhere. Outputs at padding are zero and do not depend on its values.
+which may be anywhere. Outputs at padding are zero and do not depend on its values.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from .base import AttentionTraits, BaselineAttention
+from ..primal import PrimalAttention
+from .base import AttentionTraits
 from .cosformer import CosformerAttention
 from .flow import FlowAttention
 from .linear import LinearAttention
@@ -26,30 +27,26 @@ from .yoso import YosoAttention
 
 __all__ = ["AttentionTraits", "attention_names", "attention_traits", "make_attention"]
 
-_BASELINES: dict[str, type[BaselineAttention]] = {
-    baseline.name: baseline
-    for baseline in (
-        SoftmaxAttention,
-        LinearAttention,
-        PerformerAttention,
-        ReformerAttention,
-        LongformerAttention,
-        LinformerAttention,
-        NystromAttention,
-        YosoAttention,
-        CosformerAttention,
-        SoftAttention,
-        FlowAttention,
-    )
+_CLASSES: dict[str, type[nn.Module]] = {
+    "softmax": SoftmaxAttention,
+    "primal": PrimalAttention,
+    "linear": LinearAttention,
+    "performer": PerformerAttention,
+    "reformer": ReformerAttention,
+    "longformer": LongformerAttention,
+    "linformer": LinformerAttention,
+    "nystrom": NystromAttention,
+    "yoso": YosoAttention,
+    "cosformer": CosformerAttention,
+    "soft": SoftAttention,
+    "flow": FlowAttention,
 }
-
-
 _PRIMAL = AttentionTraits(supports_causal=True, streams=True)
 
 
 def attention_names() -> tuple[str, ...]:
     """Return all names of `make_attention`, softmax and primal first."""
-    return ("softmax", "primal", *(name for name in _BASELINES if name != "softmax"))
+    return tuple(_CLASSES)
 
 
 def attention_traits(name: str) -> AttentionTraits:
@@ -59,7 +56,7 @@ def attention_traits(name: str) -> AttentionTraits:
         name: one of `attention_names()`.
     """
     _check_name(name)
-    return _PRIMAL if name == "primal" else _BASELINES[name].traits
+    return getattr(_CLASSES[name], "traits", _PRIMAL)
 
 
 def make_attention(name: str, embed_dim: int, num_heads: int, **settings: Any) -> nn.Module:
@@ -83,15 +80,11 @@ def make_attention(name: str, embed_dim: int, num_heads: int, **settings: Any) -
         torch.Size([2, 50, 64])
     """
     _check_name(name)
-    if name == "primal":
-        from ..primal import PrimalAttention
-
-        return PrimalAttention(embed_dim, num_heads, **settings)
-    return _BASELINES[name](embed_dim, num_heads, **settings)
+    return _CLASSES[name](embed_dim, num_heads, **settings)
 
 
 def _check_name(name: str) -> None:
-    if name == "primal" or name in _BASELINES:
+    if name in _CLASSES:
         return
     near = difflib.get_close_matches(name, attention_names(), n=1, cutoff=0.4)
     hint = f"did you mean {near[0]!r}? " if near else ""

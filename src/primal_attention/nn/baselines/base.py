@@ -1,6 +1,6 @@
 """Base classes of the baselines: projections, heads, padding, streaming and argument checks.
 
-Padding may stand anywhere. Where a mechanism depends on the order of the tokens, they are moved to the front and back
+Padding may be anywhere. Where a mechanism depends on the order of the tokens, they are moved to the front and back
 again, so that a mechanism only handles padding at the end.
 """
 
@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...ops.padding import Padding, Tokens
 from ...ops.reference import split_heads
 from .. import checks
-from ..padding import Padding, Tokens
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,6 @@ class BaselineAttention(nn.Module):
         dtype: of the parameters.
     """
 
-    name: ClassVar[str]
     traits: ClassVar[AttentionTraits] = AttentionTraits()
     order_matters: ClassVar[bool] = True  # permuting the tokens does more than permute the outputs, causal or not
     drops_weights: ClassVar[bool] = False
@@ -77,7 +76,8 @@ class BaselineAttention(nn.Module):
         checks.widths(embed_dim, num_heads)
         checks.probability("dropout", dropout)
         if causal and not self.traits.supports_causal:
-            raise ValueError(f"causal=True is not defined for attention {self.name!r}: use causal=False")
+            name = type(self).__name__.removesuffix("Attention").lower()
+            raise ValueError(f"causal=True is not defined for attention {name!r}: use causal=False")
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
         self.causal, self.dropout = causal, dropout
         factory: dict[str, Any] = {"device": device, "dtype": dtype}

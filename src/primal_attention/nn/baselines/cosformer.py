@@ -1,4 +1,4 @@
-"""cosFormer: linear attention with ReLU features and a weight that falls with distance,
+"""cosFormer: linear attention with ReLU features and a weight that decreases with distance,
 
     s_ij = relu(q_i)·relu(k_j) cos(π/2 · (i - j)/M),   y_i = Σ_j s_ij v_j / Σ_j s_ij,
 
@@ -25,28 +25,17 @@ class CosformerAttention(KernelizedAttention):
     """Linear attention with relu features and cosine weights of the distance.
 
     Args:
-        max_length: M. None takes each sequence's own length, as the authors do. A causal layer cannot know how long
-            its sequence will be, so there M is a number, 4096 by default, and longer inputs are refused. (A stream
-            that runs past M is not noticed: looking at its position would wait for the device at every step.)
-        eps: the least denominator, as in the authors' code.
+        max_length: M. None is the length of each sequence, as in the authors' code. In a causal layer the length is
+            unknown and M is a number, 4096 by default; longer inputs raise an error. The length of a stream is not
+            checked, because reading its position would synchronise with the device at every step.
     """
 
-    name = "cosformer"
-
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        *,
-        max_length: int | None = None,
-        eps: float = 1e-6,
-        **common: Any,
-    ) -> None:
+    def __init__(self, embed_dim: int, num_heads: int, *, max_length: int | None = None, **common: Any) -> None:
         super().__init__(embed_dim, num_heads, **common)
         if max_length is not None:
             checks.positive("max_length", max_length)
         self.max_length = CAUSAL_MAX_LENGTH if self.causal and max_length is None else max_length
-        self.eps, self.num_features = eps, 2 * self.head_dim
+        self.num_features = 2 * self.head_dim
 
     def features(self, q: Tensor, k: Tensor, positions: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         length = q.shape[2]

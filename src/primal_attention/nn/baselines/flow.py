@@ -10,31 +10,22 @@ and counts the tokens so far where the other counts L, as the authors' code does
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from ...ops.feature_maps import accumulation_dtype
-from ..padding import Tokens
+from ...ops.padding import Tokens
 from .base import AttentionTraits, BaselineAttention
 from .linear import causal_linear
 
+EPS = 1e-6  # added to both sides of each flow, as in the authors' code
+
 
 class FlowAttention(BaselineAttention):
-    """Linear attention with flow conservation, competition and allocation.
+    """Linear attention with flow conservation, competition and allocation."""
 
-    Args:
-        eps: added to both sides of each flow, as in the authors' code.
-    """
-
-    name = "flow"
     traits = AttentionTraits(supports_causal=True)
     order_matters = False
-
-    def __init__(self, embed_dim: int, num_heads: int, *, eps: float = 1e-6, **common: Any) -> None:
-        super().__init__(embed_dim, num_heads, **common)
-        self.eps = eps
 
     def mix(self, x: Tensor, tokens: Tokens) -> Tensor:
         q, k, v = self.project_in(x)
@@ -43,10 +34,10 @@ class FlowAttention(BaselineAttention):
         q, k = (t.to(accumulation_dtype(dtype)).sigmoid() for t in (q, k))
         if self.causal:
             return self._causal(q, k, v).to(dtype)
-        incoming = _flow(q, _total(k, tokens), self.eps)
-        outgoing = _flow(k, _total(q, tokens), self.eps)
-        conserved_in = _flow(q, _total(k / outgoing.unsqueeze(-1), tokens), self.eps)
-        conserved_out = _flow(k, _total(q / incoming.unsqueeze(-1), tokens), self.eps)
+        incoming = _flow(q, _total(k, tokens))
+        outgoing = _flow(k, _total(q, tokens))
+        conserved_in = _flow(q, _total(k / outgoing.unsqueeze(-1), tokens))
+        conserved_out = _flow(k, _total(q / incoming.unsqueeze(-1), tokens))
         if tokens.valid is not None:
             conserved_out = conserved_out.masked_fill(~tokens.valid[:, None, :], -torch.inf)
         number = q.shape[2] if tokens.lengths is None else tokens.lengths.to(q.dtype)[:, None, None]
@@ -56,12 +47,12 @@ class FlowAttention(BaselineAttention):
         return y * conserved_in.sigmoid().unsqueeze(-1).to(dtype)
 
     def _causal(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # Padding stands behind all tokens, so no token reads its part of a running sum.
+        # Padding is after all tokens, so no running sum of a token includes it.
         count = torch.arange(1, q.shape[2] + 1, device=q.device, dtype=q.dtype)
-        incoming = _flow(q, k.cumsum(2), self.eps)
-        outgoing = _flow(k, q.cumsum(2), self.eps)
-        conserved_in = _flow(q, (k * (count / outgoing).unsqueeze(-1)).cumsum(2), self.eps) / count
-        conserved_out = _flow(k, (q * (count / incoming).unsqueeze(-1)).cumsum(2), self.eps) / count
+        incoming = _flow(q, k.cumsum(2))
+        outgoing = _flow(k, q.cumsum(2))
+        conserved_in = _flow(q, (k * (count / outgoing).unsqueeze(-1)).cumsum(2)) / count
+        conserved_out = _flow(k, (q * (count / incoming).unsqueeze(-1)).cumsum(2)) / count
         competition = (conserved_out - conserved_out.logcumsumexp(-1)).exp() * count
         y, _, _ = causal_linear(
             (q / incoming.unsqueeze(-1)).to(v.dtype), k.to(v.dtype), v * competition.unsqueeze(-1).to(v.dtype)
@@ -74,5 +65,5 @@ def _total(t: Tensor, tokens: Tokens) -> Tensor:
     return tokens.zero_padding(t).sum(2, keepdim=True)
 
 
-def _flow(ends: Tensor, total: Tensor, eps: float) -> Tensor:
-    return ((ends + eps) * (total + eps)).sum(-1)
+def _flow(ends: Tensor, total: Tensor) -> Tensor:
+    return ((ends + EPS) * (total + EPS)).sum(-1)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...ops.feature_maps import accumulation_dtype
-from ..padding import Tokens
+from ...ops.padding import Tokens
 from .base import AttentionTraits, StreamingAttention
 
 CHUNK = 128
@@ -37,8 +37,8 @@ class KernelizedAttention(StreamingAttention):
 
     traits = AttentionTraits(supports_causal=True, streams=True)
     log_keys: ClassVar[bool] = False  # `features` returns log φ(k)
+    eps: ClassVar[float] = 1e-6  # the least denominator
     num_features: int  # f
-    eps: float  # the least denominator
 
     def features(self, q: Tensor, k: Tensor, positions: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """φ(q), φ(k), each (B, H, N, f). positions: (B or 1, N), in each sequence; lengths: (B or 1,), its tokens."""
@@ -84,18 +84,14 @@ class KernelizedAttention(StreamingAttention):
 
 
 class LinearAttention(KernelizedAttention):
-    """Linear attention with φ(z) = elu(z) + 1.
+    """Linear attention with φ(z) = elu(z) + 1."""
 
-    Args:
-        eps: added to the denominator, as in the authors' code.
-    """
-
-    name = "linear"
     order_matters = False
+    eps = 1e-6  # added to the denominator, as in the authors' code
 
-    def __init__(self, embed_dim: int, num_heads: int, *, eps: float = 1e-6, **common: Any) -> None:
+    def __init__(self, embed_dim: int, num_heads: int, **common: Any) -> None:
         super().__init__(embed_dim, num_heads, **common)
-        self.eps, self.num_features = eps, self.head_dim
+        self.num_features = self.head_dim
 
     def features(self, q: Tensor, k: Tensor, positions: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         # elu(z) + 1 from simpler operations: the compiled backward of torch's elu fails on transposed input.

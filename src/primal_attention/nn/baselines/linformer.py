@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...ops.padding import Tokens
 from .. import checks
-from ..padding import Tokens
 from .base import BaselineAttention
 
 
@@ -27,7 +27,6 @@ class LinformerAttention(BaselineAttention):
         max_length: the longest input. The number of parameters grows with it.
     """
 
-    name = "linformer"
     drops_weights = True
 
     def __init__(

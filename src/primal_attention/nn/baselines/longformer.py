@@ -1,4 +1,4 @@
-"""Longformer: softmax attention in a sliding window, with a few global tokens that see and are seen by all,
+"""Longformer: softmax attention in a sliding window, with a few global tokens that are visible to all,
 
     y_i = Σ_j softmax_j(q_i·k_j/√p) v_j over {j : |i - j| ≤ w/2} ∪ {global}; global i over all j, with their own W.
 
@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...ops.padding import Tokens
 from ...ops.reference import split_heads
 from .. import checks
-from ..padding import Tokens
 from .base import BaselineAttention
 
 
@@ -24,11 +24,10 @@ class LongformerAttention(BaselineAttention):
     """Softmax attention in a sliding window, with a few global tokens.
 
     Args:
-        window: w, an even number: each token sees w/2 tokens on either side, and itself.
+        window: w, an even number: each token attends to itself and w/2 tokens on either side.
         global_tokens: how many tokens at the start of each sequence are global; 0 for the window only.
     """
 
-    name = "longformer"
     drops_weights = True
 
     def __init__(
@@ -61,7 +60,7 @@ class LongformerAttention(BaselineAttention):
         return torch.cat([self._global(x, tokens), y[:, :, self.global_tokens :]], dim=2)
 
     def _global(self, x: Tensor, tokens: Tokens) -> Tensor:
-        """What the global tokens see: everything."""
+        """The attention of the global tokens over all tokens."""
         assert self.global_proj is not None
         weights = self.global_proj.weight.chunk(3)
         biases = (None,) * 3 if self.global_proj.bias is None else self.global_proj.bias.chunk(3)
@@ -70,7 +69,7 @@ class LongformerAttention(BaselineAttention):
         return F.scaled_dot_product_attention(q, k, v, tokens.key_mask(), dropout_p=self.weight_dropout)
 
     def _windowed(self, x: Tensor, tokens: Tokens) -> Tensor:
-        """What each token sees: its window and the global tokens."""
+        """The attention of each token over its window and the global tokens."""
         q, k, v = self.project_in(x)
         batch, _, length, _ = q.shape
         half = self.window // 2
@@ -88,22 +87,22 @@ class LongformerAttention(BaselineAttention):
         return y.unflatten(0, (batch, chunks)).transpose(1, 2).flatten(2, 3)[:, :, :length]
 
     def _seen(self, tokens: Tokens, length: int, chunks: int, device: torch.device) -> Tensor:
-        """Which keys each query sees, in the order [global, previous chunk, own chunk, next chunk]."""
+        """The mask of visible keys of each query, in the order [global, previous chunk, own chunk, next chunk]."""
         half = self.window // 2
         query = torch.arange(chunks * half, device=device).view(1, chunks, half, 1)
         key = torch.arange(3 * half, device=device) + (torch.arange(chunks, device=device) * half - half)[:, None]
         key = key.view(1, chunks, 1, 3 * half)
         end = length if tokens.lengths is None else tokens.lengths.view(-1, 1, 1, 1)
-        # Global tokens are not seen a second time through the window.
+        # Global tokens in the window are counted once.
         window = ((query - key).abs() <= half) & (key >= self.global_tokens) & (key < end)
-        # A slot behind the end may see itself, so that its softmax, which is discarded, is not empty.
+        # A slot after the end attends to itself, so that its softmax, which is discarded, is not empty.
         window = window | ((query == key) & (query >= end))
         shared = torch.arange(min(self.global_tokens, length), device=device).view(1, 1, 1, -1) < end
         return torch.cat([shared.expand(-1, chunks, half, -1), window], dim=-1)
 
 
 def _by_chunk(t: Tensor, size: int, chunks: int) -> Tensor:
-    """(B, H, N, p) → (B, n, H, C, p), zeros behind the end."""
+    """(B, H, N, p) → (B, n, H, C, p), zeros after the end."""
     return F.pad(t, (0, 0, 0, chunks * size - t.shape[2])).unflatten(2, (chunks, size)).transpose(1, 2)
 
 

@@ -3,12 +3,13 @@
     Y = softmax(Q K̃ᵀ/√p) · softmax(Q̃ K̃ᵀ/√p)⁺ · softmax(Q̃ Kᵀ/√p) · V + DConv(V),   Q̃, K̃: segment means.
 
 Xiong et al., "Nyströmformer: A Nyström-based Algorithm for Approximating Self-Attention", AAAI 2021. The pseudo-inverse
-is iterative, started from each matrix's own norms. A sequence of m tokens or fewer gets softmax attention itself.
+is iterative and starts from the norms of each matrix. A sequence of at most m tokens gets exact softmax attention.
 Landmark l of m is the mean of tokens ⌊l·L/m⌋ … ⌊(l+1)·L/m⌋ - 1 of a sequence of L tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...ops.feature_maps import accumulation_dtype
+from ...ops.padding import Tokens
 from .. import checks
-from ..padding import Tokens
 from .base import BaselineAttention
 
 
@@ -29,8 +30,6 @@ class NystromAttention(BaselineAttention):
         pinv_iterations: of the pseudo-inverse.
         conv_kernel: width of the depthwise convolution of the values, one filter per head; None leaves it out.
     """
-
-    name = "nystrom"
 
     def __init__(
         self,
@@ -65,19 +64,16 @@ class NystromAttention(BaselineAttention):
     def mix(self, x: Tensor, tokens: Tokens) -> Tensor:
         q, k, v = self.project_in(x)
         q, k, v = tokens.zero_padding(q), tokens.zero_padding(k), tokens.zero_padding(v)
-        m = self.landmarks
-        if x.shape[1] <= m:
-            y = F.scaled_dot_product_attention(q, k, v, tokens.key_mask())
-        else:
-            y = self._through_landmarks(q, k, v, tokens)
-            if tokens.lengths is not None:
-                mask = tokens.key_mask()
-                assert mask is not None
-                short = F.scaled_dot_product_attention(q[:, :, :m], k[:, :, :m], v[:, :, :m], mask[..., :m])
-                y = choose_short(tokens, m, short, y)
+
+        def softmax_attention(n: int) -> Tensor:
+            mask = tokens.key_mask()
+            mask = None if mask is None else mask[..., :n]
+            return F.scaled_dot_product_attention(q[:, :, :n], k[:, :, :n], v[:, :, :n], mask)
+
+        y = choose_by_length(x, tokens, self.landmarks, softmax_attention, lambda: self._approximate(q, k, v, tokens))
         return y if self.conv is None else y + self.conv(v)
 
-    def _through_landmarks(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> Tensor:
+    def _approximate(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> Tensor:
         scale = self.head_dim**-0.5
         q_mean, k_mean = means(q, self.landmarks, tokens), means(k, self.landmarks, tokens)
         between = (q_mean @ k_mean.mT * scale).softmax(-1)  # (B, H, m, m)
@@ -94,21 +90,28 @@ def means(t: Tensor, count: int, tokens: Tokens) -> Tensor:
         return t.unflatten(2, (count, -1)).mean(dim=3)
     slot = torch.arange(length, device=t.device)
     lengths = slot.new_full((1,), length) if tokens.lengths is None else tokens.lengths
-    segment = ((slot + 1) * count - 1) // lengths[:, None]  # (B, N), at least m behind the last token
+    segment = ((slot + 1) * count - 1) // lengths[:, None]  # (B, N), at least m after the last token
     landmark = torch.arange(count, device=t.device)
     member = (segment[:, None, :] == landmark[:, None]).to(t.dtype)  # (B, m, N)
     return (member / member.sum(-1, keepdim=True).clamp(min=1.0)).unsqueeze(1) @ t
 
 
-def choose_short(tokens: Tokens, count: int, short: Tensor, long: Tensor) -> Tensor:
-    """`short` (B, H, m, p), where a sequence has m tokens at most; `long` (B, H, N, p) elsewhere."""
-    assert tokens.lengths is not None
+def choose_by_length(
+    x: Tensor, tokens: Tokens, count: int, exact: Callable[[int], Tensor], approximate: Callable[[], Tensor]
+) -> Tensor:
+    """`exact` attention among the first slots for sequences of `count` tokens at most, else `approximate` attention."""
+    length = x.shape[1]
+    if length <= count:
+        return exact(length)
+    y = approximate()  # (B, H, N, p)
+    if tokens.lengths is None:
+        return y
     is_short = (tokens.lengths <= count)[:, None, None, None]
-    return torch.where(is_short, F.pad(short, (0, 0, 0, long.shape[2] - short.shape[2])), long)
+    return torch.where(is_short, F.pad(exact(count), (0, 0, 0, length - count)), y)
 
 
 def iterative_pinv(a: Tensor, iterations: int) -> Tensor:
-    """A⁺ by Z ← ¼ Z (13 I - AZ (15 I - AZ (7 I - AZ))), from Z = Aᵀ / (‖A‖₁ ‖A‖∞), each matrix by its own norms."""
+    """A⁺ by Z ← ¼ Z (13 I - AZ (15 I - AZ (7 I - AZ))), from Z = Aᵀ / (‖A‖₁ ‖A‖∞), with the norms of each matrix."""
     norms = a.abs().sum(-2).amax(-1) * a.abs().sum(-1).amax(-1)
     z = a.mT / norms[..., None, None]
     eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)

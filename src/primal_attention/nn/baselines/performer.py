@@ -26,14 +26,13 @@ class PerformerAttention(RandomBuffers, KernelizedAttention):
     Args:
         features: m, random features, shared by the heads.
         seed: of the random numbers.
-        redraw_every: drawn again every so many training forwards; None keeps the first draw.
+        redraw_every: training forwards between two draws; None keeps the first draw.
     """
 
-    name = "performer"
     traits = AttentionTraits(supports_causal=True, streams=True, stochastic=True)
     order_matters = False
     log_keys = True
-    eps = 1e-30  # the best feature of q may be so rare among the keys that the product underflows: then y = 0, not NaN
+    eps = 1e-30  # if the product with all keys underflows, y = 0, not NaN
     frequencies: Tensor
 
     def __init__(
@@ -50,7 +49,6 @@ class PerformerAttention(RandomBuffers, KernelizedAttention):
         checks.positive("features", features)
         self.num_features = features
         self.start_draws(seed, redraw_every)
-        self.redraw()
 
     def draw(self, generator: torch.Generator) -> dict[str, Tensor]:
         return {"frequencies": orthogonal_gaussian(generator, self.num_features, self.head_dim)}  # ω

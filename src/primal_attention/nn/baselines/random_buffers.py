@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import checks
+from ..primal import is_recomputing
 
 
 class RandomBuffers(nn.Module):
@@ -28,7 +29,7 @@ class RandomBuffers(nn.Module):
         self.seed = int(torch.randint(2**31, (), device="cpu")) if seed is None else seed
         self.redraw_every = redraw_every
         self.draws = 0
-        self._forwards_since_draw = 0
+        self.redraw()
 
     def draw(self, generator: torch.Generator) -> dict[str, Tensor]:
         """Return new values of the buffers by name, on the device of the generator."""
@@ -47,10 +48,9 @@ class RandomBuffers(nn.Module):
             self.register_buffer(name, value.to(like.device, like.dtype))
 
     def count_forward(self) -> None:
-        if not self.training or self.redraw_every is None or torch.compiler.is_compiling():
+        # A forward pass that activation checkpointing repeats needs the same draw.
+        if not self.training or self.redraw_every is None or torch.compiler.is_compiling() or is_recomputing():
             return
-        if torch._C._current_graph_task_id() != -1:
-            return  # inside a backward pass: activation checkpointing repeats a forward, and needs the same draw
         self._forwards_since_draw += 1
         if self._forwards_since_draw > self.redraw_every:
             self.redraw()
@@ -59,25 +59,26 @@ class RandomBuffers(nn.Module):
 
 def drawn_buffers(model: nn.Module) -> set[str]:
     """Return the names of all random buffers in the state dict."""
-    layers = ((f"{path}." if path else "", m) for path, m in model.named_modules() if isinstance(m, RandomBuffers))
-    return {f"{path}{name}" for path, layer in layers for name, _ in layer.named_buffers(recurse=False)}
+    layers = _random_layers(model).items()
+    return {f"{path}.{name}".lstrip(".") for path, layer in layers for name, _ in layer.named_buffers(recurse=False)}
 
 
 def draw_counts(model: nn.Module) -> dict[str, tuple[int, int]]:
     """Return each layer's number of draws and of forwards since the last draw, for `restore_draw_counts`.
 
-    They are not in the state dict, which holds the last draw itself.
+    They are not in the state dict, which has the last draw itself.
     """
-    layers = {path: layer for path, layer in model.named_modules() if isinstance(layer, RandomBuffers)}
-    return {path: (layer.draws, layer._forwards_since_draw) for path, layer in layers.items()}
+    return {path: (layer.draws, layer._forwards_since_draw) for path, layer in _random_layers(model).items()}
 
 
 def restore_draw_counts(model: nn.Module, counts: Mapping[str, Sequence[int]]) -> None:
     """Continue the draws of another model, whose state dict was loaded."""
-    for path, (draws, forwards) in counts.items():
-        layer = model.get_submodule(path)
-        assert isinstance(layer, RandomBuffers)
-        layer.draws, layer._forwards_since_draw = draws, forwards
+    for path, layer in _random_layers(model).items():
+        layer.draws, layer._forwards_since_draw = counts.get(path, (layer.draws, 0))
+
+
+def _random_layers(model: nn.Module) -> dict[str, RandomBuffers]:
+    return {path: layer for path, layer in model.named_modules() if isinstance(layer, RandomBuffers)}
 
 
 def gaussian(generator: torch.Generator, *shape: int) -> Tensor:

@@ -1,12 +1,12 @@
 """Reformer: softmax attention among tokens whose shared query-key vectors hash alike,
 
     h(z) = argmax [R z; -R z];  sort by h, cut into chunks of C;  y_i = Σ_j softmax_j(q_i·k_j) v_j over i's chunk and
-    the one before it, k = q/‖q‖, i itself only if nothing else is there; rounds of hashing combined by their logsumexp.
+    the one before it, k = q/‖q‖, i itself only if there is no other key; rounds of hashing combined by their logsumexp.
 
 Kitaev, Kaiser, Levskaya, "Reformer: The Efficient Transformer", ICLR 2020. As in the authors' code, keys of length √p
-cancel the softmax's 1/√p, chunks form a ring over all rounds, and pairs that meet in several rounds are not discounted.
-Causal: keys of later tokens are hidden,
-though which earlier tokens share a chunk still depends on how many later ones hash alike.
+cancel the softmax's 1/√p, chunks form a ring over all rounds, and pairs in the same chunk in several
+rounds are not discounted. Causal: keys of later tokens are masked, but which earlier tokens share a chunk depends on
+the number of later tokens with the same hash.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...ops.feature_maps import accumulation_dtype
+from ...ops.padding import Tokens
 from .. import checks
-from ..padding import Tokens
 from .base import AttentionTraits, BaselineAttention
 from .random_buffers import RandomBuffers, gaussian
 
-# Scores of what may not be seen, and of the token itself, which is seen only where nothing else is.
+# Scores of masked keys, and of the token itself, which counts only if there is no other key.
 HIDDEN, ITSELF = -1e9, -1e5
 # Exponents of the largest number of buckets: 2^16 buckets of 64 tokens are two million tokens.
 MAX_LOG_BUCKETS = 16
@@ -36,10 +36,9 @@ class ReformerAttention(RandomBuffers, BaselineAttention):
         hashes: rounds of hashing.
         chunk: C, tokens per chunk; there are 2 L / C buckets, rounded down to a power of two.
         seed: of the random numbers.
-        redraw_every: drawn again every so many training forwards; by default in every one.
+        redraw_every: training forwards between two draws; by default every forward draws.
     """
 
-    name = "reformer"
     traits = AttentionTraits("O(N log N)", supports_causal=True, stochastic=True)
     drops_weights = True
     projections = 2
@@ -64,7 +63,6 @@ class ReformerAttention(RandomBuffers, BaselineAttention):
         # Few buckets: one hash. Many: two hashes, whose pairs are the buckets, so that the work stays far below N².
         self.log_single = max(1, (2 * chunk).bit_length() - 1)
         self.start_draws(seed, redraw_every)
-        self.redraw()
 
     def draw(self, generator: torch.Generator) -> dict[str, Tensor]:
         shape = (self.num_heads, self.head_dim, self.hashes)
@@ -84,7 +82,7 @@ class ReformerAttention(RandomBuffers, BaselineAttention):
             return self._attend_chunks(qk, qk, v, position, position, lengths)[0]
 
         order = self.buckets(qk.detach(), lengths).argsort(dim=-1, stable=True)  # (B, H, R, N)
-        # Slots behind the end hold position `length`, which no query sees.
+        # Slots after the end have position `length`, which is masked for all queries.
         position = F.pad(order, (0, -length % self.chunk), value=length).unflatten(-1, (-1, self.chunk))
         keys = torch.cat([self._previous_chunk(position, lengths, length), position], dim=-1)  # (B, H, R, n, 2C)
         y, weight = self._attend_chunks(_take(qk, position), _take(qk, keys), _take(v, keys), position, keys, lengths)
@@ -95,7 +93,7 @@ class ReformerAttention(RandomBuffers, BaselineAttention):
         return (y * weight.to(y.dtype)).sum(dim=2)
 
     def buckets(self, z: Tensor, lengths: Tensor) -> Tensor:
-        """The bucket of each token in each round, (B, H, R, N); slots behind the end come after all buckets."""
+        """The bucket of each token in each round, (B, H, R, N); slots after the end come after all buckets."""
         z = z.to(accumulation_dtype(z.dtype))
         longest = min(MAX_LOG_BUCKETS, (2 * -(-z.shape[2] // self.chunk)).bit_length() - 1)
         powers = 2 ** torch.arange(1, MAX_LOG_BUCKETS + 1, device=z.device)
@@ -113,11 +111,11 @@ class ReformerAttention(RandomBuffers, BaselineAttention):
 
     def _previous_chunk(self, position: Tensor, lengths: Tensor, length: int) -> Tensor:
         """The chunk before each, (B, H, R, n, C); before the first of a round, the last of the round before."""
-        last = (lengths - 1) // self.chunk  # each sequence's own last chunk
+        last = (lengths - 1) // self.chunk  # the last chunk of each sequence
         index = last[:, None, None, None, None].expand(*position.shape[:3], 1, self.chunk)
         wrapped = position.gather(3, index).roll(1, dims=2)
         before = torch.cat([wrapped, position[..., :-1, :]], dim=3)
-        # A sequence of one chunk sees it already.
+        # A sequence of one chunk has no previous one.
         return before.masked_fill((last == 0)[:, None, None, None, None], length)
 
     def _attend_chunks(
@@ -140,7 +138,7 @@ class ReformerAttention(RandomBuffers, BaselineAttention):
 
 
 def _hash(z: Tensor, rotations: Tensor, log_widest: int, log_buckets: Tensor) -> Tensor:
-    """argmax [R z; -R z] with 2^log_buckets rows, which each sequence of the batch has for itself: (B, H, R, N)."""
+    """argmax [R z; -R z] with 2^log_buckets rows, a number per sequence: (B, H, R, N)."""
     columns = 2**log_widest // 2
     half = (2**log_buckets // 2)[:, None, None, None]
     rotated = torch.einsum("bhnp,hprc->bhrnc", z, rotations[..., :columns].to(z.dtype))
@@ -151,6 +149,6 @@ def _hash(z: Tensor, rotations: Tensor, log_widest: int, log_buckets: Tensor) ->
 
 
 def _take(t: Tensor, position: Tensor) -> Tensor:
-    """Rows of t (B, H, N, p) by position (B, H, R, n, C); behind the end any row will do."""
+    """Rows of t (B, H, N, p) by position (B, H, R, n, C); positions after the end give any row."""
     index = position.flatten(2).clamp(max=t.shape[2] - 1)
     return t.gather(2, index.unsqueeze(-1).expand(*index.shape, t.shape[3])).unflatten(2, position.shape[2:])

@@ -3,8 +3,8 @@
     S_ij = exp(-‖q_i - q_j‖² / (2√p)),   Y = S(Q, Q̃) · S(Q̃, Q̃)⁺ · S(Q̃, Q) · V,   Q̃: segment means.
 
 Lu et al., "SOFT: Softmax-free Transformer with Linear Complexity", NeurIPS 2021. The inverse is Newton's. Segment means
-are the paper's average pooling over one axis; its convolutional sampling is for images. A sequence of m tokens or fewer
-gets the kernel itself.
+are the paper's average pooling over one axis; its convolutional sampling is for images. A sequence of at most m
+tokens gets the exact kernel.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 from torch import Tensor
 
 from ...ops.feature_maps import accumulation_dtype
+from ...ops.padding import Tokens
 from .. import checks
-from ..padding import Tokens
 from .base import BaselineAttention
-from .nystrom import choose_short, means
+from .nystrom import choose_by_length, means
 
 
 class SoftAttention(BaselineAttention):
@@ -28,7 +28,6 @@ class SoftAttention(BaselineAttention):
         newton_iterations: of the inverse, 20 in the paper.
     """
 
-    name = "soft"
     projections = 2
 
     def __init__(
@@ -48,15 +47,13 @@ class SoftAttention(BaselineAttention):
     def mix(self, x: Tensor, tokens: Tokens) -> Tensor:
         q, v = self.project_in(x)
         q, v = tokens.zero_padding(q) * self.head_dim**-0.25, tokens.zero_padding(v)
-        m = self.landmarks
-        if x.shape[1] <= m:
-            return gaussian_kernel(q, q) @ v  # v is zero at padding
-        y = self._through_landmarks(q, v, tokens)
-        if tokens.lengths is None:
-            return y
-        return choose_short(tokens, m, gaussian_kernel(q[:, :, :m], q[:, :, :m]) @ v[:, :, :m], y)
 
-    def _through_landmarks(self, q: Tensor, v: Tensor, tokens: Tokens) -> Tensor:
+        def kernel_attention(n: int) -> Tensor:
+            return gaussian_kernel(q[:, :, :n], q[:, :, :n]) @ v[:, :, :n]  # v is zero at padding
+
+        return choose_by_length(x, tokens, self.landmarks, kernel_attention, lambda: self._approximate(q, v, tokens))
+
+    def _approximate(self, q: Tensor, v: Tensor, tokens: Tokens) -> Tensor:
         q_mean = means(q, self.landmarks, tokens)
         high = q_mean.to(accumulation_dtype(q.dtype))
         inverse = newton_inverse(gaussian_kernel(high, high), self.newton_iterations)  # (B, H, m, m)

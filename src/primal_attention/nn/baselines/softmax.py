@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..padding import Tokens
+from ...ops.padding import Tokens
 from .base import AttentionTraits, BaselineAttention, StreamingAttention
 
 ROTARY_BASE = 10_000.0
@@ -21,14 +21,13 @@ ROTARY_BASE = 10_000.0
 class SoftmaxAttention(BaselineAttention):
     """Attention of the original Transformer. Memory is linear where torch has a fused kernel, else quadratic."""
 
-    name = "softmax"
     traits = AttentionTraits("O(N²)", linear_memory=False, supports_causal=True)
     order_matters = False
     drops_weights = True
 
     def mix(self, x: Tensor, tokens: Tokens) -> Tensor:
         q, k, v = self.project_in(x)
-        # Causal: padding stands behind all tokens, so the causal mask hides it.
+        # Causal: padding is after all tokens, so the causal mask hides it.
         mask = None if self.causal else tokens.key_mask()
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=self.causal, dropout_p=self.weight_dropout
@@ -40,7 +39,7 @@ class CacheState(NamedTuple):
 
     k: Tensor  # (B, H, T, p), already rotated
     v: Tensor  # (B, H, T, p)
-    valid: Tensor  # (B, T), slots that hold a token
+    valid: Tensor  # (B, T), True at tokens
     position: Tensor  # (B,), tokens read
 
 
@@ -81,7 +80,7 @@ class CachedSoftmaxAttention(StreamingAttention, SoftmaxAttention):
         count = new.sum(dim=1)
         stored = k if poison is None else k + poison[:, None, :, None].to(k.dtype)
         if state is None:
-            # Padding stands behind all tokens, so the causal mask hides it.
+            # Padding is after all tokens, so the causal mask hides it.
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.weight_dropout)
             return y, CacheState(stored, v, new, count)
         before, has_later_keys = state.k.to(k.dtype), poison is not None and n > 1

@@ -156,7 +156,7 @@ class Layer(torch.autograd.Function):
                 carry = running_sum_(tokens, None if factors is None else block.of(factors), carry)
                 if sums is not None:
                     sums[block.sequences] = carry
-            # Without weights of its own for each sequence, all rows form one sequence.
+            # If all sequences share the weights, all rows form one sequence.
             g, m = (1, z.shape[0]) if positions is None else block.shape
             scores, inverse = project(z.view(g, m, 2 * heads, -1).to(dtype), projection.of(block.sequences))
             scores = scores.to(x.dtype)
@@ -357,7 +357,7 @@ def _dropout_level(rate: float) -> int:
 
 
 def draw_dropout_mask(shape: Sequence[int], rate: float, device: torch.device) -> Tensor:
-    """Return a bool mask that is True with probability `rate`. One random int64 serves four numbers."""
+    """Return a bool mask that is True with probability `rate`. Four numbers share one random int64."""
     count = prod(shape)
     bits = torch.empty(-(-count // 4), dtype=torch.int64, device=device).random_(-(2**63), None)
     return (bits.view(torch.int16)[:count] < _dropout_level(rate) - DROPOUT_LEVELS // 2).view(shape)

@@ -5,8 +5,8 @@ The normalised features are never stored, because the division commutes with the
     e = (W_{e|X}ᵀ z) / ‖z‖,      dz = (W_{e|X} g − z ⟨g, e⟩ / ‖z‖) / ‖z‖,      dW_{e|X}ᵀ = (g / ‖z‖) zᵀ      with g = de
 
 z has one token per row, the scores have one token per column: matrix products read and write both layouts directly,
-and the element-wise passes run along the tokens. g is the number of sequences with projection weights of their own, m
-their tokens; g = 1 if the weights serve all sequences.
+and the element-wise passes run along the tokens. g is the number of sequences with separate projection weights, m
+their tokens; g = 1 if all sequences share the weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from ..feature_maps import EPS, HUGE_NORM, HUGE_SCALE, accumulation_dtype
 from ..landmarks import landmark_indices, position_of_rank, ragged_landmark_indices
 
-MIN_LONG = 128  # tokens from which a sequence repays calls of its own
+MIN_LONG = 128  # tokens from which separate calls for each sequence are faster
 
 
 def is_long(g: int, m: int) -> bool:

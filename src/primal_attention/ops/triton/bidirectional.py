@@ -247,7 +247,7 @@ def _weights_backward_kernel(
 
 @triton.jit
 def _add_equal_rows(own_e, own_r, w_e, w_r, rows, row, mark, leads, n, s, RANK: tl.constexpr):
-    """Add to the weights of each leading landmark those of the equal rows behind it."""
+    """Add to the weights of each leading landmark those of the equal rows after it."""
     sum_e, sum_r = own_e.to(tl.float32), own_r.to(tl.float32)
     step = 0
     follows = leads.to(tl.int32)

@@ -3,13 +3,13 @@
     W_i = γ W_{i−1} + x_i W_e[j]ᵀ if i is the grid position g_j of landmark j, else γ W_{i−1}
     e_i = W_iᵀ φ(q_i)                                       (reference: `reference.causal_landmark_scores`; r alike)
 
-A program walks over the blocks of a chunk and keeps W in registers. Within a block, rows meet the block's landmarks in
-a masked product; earlier landmarks are in W. Sequences of several chunks get W before each chunk from the chunks' own
+A program loops over the blocks of a chunk with W in registers. Within a block, the landmarks of the block enter by a
+masked product; earlier landmarks are in W. Sequences of several chunks get W before each chunk from the chunks' own
 contributions by the scan of `causal_sum`. Backward, with T_j the gradient of x_{g_j} W_e[j]ᵀ:
 
     dφ_i = W_i de_i,   G_i = γ G_{i+1} + φ_i de_iᵀ,   T_j = G_{g_j},   dx_{g_j} += T_j W_e[j],   dW_e[j] = T_jᵀ x_{g_j}
 
-The first kernel walks forward with W and writes dz, the second walks backward with G and writes the gradients of the
+The first kernel runs forward with W and writes dz, the second runs backward with G and writes the gradients of the
 landmarks. V = ∂W/∂log γ gives the gradient of the decay. Layouts as in `bidirectional`; a lane is (head, side).
 """
 
@@ -45,7 +45,7 @@ from .common import (
     stored_rank,
 )
 
-MAX_STATE = 64 * 128  # numbers of W that a program holds in registers: head width times rank, each a power of two
+MAX_STATE = 64 * 128  # numbers of W in the registers of a program: head width times rank, each a power of two
 
 
 @triton.jit
@@ -340,7 +340,7 @@ def _add_rows_kernel(
 
 
 def landmark_grid(max_length: int, landmarks: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the grid positions (n,), and how many of them lie before each position, (max_length + 1,)."""
+    """Return the grid positions (n,), and the number of them before each position, (max_length + 1,)."""
     if torch.compiler.is_compiling():
         return _landmark_grid(max_length, landmarks, device)
     return _cached_landmark_grid(max_length, landmarks, device)

@@ -1,6 +1,6 @@
 """Shared by the kernels of all modes: sequence tables, tile sizes, matrix products, norms and padding.
 
-Rows of all sequences lie one after the other in a (rows, width) tensor. Work is cut into chunks of at most CHUNK rows
+Rows of all sequences are concatenated in a (rows, width) tensor. Work is split into chunks of at most CHUNK rows
 that never cross a sequence boundary; the tables that describe them are built on the device without synchronisation.
 Sums over chunks are written as partial sums and added in a fixed order, so that results are bit-reproducible.
 """
@@ -117,7 +117,7 @@ def _uniform_sequences(batch: int, length: int, device: torch.device) -> Sequenc
 
 
 @lru_cache(maxsize=64)
-@torch.inference_mode(False)  # the cached tensors also serve calls that train
+@torch.inference_mode(False)  # the cached tensors are also used in training
 def _cached_uniform_sequences(batch: int, length: int, device: torch.device) -> Sequences:
     return _uniform_sequences(batch, length, device)
 
@@ -178,7 +178,7 @@ def power_of_two(value: int, least: int = 16) -> int:
 
 
 def stored_rank(rank: int) -> int:
-    """Return the rank as scores are stored: rounded up to a whole number of lanes."""
+    """Return the rank as scores are stored: rounded up to a multiple of LANE."""
     return ceil_div(rank, LANE) * LANE
 
 
@@ -298,7 +298,7 @@ def _compact_kernel(
 def compact(valid: Tensor) -> tuple[Tensor, Tensor, Sequences]:
     """Return the row permutation that moves valid tokens (B, N) to the front, and the tables of the result.
 
-    source[b, t] is the token that moves to row t, −1 behind the last; place[b, i] is the row of token i, −1 at padding.
+    source[b, t] is the token that moves to row t, −1 after the last; place[b, i] is the row of token i, −1 at padding.
     """
     batch, width = valid.shape
     source, place = (torch.empty((batch, width), dtype=torch.int32, device=valid.device) for _ in range(2))
@@ -336,7 +336,7 @@ def _permute_rows(x: Tensor, index: Tensor) -> Tensor:
 
 
 class PermuteRows(torch.autograd.Function):
-    """out[b, t] = x[b, index[b, t]], zero where the index is −1. Padding, which may hold NaNs, is never read."""
+    """out[b, t] = x[b, index[b, t]], zero where the index is −1. Padding, which may have NaNs, is never read."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:

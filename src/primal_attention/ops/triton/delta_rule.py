@@ -10,7 +10,7 @@ The rule, per lane and chunk of C tokens, with G_i = Σ_{j≤i} log γ_j and D_i
     U = T diag(β) (V − e^G K W),   Y = e^G Q W + (Q Kᵀ ∘ D) U,   W ← e^(G_C) W + Kᵀ e^(G_C − G) U
 
 T does not depend on earlier chunks: one program per chunk. A scan over the chunks carries W in float32; its columns are
-independent, so that a program takes a block of them. The backward pass saves the arguments and T. It repeats the scan
+independent: a program processes a block of them. The backward pass saves the arguments and T. It repeats the scan
 for U and the W before each chunk, and runs a reverse scan for Z and the gradient dW of the W after each chunk,
 
     dU = (Q Kᵀ ∘ D)ᵀ dY + e^(G_C − G) K dW,   Z = Tᵀ dU
@@ -430,7 +430,7 @@ def _delta_features_kernel(
     first, lane = tl.program_id(0) % blocks * BT, tl.program_id(1)
     token = (tl.program_id(0) // blocks).to(tl.int64) * length + first
     t, w = tl.arange(0, BT), tl.arange(0, BW)
-    row = tl.minimum(t, length - 1 - first)  # rows behind the last token are computed and dropped
+    row = tl.minimum(t, length - 1 - first)  # rows after the last token are computed and dropped
     column = FIRST + lane * WIDTH + w
     c = convolve(z + token * COLUMNS, weight, bias, row, first, column, w < WIDTH, COLUMNS, K)
     a = c * tl.sigmoid(c)

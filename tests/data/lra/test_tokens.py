@@ -10,7 +10,7 @@ import pytest
 from primal_attention.data.lra import tokens
 from primal_attention.utils.errors import DataError
 
-REAL = Path(__file__).parents[3] / "shared" / "data" / "imdb"
+REAL = Path(__file__).parents[4] / "shared" / "data" / "imdb"
 PAIRS = [
     "1.0\tP01\tP02\tb'first paper'\tb'second paper'",
     '0.0\tP03\tP04\t"a ""quoted"" word\tand a tab"\tplain é',

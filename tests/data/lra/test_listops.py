@@ -60,12 +60,6 @@ def lengths_of(sample: list[tuple[str, int]]) -> np.ndarray:
     return np.array([len(listops.encode(text)) for text, _ in sample])
 
 
-def test_the_evaluator_of_these_tests_knows_the_rules():
-    assert value_of("( ( ( ( ( [MAX 2 ) 9 ) ( ( ( [MIN 4 ) 7 ) ] ) ) 0 ) ] )") == 9
-    assert value_of("( ( ( [MED 2 ) 5 ) ] )") == 3
-    assert value_of("( ( ( [SM 8 ) 5 ) ] )") == 3
-
-
 def test_every_label_is_the_value_of_its_expression(sample):
     assert all(value_of(text) == value for text, value in sample)
 

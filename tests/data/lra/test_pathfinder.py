@@ -59,17 +59,6 @@ def folder(tmp_path: Path, small_batches: None) -> Path:
     return pathfinder.write(tmp_path / "set", train=8, valid=4, test=2, seed=1)
 
 
-def test_the_tracer_sees_connection_and_gap_in_pictures_drawn_by_hand():
-    image = np.zeros((32, 32), dtype=np.uint8)
-    image[10, 5:27:2] = 200  # a dotted line
-    for x in (4, 26):
-        image[9:12, x - 1 : x + 2] = 255
-    assert find_dots(image) == [(10, 4), (10, 26)]
-    assert connected(image)
-    image[:, 14:17] = 0
-    assert not connected(image)
-
-
 def test_every_label_is_what_the_tracer_finds(sample):
     traced = [connected(image) for image in sample["images"]]
     np.testing.assert_array_equal(traced, sample["labels"] == 1)

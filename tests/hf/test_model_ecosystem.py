@@ -76,36 +76,40 @@ def test_the_auto_classes_share_a_folder_and_classifiers_ignore_padding_and_trai
         assert torch.equal(loaded(tokens, mask).logits, classifier(tokens, mask).logits)
 
 
+# Each load is the first of its process. The processes are forks of one that has imported transformers alone.
 LOAD = """
-import sys
-{block}
-from transformers import {name}
-assert "primal_attention" not in sys.modules or sys.modules["primal_attention"] is None
-model = {name}.from_pretrained(sys.argv[1], trust_remote_code=True)
-model.save_pretrained(sys.argv[2])
-print(type(model).__name__)
+import os, sys
+import torch, transformers
+folder, *names = sys.argv[1:]
+for name in [*names, "none"]:
+    if (process := os.fork()) == 0:
+        try:
+            assert "primal_attention" not in sys.modules
+            if name == "none":
+                sys.modules["primal_attention"] = None
+            auto = getattr(transformers, name if name != "none" else names[0])
+            model = auto.from_pretrained(f"{folder}/model", trust_remote_code=True)
+            model.save_pretrained(f"{folder}/{name}")
+            print(type(model).__name__, flush=True)
+        except Exception as error:
+            print(f"{type(error).__name__}: {error}", flush=True)
+        os._exit(0)
+    os.waitpid(process, 0)
 """
-
-
-def load_in_a_new_process(folder: Path, name: str = "AutoModelForCausalLM", block: str = "") -> tuple[str, str]:
-    environment = {**os.environ, "HF_MODULES_CACHE": str(folder / "modules"), "HF_HUB_OFFLINE": "1"}
-    script, places = LOAD.format(name=name, block=block), (str(folder / "model"), str(folder / "again"))
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script, *places], env=environment, capture_output=True, text=True
-    )
-    return done.stdout.strip(), done.stderr.strip()
 
 
 def test_a_folder_loads_without_importing_the_library(tmp_path: Path) -> None:
     make("default").save_pretrained(tmp_path / "model")
-    for name in ("AutoModelForCausalLM", "AutoModelForSequenceClassification"):
-        printed, errors = load_in_a_new_process(tmp_path, name)
-        assert printed == name.replace("AutoModel", "Primal"), errors
-        files = {file.name for file in (tmp_path / "again").iterdir()}
+    names = ["AutoModelForCausalLM", "AutoModelForSequenceClassification"]
+    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", LOAD, str(tmp_path), *names]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    *printed, last = done.stdout.splitlines()
+    assert printed == [name.replace("AutoModel", "Primal") for name in names], done.stdout + done.stderr
+    for name in names:
+        files = {file.name for file in (tmp_path / name).iterdir()}
         assert {"config.json", "model.safetensors", "modeling_primal.py"} <= files
         assert not {"model.py", "configuration.py"} & files  # no copy of the library's source
-    _, errors = load_in_a_new_process(tmp_path, block='sys.modules["primal_attention"] = None')
-    last = errors.splitlines()[-1]
     assert last.startswith("ImportError: this model needs the library primal-attention")
     assert "pip install 'primal-attention[hf]'" in last
 

@@ -1,0 +1,8 @@
+"""Imports the classes of this model from the library primal-attention."""
+
+try:
+    from primal_attention.hf import PrimalConfig, PrimalModel, PrimalForCausalLM, PrimalForSequenceClassification, PrimalForTokenClassification
+except ImportError as missing:
+    raise ImportError(
+        f"this model needs the library primal-attention ({missing}): pip install 'primal-attention[hf]'"
+    ) from None
