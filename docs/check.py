@@ -23,10 +23,19 @@ ANY_BLOCK = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
 TABLE = re.compile(r"^<!-- table: (.+?) -->\n(.*?)^<!-- end -->", re.DOTALL | re.MULTILINE)
+SOURCE = re.compile(r"<!-- source: (.+?) -->", re.DOTALL)
+NO_PROSE = re.compile(r"`[^`]*`|\]\([^)]*\)|<!--.*?-->|^[#|!].*$|(Python|PyTorch|torch|Triton) [\d.]+|η = [\d.]+", re.M | re.S)
+# A measured number: with decimals, or followed by its unit.
+MEASURED = re.compile(r"(?<![\w.])(\d[\d,]*\.\d+|\d[\d,]*(?= (?:%|points?|times|per cent)))")
+NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
+# Documents whose sentences have measured numbers of their own tables only, or of a comment `<!-- source: … -->`.
+MEASURING = ("README.md", "docs/results/*.md", "docs/notes/dropped.md", "docs/notes/scaling.md")
 # Documents whose blocks need nothing but each other.
 COMPLETE = (
     "README.md",
+    "docs/index.md",
     "docs/guide/quickstart.md",
+    "docs/guide/time-series.md",
     "docs/guide/masks-and-packing.md",
     "docs/guide/streaming.md",
     "docs/guide/objective.md",
@@ -81,8 +90,25 @@ def with_tables(document: Path) -> str:
     return TABLE.sub(lambda m: f"<!-- table: {m[1]} -->\n{tables.make_table(m[1])}<!-- end -->", text)
 
 
+def numbers_without_source(document: Path) -> list[str]:
+    """Measured numbers in the sentences of a document that none of its sources has, rounded to their digits."""
+    text = document.read_text(encoding="utf-8")
+    sources = [*(table[2] for table in TABLE.finditer(text)), *SOURCE.findall(text)]
+    known = [float(number.replace(",", "")) for source in sources for number in NUMBER.findall(source)]
+    prose = NO_PROSE.sub("", ANY_BLOCK.sub("", TABLE.sub("", text)))
+
+    def has_source(number: str) -> bool:
+        digits = len(number.partition(".")[2])
+        return any(abs(value - float(number.replace(",", ""))) <= 0.5001 * 10**-digits for value in known)
+
+    return [number for number in MEASURED.findall(prose) if not has_source(number)]
+
+
 def main() -> int:
     failures = [f"{d.relative_to(ROOT)}: nothing at {target}" for d in documents() for target in broken_links(d)]
+    for document in (page for pattern in MEASURING for page in sorted(ROOT.glob(pattern))):
+        numbers = numbers_without_source(document)
+        failures += [f"{document.relative_to(ROOT)}: {n} is in no table of the page" for n in numbers]
     for document in documents():
         if (text := with_tables(document)) != document.read_text(encoding="utf-8"):
             if "--write" in sys.argv:

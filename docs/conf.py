@@ -54,9 +54,14 @@ html_theme = "pydata_sphinx_theme"
 html_title = f"primal-attention {release}"
 html_show_sourcelink = False
 html_favicon = "img/icon.svg"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+toc_object_entries_show_parents = "hide"  # short names in the sidebar
 html_context = {"default_mode": "auto"}
 html_theme_options: dict[str, Any] = {
+    "logo": {"text": project},
     "navigation_with_keys": False,
+    "header_links_before_dropdown": 7,
     "secondary_sidebar_items": ["page-toc"],
     "footer_start": ["copyright"],
     "footer_end": [],
