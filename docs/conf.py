@@ -61,8 +61,8 @@ html_context = {"default_mode": "auto"}
 html_theme_options: dict[str, Any] = {
     "logo": {"text": project},
     "navigation_with_keys": False,
-    "header_links_before_dropdown": 7,
-    "secondary_sidebar_items": ["page-toc"],
+    # Not on the pages of results, whose tables are wide.
+    "secondary_sidebar_items": {page: ["page-toc"] for page in ("guide/**", "reference/**", "notes/**")},
     "footer_start": ["copyright"],
     "footer_end": [],
     "show_prev_next": True,
@@ -71,14 +71,17 @@ copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
 
+MARKUP = re.compile(r"(?<!\\)([|*]|(?<=\w)_(?=[).,;]))")  # outside code
+
+
 def escape_docstring(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Show docstrings as they are written: one backtick marks code, and a bar is a bar."""
+    """Show docstrings as they are written: one backtick marks code, a bar is a bar, and `name_` is no link."""
     for i, line in enumerate(lines):
         if line.lstrip().startswith((">>> ", "... ")):
             continue
         line = re.sub(r"(?<!`)`([^`]+)`(?!`)", r"``\1``", line)
         parts = re.split(r"(``.*?``)", line)
-        lines[i] = "".join(p if p.startswith("``") else re.sub(r"(?<!\\)([|*])", r"\\\1", p) for p in parts)
+        lines[i] = "".join(p if p.startswith("``") else MARKUP.sub(r"\\\1", p) for p in parts)
 
 
 def setup(app: Any) -> None:
