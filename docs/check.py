@@ -31,7 +31,10 @@ NO_PROSE = re.compile(
 MEASURED = re.compile(r"(?<![\w.])(\d[\d,]*\.\d+|\d[\d,]*(?=\s(?:%|points?|times|per cent)))")
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 # Documents whose sentences have measured numbers of their own tables only, or of a comment `<!-- source: … -->`.
-MEASURING = ("README.md", "docs/results/*.md", "docs/notes/dropped.md", "docs/notes/scaling.md")
+MEASURING = (
+    "README.md", "CHANGELOG.md", "docs/index.md", "docs/results/*.md", "docs/notes/dropped.md", "docs/notes/scaling.md",
+    "docs/guide/performance.md", "docs/guide/distributed.md", "docs/guide/pretrained-models.md",
+)  # fmt: skip
 # Documents whose blocks need nothing but each other.
 COMPLETE = (
     "README.md",
