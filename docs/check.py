@@ -1,4 +1,4 @@
-"""Check the documents: run their Python blocks, look up every relative link, and compare tables with their sources.
+"""Check the documents: run their Python blocks, look up links, and compare tables and numbers with their sources.
 
 .venv/bin/python docs/check.py            # check
 .venv/bin/python docs/check.py --write    # also write the tables into the documents
@@ -23,10 +23,24 @@ ANY_BLOCK = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
 TABLE = re.compile(r"^<!-- table: (.+?) -->\n(.*?)^<!-- end -->", re.DOTALL | re.MULTILINE)
+SOURCE = re.compile(r"<!-- source: (.+?) -->", re.DOTALL)
+NO_PROSE = re.compile(
+    r"`[^`]*`|\]\([^)]*\)|<!--.*?-->|^[#|!][^\n]*|(?:Python|torch|Triton) [\d.]+|η = [\d.]+", re.M | re.S
+)
+# A measured number: with decimals, or followed by its unit.
+MEASURED = re.compile(r"(?<![\w.])(\d[\d,]*\.\d+|\d[\d,]*(?=\s(?:%|points?|times|per cent)))")
+NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
+# Documents whose sentences have measured numbers of their own tables only, or of a comment `<!-- source: … -->`.
+MEASURING = (
+    "README.md", "CHANGELOG.md", "docs/index.md", "docs/results/*.md", "docs/notes/dropped.md", "docs/notes/scaling.md",
+    "docs/guide/performance.md", "docs/guide/distributed.md", "docs/guide/pretrained-models.md",
+)  # fmt: skip
 # Documents whose blocks need nothing but each other.
 COMPLETE = (
     "README.md",
+    "docs/index.md",
     "docs/guide/quickstart.md",
+    "docs/guide/time-series.md",
     "docs/guide/masks-and-packing.md",
     "docs/guide/streaming.md",
     "docs/guide/objective.md",
@@ -81,20 +95,43 @@ def with_tables(document: Path) -> str:
     return TABLE.sub(lambda m: f"<!-- table: {m[1]} -->\n{tables.make_table(m[1])}<!-- end -->", text)
 
 
-def main() -> int:
-    failures = [f"{d.relative_to(ROOT)}: nothing at {target}" for d in documents() for target in broken_links(d)]
+def numbers_without_source(document: Path) -> list[str]:
+    """Measured numbers in the sentences of a document that none of its sources has, rounded to their digits."""
+    text = document.read_text(encoding="utf-8")
+    sources = [*(table[2] for table in TABLE.finditer(text)), *SOURCE.findall(text)]
+    known = [float(number.replace(",", "")) for source in sources for number in NUMBER.findall(source)]
+    prose = NO_PROSE.sub("", ANY_BLOCK.sub("", TABLE.sub("", text)))
+
+    def has_source(number: str) -> bool:
+        digits = len(number.partition(".")[2])
+        return any(abs(value - float(number.replace(",", ""))) <= 0.5001 * 10**-digits for value in known)
+
+    return [number for number in MEASURED.findall(prose) if not has_source(number)]
+
+
+def failures(write: bool = False) -> list[str]:
+    """Broken links, measured numbers without a source, and tables that are not current, unless `write` renews them."""
+    found = [f"{d.relative_to(ROOT)}: nothing at {target}" for d in documents() for target in broken_links(d)]
+    for document in (page for pattern in MEASURING for page in sorted(ROOT.glob(pattern))):
+        numbers = numbers_without_source(document)
+        found += [f"{document.relative_to(ROOT)}: {number} is in no table of the page" for number in numbers]
     for document in documents():
         if (text := with_tables(document)) != document.read_text(encoding="utf-8"):
-            if "--write" in sys.argv:
+            if write:
                 document.write_text(text, encoding="utf-8")
             else:
-                failures.append(f"{document.relative_to(ROOT)}: a table is not current: run docs/check.py --write")
-    for failure in failures:
+                found.append(f"{document.relative_to(ROOT)}: a table is not current: run docs/check.py --write")
+    return found
+
+
+def main() -> int:
+    found = failures(write="--write" in sys.argv)
+    for failure in found:
         print(failure, file=sys.stderr)
     with contextlib.redirect_stdout(io.StringIO()):
         blocks = sum(run_examples(ROOT / name) for name in COMPLETE)
-    print(f"{len(documents())} documents, {blocks} examples run, {len(failures)} failures")
-    return 1 if failures else 0
+    print(f"{len(documents())} documents, {blocks} examples run, {len(found)} failures")
+    return 1 if found else 0
 
 
 if __name__ == "__main__":

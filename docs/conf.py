@@ -54,10 +54,15 @@ html_theme = "pydata_sphinx_theme"
 html_title = f"primal-attention {release}"
 html_show_sourcelink = False
 html_favicon = "img/icon.svg"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+toc_object_entries_show_parents = "hide"  # short names in the sidebar
 html_context = {"default_mode": "auto"}
 html_theme_options: dict[str, Any] = {
+    "logo": {"text": project},
     "navigation_with_keys": False,
-    "secondary_sidebar_items": ["page-toc"],
+    # Not on the pages of results, whose tables are wide.
+    "secondary_sidebar_items": {page: ["page-toc"] for page in ("guide/**", "reference/**", "notes/**")},
     "footer_start": ["copyright"],
     "footer_end": [],
     "show_prev_next": True,
@@ -66,14 +71,17 @@ copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
 
+MARKUP = re.compile(r"(?<!\\)([|*]|(?<=\w)_(?=[).,;]))")  # outside code
+
+
 def escape_docstring(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Show docstrings as they are written: one backtick marks code, and a bar is a bar."""
+    """Show docstrings as they are written: one backtick marks code, a bar is a bar, and `name_` is no link."""
     for i, line in enumerate(lines):
         if line.lstrip().startswith((">>> ", "... ")):
             continue
         line = re.sub(r"(?<!`)`([^`]+)`(?!`)", r"``\1``", line)
         parts = re.split(r"(``.*?``)", line)
-        lines[i] = "".join(p if p.startswith("``") else re.sub(r"(?<!\\)([|*])", r"\\\1", p) for p in parts)
+        lines[i] = "".join(p if p.startswith("``") else MARKUP.sub(r"\\\1", p) for p in parts)
 
 
 def setup(app: Any) -> None:

@@ -22,6 +22,9 @@ from typing import Any
 
 from scipy import stats
 
+from primal_attention.bench import classifiers
+from primal_attention.report.classifiers import read_runs as read_classifier_runs
+
 ROOT = Path(__file__).resolve().parent.parent
 # Rows of the support table: the name in `@pytest.mark.supports`, and its title.
 FEATURES = {
@@ -104,6 +107,31 @@ def support_table() -> str:
     return render(["feature", *DEVICES.values()], rows, left=3)
 
 
+# Classifiers
+
+
+def classifier_table() -> str:
+    """`primal table uea-modern`, or a sentence while no result is stored."""
+    if any((ROOT / "results" / classifiers.FOLDER).glob("*/*.json")):
+        return read_table("primal table uea-modern", "markdown").rstrip("\n")
+    return "No result is stored yet. `primal table uea-modern` fits all classifiers and shows the table."
+
+
+def classifier_row() -> list[list[str]]:
+    """The README's row about PrimalClassifier; empty while no set has results of both classifiers."""
+    titles = {"primal": "PrimalClassifier", "multirocket-hydra": "MultiRocketHydra"}
+    runs = {}
+    for (name, model), found in read_classifier_runs(ROOT / "results", classifiers.SETS, list(titles)).items():
+        runs[name, model.removesuffix(" (aeon)")] = [100 * run["accuracy"] for run in found.values()]
+    common = [name for name in classifiers.SETS if all(runs[name, title] for title in titles.values())]
+    if not common:
+        return []
+    own, other = (statistics.mean(statistics.mean(runs[s, t]) for s in common) for t in titles.values())
+    choice = "either" if abs(own - other) < 0.5 else "PrimalClassifier" if own > other else "MultiRocketHydra"
+    measured = f"PrimalClassifier {own:.1f} % on average over {len(common)} sets, MultiRocketHydra (aeon) {other:.1f} %"
+    return [["your own time series", f"{measured} (`{classifiers.FOLDER}`)", choice]]
+
+
 # Speed
 
 
@@ -177,8 +205,7 @@ def generate_table() -> str:
         states = " → ".join(f"{own[n]['state_bytes'] / 1e3:,.1f}" for n in (lengths[0], lengths[-1]))
         rows.append([label, *times, states])
     heading = ["ms per token", *names, f"state, kB: {names[0]} → {names[-1]}"]
-    notes = [*origin(stored, "bench/generate.json"), "The command is now `primal bench decode --layers 2`."]
-    return render(heading, rows, notes)
+    return render(heading, rows, origin(stored, "bench/generate.json"))
 
 
 def origin(stored: Mapping[str, Any], path: str) -> list[str]:
@@ -207,8 +234,9 @@ def scaling_table() -> str:
         parts = ("primal_compute", "primal_communication", "ring_compute", "ring_communication")
         rows.append([str(row["gpus"]), *(duration(row[part]) if row[part] else "–" for part in parts)])
     heading = ["GPUs", "Primal: computing", "Primal: communication", "softmax: computing"]
-    notes = [f"Command: `{stored['command']}`", "`results/scaling/scaling.json`."]
-    return render([*heading, "ring attention: communication"], rows, notes, left=0)
+    notes = [f"Command: `{stored['command']}`", "`results/scaling/scaling.json`; times of one GPU: NVIDIA H200."]
+    memory = f"Peak memory of training, measured: {stored['peak_bytes_per_token'] / 1e3:.1f} kB per token."
+    return render([*heading, "ring attention: communication"], rows, [memory, *notes], left=0)
 
 
 def link_table() -> str:
@@ -241,7 +269,8 @@ def distillation_table() -> str:
         rows.append([name, *cosines, *scores, f"{steps} × {fit['batch']}"])
     heading = ["fit", "start", "block by block", "end to end", "5 % quantile", "top-10 overlap", "steps × batch"]
     commits = ", ".join(dict.fromkeys(fit["commit"] for fit in stored["fits"].values()))
-    notes = [f"`results/convert/distill-minilm.json`; commits {commits}; device {stored['device']}."]
+    about = [f"{stored['texts']:,} training and {stored['held_out']:,} validation paragraphs of 32 to 128 tokens."]
+    notes = [*about, f"`results/convert/distill-minilm.json`; commits {commits}; device {stored['device']}."]
     return render(heading, rows, notes)
 
 
@@ -310,7 +339,7 @@ def situation_table() -> str:
         for name in ("primal-mean", "primal-decay", "linear")
     }
     short = "primal table lra --recipe lra-short --any-length --sets listops text image pathfinder"
-    lra = read_column(f"{short} --models softmax primal primal+", "validation_chosen_mean")
+    lra = read_column(f"{short} --models softmax primal primal+ nystrom", "validation_chosen_mean")
     image = read_column("primal table image --set trainer.epochs=12", "validation_chosen_mean")
 
     def step(situation: str, name: str, otherwise: str = "softmax (SDPA)") -> list[str]:
@@ -349,8 +378,8 @@ def situation_table() -> str:
         [
             "Long-Range Arena, short trainings, four tasks",
             f"average accuracy {lra['primal']:.1f} %, with softmax below the last layer {lra['primal+']:.1f} %, "
-            f"softmax {lra['softmax']:.1f} % (`lra-short`)",
-            "last layer only, or softmax",
+            f"softmax {lra['softmax']:.1f} %, Nyströmformer {lra['nystrom']:.1f} % with one seed (`lra-short`)",
+            "last layer only, softmax or Nyströmformer",
         ],
         [
             "Imagenette, 12 epochs, 197 tokens",
@@ -360,12 +389,13 @@ def situation_table() -> str:
         ],
         [
             "UEA time series, three sets; offline reinforcement learning, 60 tokens",
-            "no difference beyond the seeds, except SOFT (`uea`, `d4rl`)",
+            "averages differ by no more than the seeds do, except SOFT (`uea`, `d4rl`)",
             "any",
         ],
+        *classifier_row(),
         ["arbitrary attention masks, cross-attention, attention weights", "not supported", "softmax"],
     ]
-    return render(["situation", "measured", "choose"], rows, left=3)
+    return render(["situation", "measured (file in `results/`)", "choose"], rows, left=3)
 
 
 def read_column(command: str, column: str) -> dict[str, float]:
@@ -379,6 +409,7 @@ def read_column(command: str, column: str) -> dict[str, float]:
 TABLES: dict[str, Callable[[], str]] = {
     "support": support_table,
     "situations": situation_table,
+    "primal table uea-modern": classifier_table,
     "bench model": model_table,
     "bench layer": layer_table,
     "uea differences": lambda: difference_table(

@@ -1,10 +1,10 @@
-"""Classify your own time series: arrays in memory, or a file that the command reads.
+"""Classify your own time series: fit, probabilities, uncertainty, save and load.
 
     pip install -e '.[timeseries]'
     python examples/classify_time_series.py
 
-`make_series` stands for your data: three channels, series of different lengths, some values missing. The same arrays in
-an .npz file train from the command line. PRIMAL_SMALL=1 trains a smaller network for fewer epochs.
+Replace `make_series` by your data: three channels, series of different lengths, some values missing. The same arrays in
+an .npz file train from the command line. PRIMAL_SMALL=1 trains smaller networks for fewer epochs.
 """
 
 # %%
@@ -51,15 +51,26 @@ print(f"{len(X_train)} series of {len(X_train[0])} channels, {min(x.shape[1] for
 
 # %% [markdown]
 # ## Fit and predict
-# `PrimalClassifier` follows scikit-learn and aeon: it works in their pipelines and searches.
+# `PrimalClassifier` follows scikit-learn and aeon: it works in their pipelines and searches. It combines networks with
+# Primal-Attention and a ridge classifier over random convolutions. Held-out predictions choose their weights.
 
 # %%
 size = {"embed_dim": WIDTH, "num_heads": 4, "layers": 2, "rank": 4, "landmarks": 16}
 classifier = PrimalClassifier(epochs=EPOCHS, random_state=0, device="cpu", **size)
 classifier.fit(X_train, y_train)
 print(f"accuracy on new series: {classifier.score(X_test, y_test):.3f}")
+print("weights:", {part: round(weight, 2) for part, weight in classifier.combination_.items()})
 for name, share in zip(classifier.classes_, classifier.predict_proba(X_test[:1])[0], strict=True):
     print(f"  {name:9s} {share:.3f}")
+
+# %% [markdown]
+# ## Uncertainty
+# The uncertainty of noise, which belongs to no class, is larger than that of series like the training samples.
+
+# %%
+noise = [rng.normal(size=(3, 60)) for _ in range(20)]
+for name, series in {"test series": X_test, "noise": noise}.items():
+    print(f"mean uncertainty of {name}: {classifier.predict_uncertainty(series).mean():.2f}")
 
 # %% [markdown]
 # ## Save and load

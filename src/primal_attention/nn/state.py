@@ -24,7 +24,12 @@ StateT = TypeVar("StateT")
 
 
 def save_state(path: str | PathLike[str], state: Any) -> None:
-    """Write a state to a safetensors file, which is replaced if it exists."""
+    """Write a state to a safetensors file, which is replaced if it exists.
+
+    Args:
+        path: The file.
+        state: A state that a layer or model returned.
+    """
     from safetensors.torch import save
 
     leaves = {str(i): leaf for i, leaf in enumerate(pytree.tree_leaves(state))}
@@ -35,7 +40,18 @@ def save_state(path: str | PathLike[str], state: Any) -> None:
 
 
 def load_state(path: str | PathLike[str], model: Any) -> Any:
-    """Read a state for a layer or model whose `initial_state` has its structure, onto the device of that state."""
+    """Read a state that `save_state` wrote.
+
+    Args:
+        path: The file.
+        model: A layer or model whose `initial_state` has the structure of the state. It also gives the device.
+
+    Returns:
+        The state.
+
+    Raises:
+        FileError: If the file is damaged, or is the state of another kind of layer or model. It is a ValueError.
+    """
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -56,19 +72,32 @@ def load_state(path: str | PathLike[str], model: Any) -> Any:
 
 
 def fork_state(state: StateT, count: int) -> StateT:
-    """Repeat each sequence `count` times, in neighbouring rows: one prefix, many continuations."""
+    """Repeat each sequence in neighbouring rows: one prefix, many continuations.
+
+    Args:
+        state: A state of one or more sequences.
+        count: Copies of each sequence.
+    """
     return pytree.tree_map_only(Tensor, lambda leaf: leaf.repeat_interleave(count, dim=0), state)  # type: ignore[no-any-return]
 
 
 def batch_states(states: Sequence[StateT]) -> StateT:
-    """Join the sequences of several states of one layer or model into one batch."""
+    """Join the sequences of several states into one batch.
+
+    Args:
+        states: States of the same layer or model. They may have read different numbers of tokens.
+    """
     if len({str(pytree.tree_structure(state)) for state in states}) != 1:
         raise ValueError(f"states must be one or more states of the same layer or model (got {len(states)} states)")
     return pytree.tree_map(_join, *states)  # type: ignore[no-any-return]
 
 
 def split_state(state: StateT) -> list[StateT]:
-    """Return one state for each sequence of a batch."""
+    """Split a batch into one state for each sequence.
+
+    Args:
+        state: A state of one or more sequences.
+    """
     count = next(len(leaf) for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor))
     return [pytree.tree_map_only(Tensor, itemgetter(slice(i, i + 1)), state) for i in range(count)]
 
