@@ -265,7 +265,7 @@ def load_images(folder: Path) -> object:
     data = images.load(folder)
     found = [images.ImageFiles(split, images.evaluation(14)) for split in (data.train, data.test)]
     for files in found:
-        broken = images.collate([files[i] for i in range(len(files))])[2]
+        broken = images.collate([files[i, 0] for i in range(len(files))])[2]
         images.complain([files.split.files[i] for i in broken], len(files), strict=True)
     return found
 

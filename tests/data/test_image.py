@@ -101,10 +101,10 @@ def test_a_dataset_keeps_the_index_of_broken_files(folder: Path) -> None:
     data = images.load(folder)
     spoil(data.train.files[1])
     files = images.ImageFiles(data.train, images.evaluation(28))
-    pixels, labels, broken = images.collate([files[i] for i in (0, 1, 8)])
+    pixels, labels, broken = images.collate([files[i, 0] for i in (0, 1, 8)])
     assert pixels.shape == (2, 3, 28, 28)
     assert (labels.tolist(), broken) == ([0, 2], [1])
-    assert images.collate([files[1]]) == (None, None, [1])
+    assert images.collate([files[1, 0]]) == (None, None, [1])
 
 
 @pytest.mark.parametrize("strong", [False, True])

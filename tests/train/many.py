@@ -24,7 +24,6 @@ from faults import kill_at, stop_at
 from primal_attention.data.lra import listops
 from primal_attention.train import distributed, loop, registry
 from primal_attention.train.config import Recipe
-from primal_attention.train.lm import recipe_of
 from primal_attention.train.task import TrainingModule
 from primal_attention.train.uea import ClassificationModule
 from primal_attention.utils.errors import Preempted
@@ -64,7 +63,7 @@ def text(root: Path, **changes: Any) -> Recipe:
         "model.layers": 2,
         "model.dropout": 0.0,
     }
-    return toy.change(recipe_of("wikitext-103"), {**small, **changes})
+    return toy.change(registry.get("lm/wikitext-103"), {**small, **changes})
 
 
 def expressions(root: Path, **changes: Any) -> Recipe:

@@ -16,8 +16,8 @@ from primal_attention.cli.spectrum import load_run
 from primal_attention.convert.spectrum import spectrum
 from primal_attention.data import image as image_data
 from primal_attention.train import loop, registry
-from primal_attention.train.config import from_plain, override
-from primal_attention.train.image import AUGMENT, NO_LABEL, ImageBatches, ImageFolder, ImageRecipe, make_batches
+from primal_attention.train.config import override
+from primal_attention.train.image import AUGMENT, NO_LABEL, ImageBatches, ImageRecipe, make_batches
 from primal_attention.utils.errors import DataError, RunError
 
 pytest.importorskip("PIL")
@@ -177,10 +177,9 @@ def test_the_last_batch_of_an_evaluation_is_filled(folder: Path) -> None:
     assert [labels[1:].tolist() for _, labels in batches][1] == 3 * [NO_LABEL]
 
 
-def test_a_loss_of_smoothed_labels_and_settings_of_earlier_versions(folder: Path) -> None:
+def test_the_loss_smooths_labels(folder: Path) -> None:
     module = small(folder, augment="light").build().module.eval()
     images, labels = torch.randint(256, (6, 3, 32, 32), dtype=torch.uint8), torch.zeros(6, dtype=torch.long)
     targets = torch.tensor([0.9 + 0.1 / 3, 0.1 / 3, 0.1 / 3]).expand(6, 3)
     expected = torch.nn.functional.cross_entropy(module.model(images), targets)
     torch.testing.assert_close(module.task_loss((images, labels)), expected)
-    assert from_plain(ImageFolder, {"cache": "device", "size": 112}) == ImageFolder(size=112)

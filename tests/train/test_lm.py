@@ -188,7 +188,7 @@ def test_a_vocabulary_beside_the_text_is_used(folder: Path, tmp_path: Path) -> N
     [
         ({"data__vocabulary": 256}, "data.vocabulary must be at least 257"),
         ({"model__conv": -1}, "model.conv must not be negative"),
-        ({"model__primal_mode": "dual"}, r"attention 'dual' was removed; use 'decay' or 'delta'"),
+        ({"model__primal_mode": "dual"}, r"model.primal_mode must be one of mean, landmarks, decay, delta"),
     ],
 )
 def test_bad_settings_are_one_line(folder: Path, changes: dict[str, Any], message: str) -> None:

@@ -223,15 +223,6 @@ def test_a_run_folder_of_another_version_says_so(both, tmp_path: Path):
         loop.evaluate(tmp_path / "nothing")
 
 
-def test_early_stopping_needs_validation_samples_and_stops(toy_folder: Path, tmp_path: Path):
-    with pytest.raises(RunError, match="needs validation samples"):
-        loop.train(toy.recipe(toy_folder, trainer__early_stop=1), tmp_path / "a")
-    stopping = toy.recipe(toy_folder, protocol="validation", trainer__early_stop=2, trainer__epochs=40, optim__lr=1e-9)
-    summary = loop.train(stopping, tmp_path / "b")
-    assert summary["epochs"] < 40
-    assert set(summary["scores"]) == {"validation_chosen"}
-
-
 def test_a_recipe_that_cannot_be_built_leaves_no_folder(toy_folder: Path, tmp_path: Path):
     with pytest.raises(RunError, match="embed_dim must be divisible by num_heads"):
         loop.train(toy.recipe(toy_folder, model__num_heads=3), tmp_path / "run")

@@ -12,7 +12,6 @@ after the last end belong to an unfinished episode whose return is unknown; they
 from __future__ import annotations
 
 import difflib
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -99,14 +98,9 @@ class Trajectories:
         return states.mean(axis=0).astype(np.float32), states.std(axis=0).astype(np.float32)
 
 
-def default_folder() -> Path:
-    """$PRIMAL_D4RL, or data/d4rl under the working directory."""
-    return Path(os.environ.get("PRIMAL_D4RL", "data/d4rl"))
-
-
 def find(name: str, folder: str | Path | None = None) -> Path | None:
     """The file of a set, under its own name or under D4RL's."""
-    folder = Path(folder or default_folder())
+    folder = Path(folder or storage.default_folder("d4rl"))
     env, _, level = name.partition("-")
     stems = (name, f"{name}-v2", f"{env}_{level.replace('-', '_')}-v2")
     files = (folder / f"{stem}{end}" for stem in stems for end in (".hdf5", ".npz"))
@@ -115,12 +109,13 @@ def find(name: str, folder: str | Path | None = None) -> Path | None:
 
 def load(name: str, folder: str | Path | None = None) -> Trajectories:
     """Read a set from the folder."""
+    folder = Path(folder or storage.default_folder("d4rl"))
     file = find(name, folder)
     if file is None:
         near = difflib.get_close_matches(name, SETS, n=1)
         hint = f" (did you mean {near[0]}?)" if near and near[0] != name else ""
         raise DataError(
-            f"{name}.hdf5 is not in {folder or default_folder()}{hint}: put the file in D4RL's layout there, name "
+            f"{name}.hdf5 is not in {folder}{hint}: put the file in D4RL's layout there, name "
             "another folder with --data.folder, or a Minari set with --data.minari"
         )
     return read_npz(file, name) if file.suffix == ".npz" else read_hdf5(file, name)

@@ -138,7 +138,10 @@ def complain(broken: Sequence[Path], total: int, *, strict: bool) -> None:
 
 
 class ImageFiles:
-    """A map-style dataset of (uint8 pixels, label, index); pixels are None for a file that does not decode."""
+    """A map-style dataset of (pixels, label, index) by (index, seed); pixels are None for a file that does not decode.
+
+    The seed is that of the transform's random numbers.
+    """
 
     def __init__(self, split: ImageSplit, transform: Callable[[Image], np.ndarray]) -> None:
         self.split = split
@@ -147,9 +150,16 @@ class ImageFiles:
     def __len__(self) -> int:
         return len(self.split)
 
-    def __getitem__(self, i: int) -> tuple[np.ndarray | None, int, int]:
-        image = read(self.split.files[i])
-        return None if image is None else self.transform(image), int(self.split.labels[i]), i
+    def __getitem__(self, key: tuple[int, int]) -> tuple[np.ndarray | None, int, int]:
+        import torch
+
+        i, seed = key
+        image, label = read(self.split.files[i]), int(self.split.labels[i])
+        if image is None:
+            return None, label, i
+        with torch.random.fork_rng(devices=[]):  # without workers this is the training's own process
+            torch.default_generator.manual_seed(seed)
+            return self.transform(image), label, i
 
 
 def collate(samples: Sequence[tuple[np.ndarray | None, int, int]]) -> Any:

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from primal_attention.data.storage import one_line, read_npz, reading
+from primal_attention.data.storage import default_folder, one_line, read_npz, reading
 from primal_attention.utils.errors import DataError, import_package
 from primal_attention.utils.files import write_atomically
 
@@ -196,16 +196,11 @@ def folds(labels: np.ndarray, count: int, seed: int) -> np.ndarray:
 # The archive
 
 
-def default_folder() -> Path:
-    """$PRIMAL_UEA, or data/uea under the working directory."""
-    return Path(os.environ.get("PRIMAL_UEA", "data/uea"))
-
-
 def load(name: str, folder: str | Path | None = None) -> SeriesData:
     """Read a set of the archive: `<name>_TRAIN` and `_TEST`, `.npz` or `.ts`, in the folder or in `<folder>/<name>`."""
     train = find(name, folder)
     if train is None:
-        root = Path(folder or default_folder())
+        root = Path(folder or default_folder("uea"))
         known = [place.stem.removesuffix("_TRAIN") for place in root.iterdir()] if root.is_dir() else []
         near = difflib.get_close_matches(name, [*known, *INSIDE_AEON], n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
@@ -221,7 +216,7 @@ def load(name: str, folder: str | Path | None = None) -> SeriesData:
 
 def find(name: str, folder: str | Path | None = None) -> Path | None:
     """The training file of a set. The default folder may lack a set that aeon has."""
-    root = Path(folder or default_folder())
+    root = Path(folder or default_folder("uea"))
     for file in (home / f"{name}_TRAIN{ending}" for home in (root / name, root) for ending in (".npz", ".ts")):
         if file.is_file():
             return file

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from primal_attention.data import d4rl
 from primal_attention.data.d4rl import HORIZON, Trajectories, normalized_score
+from primal_attention.data.storage import one_line
 from primal_attention.models.d4rl import DecisionTransformer
 from primal_attention.train.batches import Batches, derive_seed
 from primal_attention.train.config import NetworkConfig, OptimConfig, Recipe, TrainerConfig, require_range
@@ -91,8 +92,6 @@ class EvaluationConfig:
     """Play after every trainer.evaluate-every epochs too; the best of them is labelled as chosen on test."""
     env: str | None = None
     """Name of the environment in gymnasium; None is the -v4 of the data set's."""
-
-    REMOVED: ClassVar[Mapping[str, Any]] = {"streaming": "off", "video": ...}
 
     def __post_init__(self) -> None:
         require_range(self, "evaluation", "episodes", "not be negative")
@@ -318,9 +317,9 @@ def make_environment(name: str) -> Any:
             warnings.simplefilter("ignore")  # gymnasium recommends -v5, which has other rewards
             return gymnasium.make(name)
     except gymnasium.error.DependencyNotInstalled as error:
-        raise RunError(f"environment {name!r} is not installed ({_one_line(error)}): {INSTALL}") from None
+        raise RunError(f"environment {name!r} is not installed ({one_line(error)}): {INSTALL}") from None
     except (gymnasium.error.Error, ImportError) as error:
-        raise RunError(f"environment {name!r} cannot be made here ({_one_line(error)})") from None
+        raise RunError(f"environment {name!r} cannot be made here ({one_line(error)})") from None
 
 
 def check_fit(model: DecisionTransformer, env: Any, environment: str) -> None:
@@ -332,7 +331,3 @@ def check_fit(model: DecisionTransformer, env: Any, environment: str) -> None:
                 f"environment {environment!r} has {what} of shape {tuple(space.shape)} where the data has ({width},): "
                 "name the data's own with --evaluation.env"
             )
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

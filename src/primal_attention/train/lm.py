@@ -16,7 +16,6 @@ A batch is (windows (B, context + 1),): the first `context` tokens are read, the
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from torch import Tensor, nn
 
 from primal_attention.data import lm as text
 from primal_attention.data.lm import TextData, TextSplit, Vocabulary, load_vocabulary
+from primal_attention.data.storage import default_folder
 from primal_attention.models.lm import LanguageConfig, LanguageModel, primal_defaults
 from primal_attention.nn.blocks import attention_names
 from primal_attention.ops.landmarks import WITHOUT_FLOAT64
@@ -93,8 +93,6 @@ class LanguageNetwork(NetworkConfig):
     positions: Literal["rotary", "sinusoidal", "none"] | None = None
     """None: rotary in softmax layers; sinusoidal where nothing else in the model encodes the order of the tokens."""
 
-    MAY_BE_ZERO: ClassVar[tuple[str, ...]] = ("conv",)
-
     @property
     def has_primal_layers(self) -> bool:
         return any(name.startswith("primal") for name in self.attention)
@@ -141,43 +139,26 @@ class LanguageRecipe(Recipe):
         return build_from(self.resolved(), load(self.data))
 
 
-def wikipedia() -> LanguageRecipe:
-    """A little over two passes through the bundled text: 1640 steps of 32 windows, 204 million bytes."""
-    return LanguageRecipe(
+RECIPES = {
+    # A little over two passes through the bundled text: 1640 steps of 32 windows, 204 million bytes.
+    "wikipedia": LanguageRecipe(
         optim=OptimConfig("adamw", lr=1.5e-3, weight_decay=0.1, beta2=0.98, schedule="onecycle", warmup=0.1, clip=1.0),
         model=LanguageNetwork(primal_mode=None),
         trainer=TrainerConfig(epochs=4, steps_per_epoch=410, batch_size=32, precision="bf16-mixed"),
-    )
-
-
-def wikitext() -> LanguageRecipe:
-    """The paper's settings: windows of 512 words, 150,000 updates after 6,000 of warm-up, Primal in the last layer."""
-    return LanguageRecipe(
+    ),
+    # The paper's settings: windows of 512 words, 150,000 updates after 6,000 of warm-up, Primal in the last layer.
+    "wikitext-103": LanguageRecipe(
         data=LanguageData("wikitext-103", vocabulary=None, context=512),
-        model=LanguageNetwork(
-            ("primal+",), ffn_dim=2048, activation="relu", dropout=0.1, primal_mode="mean", positions="sinusoidal"
-        ),
+        model=LanguageNetwork(("primal+",), ffn_dim=2048, activation="relu", dropout=0.1, positions="sinusoidal"),
         optim=OptimConfig("adam", lr=1e-3, beta2=0.98, schedule="inverse-sqrt", warmup=6 / 156, clip=0.0),
         trainer=TrainerConfig(epochs=156, steps_per_epoch=1000, batch_size=64, precision="bf16-mixed"),
-    )
-
-
-RECIPES = {"wikipedia": wikipedia, "wikitext-103": wikitext}
-SETS = tuple(RECIPES)
-
-
-def recipe_of(text: str) -> LanguageRecipe:
-    return RECIPES[text]()
-
-
-def default_folder(text: str) -> Path:
-    """$PRIMAL_LM/<text>, or data/lm/<text> under the working directory."""
-    return Path(os.environ.get("PRIMAL_LM", "data/lm")) / text
+    ),
+}
 
 
 def load(config: LanguageData) -> TextData:
     """Read the text as tokens, with the vocabulary of its folder if there is one."""
-    folder = config.folder or default_folder(config.text)
+    folder = config.folder or default_folder("lm", config.text)
     file = folder / VOCABULARY
     vocabulary = load_vocabulary(file) if file.exists() else None
     if vocabulary is not None and config.vocabulary not in (None, len(vocabulary)):

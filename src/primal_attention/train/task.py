@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from primal_attention.data.storage import one_line
 from primal_attention.nn.objective import ksvd_loss, primal_layers
 from primal_attention.train import distributed
 from primal_attention.train.batches import Batches, derive_seed
@@ -35,12 +36,19 @@ if TYPE_CHECKING:
 
     from primal_attention.data.uea import Standardizer
 
+NO_LABEL = -1  # of a row that only fills an evaluation batch
 CHECK_EVERY = 50  # steps between two checks of the loss on a device; each check waits for the device
 Batch = tuple[Tensor, ...]
 
 
 class TrainingModule(nn.Module):
-    """A model in training. Subclasses define the loss and the scores of their benchmark."""
+    """A model in training. The base class trains a classifier; other benchmarks override the loss and the scores.
+
+    Args:
+        model: The model.
+        recipe: The resolved recipe.
+        compile_options: Of the model's `compile`.
+    """
 
     ksvd_reduction: ClassVar[Literal["sample", "batch"]] = "sample"
     """Square J per sample or after the mean over the batch; the paper's benchmarks differ."""
@@ -73,11 +81,16 @@ class TrainingModule(nn.Module):
     # What a benchmark defines
 
     def task_loss(self, batch: Batch) -> Tensor:
-        raise NotImplementedError
+        return F.cross_entropy(self.model(*self.inputs(batch)), batch[-1])
 
     def scores(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Return sums over the samples of a batch; the key "samples" counts the samples."""
-        raise NotImplementedError
+        """Return sums over the samples of a batch; the key "samples" counts the samples with a label."""
+        logits, labels = model(*self.inputs(batch)).float(), batch[-1]
+        return {
+            "accuracy": (logits.argmax(dim=-1) == labels).sum(),
+            "loss": F.cross_entropy(logits, labels, ignore_index=NO_LABEL, reduction="sum"),
+            "samples": (labels != NO_LABEL).sum(),
+        }
 
     def inputs(self, batch: Batch) -> tuple[Any, ...]:
         """Return the arguments of the model: a batch without its labels."""
@@ -148,7 +161,9 @@ class TrainingModule(nn.Module):
             group = None if self.mesh is None else torch.distributed.group.WORLD
             ksvd = ksvd_loss(self.model, self.ksvd_reduction, group=group, part=self.batch_weight)
             loss = torch.add(task, ksvd, alpha=self.recipe.eta or 0.0)
-            parts |= {"ksvd_loss": ksvd, "J": self._weighted(layer_objectives(self.model))}
+            objectives = (layer.objective for layer in primal_layers(self.model).values())
+            means = torch.stack([j.detach().float().mean() for j in objectives if j is not None])  # (layers,)
+            parts |= {"ksvd_loss": ksvd, "J": self._weighted(means)}
         parts["loss"] = loss
         return parts
 
@@ -187,13 +202,12 @@ class TrainingModule(nn.Module):
         means: dict[str, float] = {}
         layers: list[float] = []
         for key, total in self._sums.items():
-            found = [next(values) for _ in range(total.numel())]
-            means[key] = sum(found) / len(found)
-            layers = found if key == "J" else layers
+            entries = [next(values) for _ in range(total.numel())]
+            means[key] = sum(entries) / len(entries)
+            layers = entries if key == "J" else layers
         if not math.isfinite(means["loss"]):  # before the weights are evaluated or saved
             raise DivergedError(self._explain(self._steps % CHECK_EVERY or CHECK_EVERY))
-        names = [name for name, layer in primal_layers(self.model).items() if layer.objective is not None]
-        return means | {f"J_{name}": value for name, value in zip(names, layers, strict=False)}
+        return means | {f"J_{name}": j for name, j in zip(primal_layers(self.model), layers, strict=True)}
 
     def epoch_state(self) -> dict[str, Any]:
         """Return this process's state within an epoch: counts, sums and random generators."""
@@ -310,22 +324,6 @@ def hash_data(data: Any) -> str:
     return digest.hexdigest()
 
 
-def classification_scores(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
-    """Return sums over a batch: correct predictions, cross-entropy, and samples. Labels below zero do not count."""
-    logits = logits.float()
-    return {
-        "accuracy": (logits.argmax(dim=-1) == labels).sum(),
-        "loss": F.cross_entropy(logits, labels, ignore_index=-1, reduction="sum"),
-        "samples": (labels >= 0).sum(),
-    }
-
-
-def layer_objectives(model: nn.Module) -> Tensor:
-    """Return the mean J of each Primal layer over the last batch in training mode, detached, (layers,)."""
-    objectives = (layer.objective for layer in primal_layers(model).values())
-    return torch.stack([j.detach().float().mean() for j in objectives if j is not None])
-
-
 def precision_context(precision: str, device: torch.device, *, cache: bool = True) -> AbstractContextManager[Any]:
     """Return the autocast context of a `trainer.precision`."""
     dtypes = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
@@ -352,5 +350,4 @@ def compile_failure(error: BaseException) -> str | None:
     dynamo = sys.modules.get("torch._dynamo.exc")  # absent if nothing was compiled
     if dynamo is None or not isinstance(error, dynamo.TorchDynamoException):
         return None
-    inner = getattr(error, "inner_exception", error)
-    return (str(inner).strip().splitlines() or [type(inner).__name__])[0]
+    return one_line(getattr(error, "inner_exception", error))

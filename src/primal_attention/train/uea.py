@@ -10,8 +10,8 @@ The loss is cross-entropy, the score is accuracy. A batch is (series (B, N, C), 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -24,7 +24,7 @@ from primal_attention.data.uea import PrincipalChannels, SeriesData, Split, Stan
 from primal_attention.models.uea import modern_classifier, paper_classifier, without_r_scores
 from primal_attention.train.batches import Batches
 from primal_attention.train.config import NetworkConfig, OptimConfig, Recipe, TrainerConfig, require, require_range
-from primal_attention.train.task import Batch, Experiment, TrainingModule, classification_scores, hash_data
+from primal_attention.train.task import Batch, Experiment, TrainingModule, hash_data
 
 EVALUATED_TOKENS = 2**16  # in one evaluation batch
 
@@ -72,8 +72,6 @@ class UEAData:
     principal: bool = False
     """Append the principal directions of the channels, each of unit variance, to the channels."""
 
-    REMOVED: ClassVar[Mapping[str, Any]] = {"held": "random"}
-
     def __post_init__(self) -> None:
         require_range(self, "data", "holdout", "lie between 0 and 1")
         require(self.test_file is None or self.file is not None, "data.test-file needs --data.file beside it")
@@ -102,9 +100,6 @@ class ClassifierConfig(NetworkConfig):
     attend_to_padding: bool = False
     """Let attention see the padding, as the published research code does (paper)."""
 
-    MAY_BE_ZERO: ClassVar[tuple[str, ...]] = ("local_kernel", "tokens")
-    REMOVED: ClassVar[Mapping[str, Any]] = {"differences": False}
-
 
 @dataclass(frozen=True)
 class AugmentConfig:
@@ -119,8 +114,6 @@ class AugmentConfig:
     mixup: float = 0.0
     """Parameter of the beta distribution of mixup; 0 does not mix."""
     label_smoothing: float = 0.0
-
-    REMOVED: ClassVar[Mapping[str, Any]] = {"crop": 0.1, "unequal": True}
 
     def __post_init__(self) -> None:
         require_range(self, "augment", "warp scale jitter mixup", "not be negative")
@@ -152,9 +145,8 @@ class UEARecipe(Recipe):
     def phases(self) -> list[tuple[str, Recipe]]:
         if self.protocol != "both":
             return [("", self)]
-        # Early stopping needs a holdout, so it applies to the second training only.
-        last = replace(self, protocol="last", trainer=replace(self.trainer, early_stop=0))
-        return [("", last), ("validation", replace(self, protocol="validation", watch_test=False))]
+        validation = replace(self, protocol="validation", watch_test=False)
+        return [("", replace(self, protocol="last")), ("validation", validation)]
 
     def label(self) -> str:
         own = f"{self.data.file.stem}-" if self.data.file else ""
@@ -235,8 +227,8 @@ def build_from(recipe: UEARecipe, data: SeriesData) -> Experiment:
     """The experiment of a resolved recipe on data in memory; the training samples alone decide the standardisation."""
     train, validation = data.train, None
     if recipe.protocol == "validation":
-        kept, held_out = stratified_holdout(train.labels, recipe.data.holdout, recipe.seed)
-        train, validation = train.take(kept), train.take(held_out)
+        remaining, holdout = stratified_holdout(train.labels, recipe.data.holdout, recipe.seed)
+        train, validation = train.take(remaining), train.take(holdout)
     standardizer = (PrincipalChannels if recipe.data.principal else Standardizer).fit(train.series)
     size = recipe.trainer.batch_size
     evaluated = max(size, EVALUATED_TOKENS // data.max_length)  # scores do not depend on the evaluation's batches
@@ -290,26 +282,20 @@ class ClassificationModule(TrainingModule):
         return self.tokens(x, mask if self.padded else None)
 
     def task_loss(self, batch: Batch) -> Tensor:
-        x, mask, y = batch
-        config = self.augment
+        (x, mask, labels), config = batch, self.augment
         if config.warp:
             x = warp_time(x, mask, config.warp)
         if config.scale:
             x = scale_and_shift(x, config.scale)
         if config.jitter:
-            x = jitter(x, config.jitter)
+            x = x + config.jitter * torch.randn_like(x)
+        loss = partial(F.cross_entropy, label_smoothing=config.label_smoothing)
         if not config.mixup:
-            return F.cross_entropy(self.model(*self.inputs((x, mask, y))), y, label_smoothing=config.label_smoothing)
+            return loss(self.model(*self.inputs((x, mask, labels))), labels)
         x, mask, partner, share = mix(x, mask, config.mixup)
-        logits = self.model(*self.inputs((x, mask, y)))
-        own, other = (
-            F.cross_entropy(logits, target, label_smoothing=config.label_smoothing, reduction="none")
-            for target in (y, y[partner])
-        )
+        logits = self.model(*self.inputs((x, mask, labels)))
+        own, other = (loss(logits, target, reduction="none") for target in (labels, labels[partner]))
         return (share * own + (1 - share) * other).mean()
-
-    def scores(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        return classification_scores(model(*self.inputs(batch)), batch[-1])
 
 
 def warp_time(x: Tensor, mask: Tensor, strength: float, knots: int = 4, crop: float = 0.1) -> Tensor:
@@ -335,14 +321,9 @@ def warp_time(x: Tensor, mask: Tensor, strength: float, knots: int = 4, crop: fl
 
 
 def scale_and_shift(x: Tensor, deviation: float) -> Tensor:
-    """A random factor around 1 and a random offset around 0 for each sample and channel."""
+    """Apply a random factor around 1 and a random offset around 0 to each sample and channel."""
     factor, offset = deviation * torch.randn(2, x.shape[0], 1, x.shape[2], device=x.device)
     return x * (1 + factor) + offset
-
-
-def jitter(x: Tensor, deviation: float) -> Tensor:
-    """Independent noise on every value."""
-    return x + deviation * torch.randn_like(x)
 
 
 def mix(x: Tensor, mask: Tensor, beta: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
