@@ -187,7 +187,7 @@ def test_an_environment_that_is_not_there_is_one_line(folder, monkeypatch):
         make_environment("Hopper-v4")
     assert "\n" not in str(told.value)
     monkeypatch.setitem(sys.modules, "gymnasium", None)
-    with pytest.raises(RunError, match="needs gymnasium with MuJoCo: pip install 'primal-attention\\[rl\\]'"):
+    with pytest.raises(data.DataError, match=r"needs gymnasium\[mujoco\]: pip install 'primal-attention\[rl\]'"):
         make_environment("Hopper-v4")
 
 

@@ -18,7 +18,7 @@ from primal_attention.data.lm import TextSplit, Vocabulary
 from primal_attention.train import lm as language
 from primal_attention.train import loop, registry
 from primal_attention.train.config import override
-from primal_attention.train.lm import LanguageRecipe, MeasuredWindows, TrainingWindows, load_language
+from primal_attention.train.lm import LanguageRecipe, Windows, load_language
 from primal_attention.utils.errors import DataError, RunError
 
 pytest.importorskip("tokenizers")
@@ -56,7 +56,7 @@ def split(count: int) -> TextSplit:
 
 @pytest.mark.parametrize("count", [2, 9, 17, 18, 50])
 def test_every_token_is_predicted_exactly_once(count: int) -> None:
-    batches = MeasuredWindows(split(count), 8, 3)
+    batches = Windows(split(count), 8, 3)
     windows = torch.cat([batch for (batch,) in batches])
     assert all(len(batch) == 3 for (batch,) in batches)
     targets = windows[:, 1:]
@@ -70,7 +70,7 @@ def test_training_windows_are_cut_anew_and_repeat_by_seed() -> None:
     stream = split(60_000)  # above the largest signed number of 16 bits
 
     def starts(epoch: int, seed: int = 0) -> torch.Tensor:
-        batches = TrainingWindows(stream, 100, 7, seed)
+        batches = Windows(stream, 100, 7, seed)
         batches.epoch = epoch
         return torch.cat([batch[:, 0] for (batch,) in batches])
 
@@ -81,7 +81,7 @@ def test_training_windows_are_cut_anew_and_repeat_by_seed() -> None:
     torch.testing.assert_close(first, starts(0))
     assert not torch.equal(first.sort().values, starts(1).sort().values)
     with pytest.raises(DataError, match="train has 12 tokens: windows of 8 need 17"):
-        TrainingWindows(split(12), 8, 1, 0)
+        Windows(split(12), 8, 1, 0)
 
 
 DELTA = {"primal_mode": "delta", "primal_heads": 4, "rank": 64, "conv": 4, "gate": True}

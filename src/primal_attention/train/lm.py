@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from primal_attention.data import lm as text
@@ -32,15 +33,14 @@ from primal_attention.models.lm import LanguageConfig, LanguageModel, primal_def
 from primal_attention.nn.blocks import attention_names
 from primal_attention.ops.landmarks import WITHOUT_FLOAT64
 from primal_attention.train.batches import Batches, derive_seed
-from primal_attention.train.checkpoint import read_run
+from primal_attention.train.checkpoint import load_weights, read_run, read_summary
 from primal_attention.train.config import NetworkConfig, OptimConfig, Recipe, TrainerConfig, require, require_range
-from primal_attention.train.loop import load_weights, read_summary
 from primal_attention.train.task import Batch, Experiment, TrainingModule, hash_data
 from primal_attention.utils.errors import DataError, RunError
 from primal_attention.utils.files import check, write_text
 
 WIDTH_MULTIPLE = 8  # of the feed-forward width
-SMALLEST_VOCABULARY = 257  # one token for each byte, and the end
+MIN_VOCABULARY = 257  # one token for each byte, and the end
 VOCABULARY = "vocabulary.json"
 NO_TOKEN = -1  # behind the last token of a split
 
@@ -59,11 +59,8 @@ class LanguageData:
 
     def __post_init__(self) -> None:
         require_range(self, "data", "context", "be at least 1")
-        require(
-            self.vocabulary is None or self.vocabulary >= SMALLEST_VOCABULARY,
-            f"data.vocabulary must be at least {SMALLEST_VOCABULARY}, one for each byte and the end "
-            f"(got {self.vocabulary})",
-        )
+        message = f"data.vocabulary must be at least {MIN_VOCABULARY}, one for each byte and the end"
+        require((self.vocabulary or MIN_VOCABULARY) >= MIN_VOCABULARY, f"{message} (got {self.vocabulary})")
 
 
 @dataclass(frozen=True)
@@ -168,8 +165,8 @@ def load(config: LanguageData) -> TextData:
 
 
 def network(recipe: LanguageRecipe, vocabulary: int) -> LanguageConfig:
-    """The model's own configuration, with the feed-forward width that makes parameters equal."""
-    values: dict[str, Any] = {f.name: getattr(recipe.model, f.name) for f in fields(recipe.model)}
+    """Return the model's own configuration, with the feed-forward width that makes parameters equal."""
+    values = dict(vars(recipe.model))
     width = values.pop("ffn_dim")
     if values["positions"] == "rotary" and "softmax" not in attention_names(recipe.model.attention, values["layers"]):
         values["positions"] = "none"  # the recipes' "rotary" means: in softmax layers, if there are any
@@ -186,8 +183,8 @@ def network(recipe: LanguageRecipe, vocabulary: int) -> LanguageConfig:
 def equal_width(config: LanguageConfig) -> int:
     """The feed-forward width that gives as many parameters as softmax with a width of 4 × embed_dim has."""
     softmax = replace(config, attention=("softmax",), ffn_dim=4 * config.embed_dim)
-    smallest, next_one = parameters(config), parameters(replace(config, ffn_dim=config.ffn_dim + WIDTH_MULTIPLE))
-    steps = round((parameters(softmax) - smallest) / (next_one - smallest))
+    count, next_count = parameters(config), parameters(replace(config, ffn_dim=config.ffn_dim + WIDTH_MULTIPLE))
+    steps = round((parameters(softmax) - count) / (next_count - count))
     require(steps >= 0, "the attention alone has more parameters than softmax's model: set --model.ffn-dim")
     return config.ffn_dim + WIDTH_MULTIPLE * steps
 
@@ -202,14 +199,14 @@ def build_from(recipe: LanguageRecipe, data: TextData) -> Experiment:
     """The experiment of a resolved recipe on text in memory."""
     context, batch, steps = recipe.data.context, recipe.trainer.batch_size, recipe.trainer.steps_per_epoch
     config = network(recipe, len(data.vocabulary))
-    train = TrainingWindows(data.train, context, batch, recipe.seed, steps)
+    train = Windows(data.train, context, batch, recipe.seed, steps)
     tokens_per_epoch = context * (batch * steps if steps else train.samples)
     bytes_per_token = data.train.bytes / (len(data.train.tokens) - 1)
     return Experiment(
         module=LanguageModule(LanguageModel(config), recipe, data.vocabulary),
         train=train,
-        test=MeasuredWindows(data.test, context, batch),
-        watched={"val": MeasuredWindows(data.valid, context, batch)},
+        test=Windows(data.test, context, batch),
+        watched={"val": Windows(data.valid, context, batch)},
         facts={
             "set": recipe.data.text,
             "sha256": hash_data((data.train, data.valid, data.test)),
@@ -227,58 +224,49 @@ def build_from(recipe: LanguageRecipe, data: TextData) -> Experiment:
 
 
 class Windows(Batches):
-    """Windows of `context` + 1 tokens of a stream; `order` gives their first tokens."""
+    """Windows of `context` + 1 tokens of a split; `order` gives their first tokens.
+
+    With a seed they come in random order, and every pass starts cutting at another token. Without one they come in
+    order, for evaluation: every token but the first, which represents no text, is predicted once. Empty windows fill
+    the last batch, so that all batches have one shape.
+
+    Args:
+        split: Its tokens and the bytes of text that they encode.
+        context: Tokens that a window predicts.
+        batch_size: Windows per batch, over all ranks.
+        shuffle_seed: None for evaluation.
+        steps: As in `Batches`.
+    """
 
     def __init__(
-        self, stream: Tensor, context: int, count: int, batch_size: int, seed: int | None = None, steps: int = 0
+        self, split: TextSplit, context: int, batch_size: int, shuffle_seed: int | None = None, steps: int = 0
     ) -> None:
-        super().__init__([stream], batch_size, seed, steps)
-        self.context, self.count = context, count
+        stream = torch.from_numpy(split.tokens.astype(np.int32))
+        self.context, self.tokens, self.bytes = context, len(stream) - 1, split.bytes
+        if shuffle_seed is None:
+            self.count = -(-self.tokens // (context * batch_size)) * batch_size
+            stream = F.pad(stream, (0, self.count * context - self.tokens), value=NO_TOKEN)
+        else:
+            self.count = self.tokens // context - 1
+            if self.count < 1:
+                needed = f"windows of {context} need {2 * context + 1} (--data.context)"
+                raise DataError(f"train has {len(stream)} tokens: {needed}")
+        super().__init__([stream], batch_size, shuffle_seed, steps)
 
     @property
     def samples(self) -> int:
         return self.count
 
-    def gather(self, rows: Tensor) -> Sequence[Tensor]:
-        (stream,) = self.tensors
-        return [stream[rows[:, None] + torch.arange(self.context + 1, device=stream.device)].long()]
-
-
-class TrainingWindows(Windows):
-    """Windows in random order; every pass starts cutting at another token."""
-
-    def __init__(self, split: TextSplit, context: int, batch_size: int, seed: int, steps: int = 0) -> None:
-        tokens = split.tokens
-        count = (len(tokens) - 1) // context - 1
-        if count < 1:
-            raise DataError(
-                f"train has {len(tokens)} tokens: windows of {context} need {2 * context + 1} (--data.context)"
-            )
-        super().__init__(torch.from_numpy(tokens.astype(np.int32)), context, count, batch_size, seed, steps)
-
     def order(self, turn: int) -> Tensor:
+        if self.shuffle_seed is None:
+            return torch.arange(self.count) * self.context
         generator = torch.Generator().manual_seed(derive_seed("windows", self.shuffle_seed, turn))
         first = torch.randint(self.context, (1,), generator=generator)
         return first + self.context * torch.randperm(self.count, generator=generator)
 
-
-class MeasuredWindows(Windows):
-    """A whole split in order: every token but the first, which represents no text, is predicted once.
-
-    `tokens` are predicted, and they encode `bytes` of text. Empty windows fill the last batch, so that all batches have
-    one shape.
-    """
-
-    def __init__(self, split: TextSplit, context: int, batch_size: int) -> None:
-        self.tokens, self.bytes = len(split.tokens) - 1, split.bytes
-        count = -(-self.tokens // context)
-        count += -count % batch_size
-        stream = torch.full((count * context + 1,), NO_TOKEN, dtype=torch.int32)
-        stream[: len(split.tokens)] = torch.from_numpy(split.tokens.astype(np.int32))
-        super().__init__(stream, context, count, batch_size)
-
-    def order(self, turn: int) -> Tensor:
-        return torch.arange(self.count) * self.context
+    def gather(self, rows: Tensor) -> Sequence[Tensor]:
+        (stream,) = self.tensors
+        return [stream[rows[:, None] + torch.arange(self.context + 1, device=stream.device)].long()]
 
 
 class LanguageModule(TrainingModule):
@@ -309,7 +297,7 @@ class LanguageModule(TrainingModule):
 
     def evaluate(self, batches: Batches) -> dict[str, float]:
         means = super().evaluate(batches)
-        assert isinstance(batches, MeasuredWindows)
+        assert isinstance(batches, Windows)
         bits = means["loss"] / math.log(2)
         return {**means, "perplexity": math.exp(means["loss"]), "bits_per_byte": bits * batches.tokens / batches.bytes}
 
