@@ -74,9 +74,9 @@ def test_the_papers_and_deits_settings() -> None:
     assert (recipe.trainer.epochs, recipe.trainer.batch_size, recipe.data.size) == (300, 1024, 224)
     assert (recipe.optim.name, recipe.optim.lr, recipe.optim.weight_decay) == ("adamw", 1e-3, 0.05)
     assert round(recipe.optim.warmup * 300) == 5
-    how = AUGMENT[recipe.augment]
-    assert (how.ops, how.magnitude, how.erase) == (2, 0.9, 0.25)
-    assert (how.mixup, how.cutmix, how.smoothing, how.repeats) == (0.8, 1.0, 0.1, 3)
+    training, mixing, smoothing, repeats = AUGMENT[recipe.augment]
+    assert training == {"smallest": 0.08, "ops": 2, "magnitude": 0.9, "erase": 0.25}
+    assert (mixing, smoothing, repeats) == ({"mixup": 0.8, "cutmix": 1.0}, 0.1, 3)
     assert recipe.model.drop_path == 0.1
     assert registry.get("image/imagenette").model.patch_size == 8
 

@@ -250,11 +250,12 @@ def test_a_loss_that_is_not_finite_names_the_step_and_what_to_try(
     toy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     recipe = toy.recipe(toy_folder, optim__lr=1e30, optim__warmup=0.0, trainer__epochs=5)
-    with pytest.raises(DivergedError, match=r"at step \d+ \(epoch \d+\): try a smaller --optim\.lr"):
+    message = r"by step \d+ \(epoch \d+\): try a smaller --optim\.lr"
+    with pytest.raises(DivergedError, match=message):
         loop.train(recipe, tmp_path / "run")
     # As on a GPU, where the loss is checked every so many steps: found before the epoch is evaluated.
     monkeypatch.setattr(TrainingModule, "count_step", lambda self: setattr(self, "_steps", self._steps + 1))
-    with pytest.raises(DivergedError, match=r"at one of the steps \d+ to \d+ \(epoch \d+\): try"):
+    with pytest.raises(DivergedError, match=message):
         loop.train(recipe, tmp_path / "late")
     assert not list(tmp_path.rglob("model.safetensors"))
 

@@ -17,10 +17,10 @@ that an epoch can be resumed anywhere, with any number of workers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -39,31 +39,26 @@ from primal_attention.train.task import NO_LABEL, Batch, Experiment, TrainingMod
 ETA, RANK = 0.05, 96  # the paper's
 
 
-@dataclass(frozen=True)
-class Strength:
+class Strength(NamedTuple):
     """Strength of the augmentation."""
 
-    smallest: float = 0.08
-    """Smallest fraction of an image's area that a crop keeps."""
-    ops: int = 0
-    """Operations of RandAugment for each image."""
-    magnitude: float = 0.9
-    """Their strength, from 0 to 1; DeiT's level 9 of 10."""
-    erase: float = 0.0
-    """Probability that a rectangle is replaced by noise."""
-    mixup: float = 0.0
-    """Parameter of the beta distribution; 0 does not mix."""
-    cutmix: float = 0.0
-    smoothing: float = 0.0
-    repeats: int = 1
-    """Copies of an image in a batch, each with its own random numbers; an epoch keeps its length."""
+    training: dict[str, Any]  # arguments of `data.image.training`
+    mixing: dict[str, float]  # arguments of `data.image.mixing`
+    smoothing: float = 0.0  # of the labels
+    repeats: int = 1  # copies of an image in a batch, each with its own random numbers; an epoch keeps its length
 
 
-PER_IMAGE = ("smallest", "ops", "magnitude", "erase")  # fields that `data.image.training` takes
 AUGMENT = {
-    "none": Strength(),
-    "light": Strength(smallest=0.35, ops=1, magnitude=0.5, cutmix=1.0, smoothing=0.1),
-    "deit": Strength(ops=2, erase=0.25, mixup=0.8, cutmix=1.0, smoothing=0.1, repeats=3),
+    "none": Strength({"smallest": 0.08, "ops": 0, "magnitude": 0.0, "erase": 0.0}, {"mixup": 0.0, "cutmix": 0.0}),
+    "light": Strength(
+        {"smallest": 0.35, "ops": 1, "magnitude": 0.5, "erase": 0.0}, {"mixup": 0.0, "cutmix": 1.0}, smoothing=0.1
+    ),
+    "deit": Strength(
+        {"smallest": 0.08, "ops": 2, "magnitude": 0.9, "erase": 0.25},  # DeiT's level 9 of 10
+        {"mixup": 0.8, "cutmix": 1.0},
+        smoothing=0.1,
+        repeats=3,
+    ),
 }
 
 
@@ -152,8 +147,7 @@ RECIPES = {
 def build_from(recipe: ImageRecipe, data: ImageData) -> Experiment:
     """The experiment of a resolved recipe on files that are already listed."""
     train, val, test = make_batches(recipe, data)
-    settings: dict[str, Any] = {f.name: getattr(recipe.model, f.name) for f in fields(recipe.model)}
-    model = deit(len(data.classes), image_size=recipe.data.size, **settings)
+    model = deit(len(data.classes), image_size=recipe.data.size, **vars(recipe.model))
     return Experiment(
         module=ImageModule(model, recipe),
         train=train,
@@ -180,12 +174,12 @@ def make_batches(recipe: ImageRecipe, data: ImageData) -> list[ImageBatches]:
     shared: dict[str, Any] = {"batch_size": batch_size, "workers": config.workers, "strict": config.strict}
     train = ImageBatches(
         data.train.take(remaining),
-        image_data.training(config.size, **{name: getattr(strength, name) for name in PER_IMAGE}),
+        image_data.training(config.size, **strength.training),
         shuffle_seed=recipe.seed,
         # Full batches only, as DeiT has them; a set smaller than a batch is one.
         steps=recipe.trainer.steps_per_epoch or max(1, len(remaining) // batch_size),
         repeats=strength.repeats,
-        mix=image_data.mixing(strength.mixup, strength.cutmix, len(data.classes)),
+        mix=image_data.mixing(**strength.mixing, classes=len(data.classes)),
         **shared,
     )
     crop = image_data.evaluation(config.size)

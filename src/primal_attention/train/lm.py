@@ -37,7 +37,7 @@ from primal_attention.train.checkpoint import load_weights, read_run, read_summa
 from primal_attention.train.config import NetworkConfig, OptimConfig, Recipe, TrainerConfig, require, require_range
 from primal_attention.train.task import Batch, Experiment, TrainingModule, hash_data
 from primal_attention.utils.errors import DataError, RunError
-from primal_attention.utils.files import check, write_text
+from primal_attention.utils.files import check
 
 WIDTH_MULTIPLE = 8  # of the feed-forward width
 MIN_VOCABULARY = 257  # one token for each byte, and the end
@@ -203,10 +203,11 @@ def build_from(recipe: LanguageRecipe, data: TextData) -> Experiment:
     tokens_per_epoch = context * (batch * steps if steps else train.samples)
     bytes_per_token = data.train.bytes / (len(data.train.tokens) - 1)
     return Experiment(
-        module=LanguageModule(LanguageModel(config), recipe, data.vocabulary),
+        module=LanguageModule(LanguageModel(config), recipe),
         train=train,
         test=Windows(data.test, context, batch),
         watched={"val": Windows(data.valid, context, batch)},
+        files={VOCABULARY: data.vocabulary.text},
         facts={
             "set": recipe.data.text,
             "sha256": hash_data((data.train, data.valid, data.test)),
@@ -270,17 +271,10 @@ class Windows(Batches):
 
 
 class LanguageModule(TrainingModule):
-    """A language model in training. The run folder gets the vocabulary, which the weights depend on."""
+    """A language model in training."""
 
     splits_sequences: ClassVar[bool] = True
     headline: ClassVar[str] = "bits_per_byte"
-
-    def __init__(self, model: nn.Module, recipe: Recipe, vocabulary: Vocabulary) -> None:
-        super().__init__(model, recipe)
-        self.vocabulary = vocabulary
-
-    def write_files(self, folder: Path) -> None:
-        write_text(folder / VOCABULARY, self.vocabulary.text)
 
     def task_loss(self, batch: Batch) -> Tensor:
         (windows,) = batch

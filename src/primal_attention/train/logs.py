@@ -6,7 +6,6 @@ import contextlib
 import os
 import statistics
 import threading
-import time
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -72,43 +71,37 @@ def make_loggers(names: Sequence[str], folder: Path, title: str, ids: dict[str, 
 
 
 class RunLog:
-    """metrics.csv, the loggers, and a progress bar for the whole training. Before `start` nothing is written.
+    """metrics.csv, the loggers, and a progress bar for the complete training, of the main process.
 
     Args:
         title: Name in the bar and the loggers.
         config: Epochs, loggers, and whether there is a bar.
         folder: The run folder; without one, only the bar is shown.
+        state: Progress so far, and the run ids of the loggers.
+        batches: Batches per epoch.
+        step: Steps so far.
     """
 
-    def __init__(self, title: str, config: TrainerConfig, folder: Path | None) -> None:
+    def __init__(
+        self, title: str, config: TrainerConfig, folder: Path | None, state: State, batches: int, step: int
+    ) -> None:
         from tqdm import tqdm
 
         tqdm.set_lock(threading.RLock())  # the default lock is a semaphore, which a killed worker would leak
-        self.title, self.config, self.folder = title, config, folder
-        self.loggers: dict[str, Any] = {}
-        self.make_bar, self.bar = tqdm, tqdm(disable=True)
-        self.is_started = False
-        self.written = 0.0  # when metrics.csv was
+        self.folder, self.loggers = folder, {}
+        if folder is not None:
+            self.loggers = make_loggers(config.logger, folder, title, state.logger_ids, step)
+        total, done, is_hidden = config.epochs * batches, len(state.rows) * batches, None if config.progress else True
+        self.bar = tqdm(desc=title, total=total, initial=done, unit="batch", disable=is_hidden)
 
-    def start(self, state: State, batches: int, step: int) -> None:
-        """Open the loggers and show the bar; called in the main process only."""
-        self.is_started = True
-        if self.folder is not None:
-            self.loggers = make_loggers(self.config.logger, self.folder, self.title, state.logger_ids, step)
-        if self.config.progress:
-            total, done = self.config.epochs * batches, len(state.rows) * batches
-            self.bar = self.make_bar(desc=self.title, total=total, initial=done, unit="batch", disable=None)
-
-    def write(self, rows: Sequence[Row], samples_per_second: float, *, at_once: bool) -> None:
-        """Log the last row. metrics.csv is written at once, or once per second: epochs may be shorter than a write."""
+    def write(self, rows: Sequence[Row], samples_per_second: float) -> None:
+        """Log the last row, and write all rows to metrics.csv."""
         row = rows[-1]
         shown = {k: v for k, v in row.items() if k in ("task_loss", "J") or k.endswith(("_accuracy", "_score"))}
         self.bar.set_postfix(shown, refresh=False)
-        if self.folder is None or not self.is_started:
+        if self.folder is None:
             return
-        if at_once or time.monotonic() - self.written > 1:
-            write_csv(self.folder / "metrics.csv", rows)
-            self.written = time.monotonic()
+        write_csv(self.folder / "metrics.csv", rows)
         for name, logger in self.loggers.items():
             try:
                 logger.log_metrics({**row, "samples_per_second": samples_per_second}, row["step"])

@@ -25,7 +25,7 @@ from primal_attention.train.logs import Row, RunLog, Summary, merge, summarize
 from primal_attention.train.optimizer import learning_rate, make_optimizer
 from primal_attention.train.task import Experiment, compile_failure
 from primal_attention.utils.errors import Preempted, RunError
-from primal_attention.utils.files import write_csv, write_json, write_weights
+from primal_attention.utils.files import write_csv, write_json, write_text, write_weights
 
 
 def train(
@@ -128,7 +128,8 @@ class Training:
         self.state = State()
         self.stop = distributed.StopRequest()
         self.step: Any = None
-        self.log = RunLog(title, recipe.trainer, folder)
+        self.log: RunLog | None = None  # of the main process
+        self.title = title
 
     def fit(self) -> None:
         """Train from the last checkpoint, or from the start, to the last epoch."""
@@ -150,7 +151,8 @@ class Training:
         finally:
             self.module.poll = None
             self.step = None  # the recordings hold the memory of a step
-            self.log.close(finished=self.is_finished)
+            if self.log is not None:
+                self.log.close(finished=self.is_finished)
 
     # Build and resume
 
@@ -202,9 +204,11 @@ class Training:
         if self.folder is not None:
             module.poll = lambda: self.save_within_epoch(len(self.batches))
             if self.is_main:
-                module.write_files(self.folder)
+                for name, text in self.experiment.files.items():
+                    write_text(self.folder / name, text)
         if self.is_main:
-            self.log.start(self.state, len(self.batches), self.module.global_step)
+            steps = len(self.batches), module.global_step
+            self.log = RunLog(self.title, self.config, self.folder, self.state, *steps)
 
     # Epochs and steps
 
@@ -229,7 +233,8 @@ class Training:
                     module.batch_weight = batches.part(done)
                 self.step.run(batch)
                 done += 1
-                self.log.bar.update()
+                if self.log is not None:
+                    self.log.bar.update()
                 self.seconds = time.perf_counter() - started
                 self.save_within_epoch(done)
         if self.device.type == "cuda":
@@ -250,10 +255,10 @@ class Training:
             self.choose(row)
         state.rows.append(row)
         state.seconds.append(self.seconds)
-        is_saved = self.is_finished or row["epoch"] % config.checkpoint_every == 0
-        if is_saved:
+        if self.is_finished or row["epoch"] % config.checkpoint_every == 0:
             self.save()
-        self.log.write(state.rows, self.batches.samples_per_epoch / self.seconds, at_once=is_saved)
+        if self.log is not None:
+            self.log.write(state.rows, self.batches.samples_per_epoch / self.seconds)
 
     @property
     def is_finished(self) -> bool:

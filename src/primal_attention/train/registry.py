@@ -87,10 +87,7 @@ def get(name: str) -> Recipe:
         module, _, source = family.source.partition(":")
         recipes = getattr(importlib.import_module(f"primal_attention.train.{module}"), source)
         return recipes[member] if isinstance(recipes, dict) else recipes(member)
-    near = difflib.get_close_matches(name, names(), n=1, cutoff=0.7)
-    if not near:  # the nearest family, with the member as typed where any is allowed
-        families = difflib.get_close_matches(family_name, FAMILIES, n=1)
-        near = [f"{f}/{member if member and FAMILIES[f].is_open else FAMILIES[f].members[0]}" for f in families]
+    near = difflib.get_close_matches(name, names(), n=1, cutoff=0.5)
     hint = f"did you mean {near[0]}? " if near else ""
     raise RunError(f"no recipe is called {name!r}: {hint}'primal recipes' lists them all")
 

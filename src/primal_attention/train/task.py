@@ -97,9 +97,6 @@ class TrainingModule(nn.Module):
         *inputs, _ = batch
         return tuple(inputs)
 
-    def write_files(self, folder: Path) -> None:
-        """Write what the weights need besides config.yaml into a run folder, once at the start."""
-
     # Several processes
 
     def adopt(self, mesh: DeviceMesh) -> None:
@@ -161,9 +158,9 @@ class TrainingModule(nn.Module):
             group = None if self.mesh is None else torch.distributed.group.WORLD
             ksvd = ksvd_loss(self.model, self.ksvd_reduction, group=group, part=self.batch_weight)
             loss = torch.add(task, ksvd, alpha=self.recipe.eta or 0.0)
-            objectives = (layer.objective for layer in primal_layers(self.model).values())
-            means = torch.stack([j.detach().float().mean() for j in objectives if j is not None])  # (layers,)
-            parts |= {"ksvd_loss": ksvd, "J": self._weighted(means)}
+            objectives = {f"J_{name}": layer.objective for name, layer in primal_layers(self.model).items()}
+            by_layer = {n: self._weighted(j.detach().float().mean()) for n, j in objectives.items() if j is not None}
+            parts |= {"ksvd_loss": ksvd, "J": torch.stack(list(by_layer.values())).mean(), **by_layer}
         parts["loss"] = loss
         return parts
 
@@ -187,27 +184,25 @@ class TrainingModule(nn.Module):
         """Count a batch whose losses were added; check from time to time that the loss is finite."""
         self._steps += 1
         total = self._sums["loss"]
-        interval = 1 if total.device.type == "cpu" else CHECK_EVERY
-        # One loss that is not finite keeps the sum from being finite for the rest of the epoch.
-        if self._steps % interval == 0 and not torch.isfinite(total):
-            raise DivergedError(self._explain(interval))
+        if total.device.type == "cpu" or self._steps % CHECK_EVERY == 0:
+            self._check_loss(float(total))
+
+    def _check_loss(self, total: float) -> None:
+        """Raise if a sum of losses is not finite: one loss that is not keeps it so for the rest of the epoch."""
+        if not math.isfinite(total):
+            when = f"step {self.global_step} (epoch {self.current_epoch + 1})"
+            tries = "a smaller --optim.lr, --optim.clip 1, --trainer.precision 32-true, or a smaller --eta"
+            raise DivergedError(f"the loss is not finite by {when}: try {tries}")
 
     def epoch_means(self) -> dict[str, float]:
         """Return the mean over the epoch's batches and the ranks of the losses, of J, and of each layer's J."""
-        totals = torch.cat([t.reshape(-1) for t in self._sums.values()]) / max(self._steps, 1)
+        totals = torch.stack(list(self._sums.values())) / max(self._steps, 1)
         if self.mesh is not None:
             torch.distributed.all_reduce(totals)
             totals /= torch.distributed.get_world_size()
-        values = iter(totals.tolist())  # one wait for the device
-        means: dict[str, float] = {}
-        layers: list[float] = []
-        for key, total in self._sums.items():
-            entries = [next(values) for _ in range(total.numel())]
-            means[key] = sum(entries) / len(entries)
-            layers = entries if key == "J" else layers
-        if not math.isfinite(means["loss"]):  # before the weights are evaluated or saved
-            raise DivergedError(self._explain(self._steps % CHECK_EVERY or CHECK_EVERY))
-        return means | {f"J_{name}": j for name, j in zip(primal_layers(self.model), layers, strict=True)}
+        means = dict(zip(self._sums, totals.tolist(), strict=True))  # one wait for the device
+        self._check_loss(means["loss"])  # before the weights are evaluated or saved
+        return means
 
     def epoch_state(self) -> dict[str, Any]:
         """Return this process's state within an epoch: counts, sums and random generators."""
@@ -246,8 +241,9 @@ class TrainingModule(nn.Module):
         was_training = model.training
         model.eval()
         sums: dict[str, list[Tensor]] = {}
-        eager = run_eagerly(self.compiled and not self.evaluates_compiled)
-        with precision_context(self.recipe.trainer.precision, self.device), eager:
+        is_eager = self.compiled and not self.evaluates_compiled
+        stance = torch.compiler.set_stance("force_eager") if is_eager else nullcontext()
+        with precision_context(self.recipe.trainer.precision, self.device), stance:
             for batch in batches:
                 if self.poll is not None:
                     self.poll()
@@ -258,21 +254,6 @@ class TrainingModule(nn.Module):
         totals = {key: sum(torch.stack(values).tolist()) for key, values in sums.items()}
         samples = totals.pop("samples")
         return {key: total / samples for key, total in totals.items()}
-
-    # Divergence
-
-    def _explain(self, steps: int) -> str:
-        """Return one line: when the loss stopped being finite, and what to try."""
-        now, recipe = self.global_step, self.recipe
-        when = f"step {now}" if steps == 1 else f"one of the steps {max(0, now - steps)} to {now}"
-        tries = [f"a smaller --optim.lr (now {recipe.optim.lr:g})"]
-        if not recipe.optim.clip or recipe.optim.clip > 1:
-            tries.append(f"--optim.clip 1 (now {recipe.optim.clip:g})")
-        if recipe.trainer.precision != "32-true":
-            tries.append("--trainer.precision 32-true")
-        if self.has_primal and recipe.eta:
-            tries.append(f"a smaller --eta (now {recipe.eta:g})")
-        return f"the loss is not finite at {when} (epoch {self.current_epoch + 1}): try {', '.join(tries)}"
 
 
 @dataclass
@@ -286,6 +267,7 @@ class Experiment:
         watched: Sets evaluated during training, by name ("test" or "val").
         select: The watched set and score that choose an epoch, such as ("val", "accuracy"); None takes the last one.
         facts: Name, sizes and SHA-256 of the data, for the summary.
+        files: Texts by file name that the weights need besides config.yaml, for the run folder.
         standardizer: Applied to the series, where there are any.
     """
 
@@ -295,6 +277,7 @@ class Experiment:
     watched: Mapping[str, Batches]
     select: tuple[str, str] | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
     standardizer: Standardizer | None = None
 
 
@@ -338,11 +321,6 @@ def compiles(config: TrainerConfig) -> bool:
         return config.compile == "on"
     one_gpu = config.devices == 1 and config.accelerator in ("auto", "gpu") and torch.cuda.is_available()
     return one_gpu and config.strategy == "auto"
-
-
-def run_eagerly(compiled: bool = True) -> AbstractContextManager[Any]:
-    """Run compiled parts eagerly: for shapes that occur once, and for hooks inside of them."""
-    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
 def compile_failure(error: BaseException) -> str | None:
