@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -47,8 +47,7 @@ WIDTH_MULTIPLE = 64  # kernels prefer widths that are multiples of it
 ROWS_AT_ONCE = 4096  # read from memory-mapped arrays
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """The paper's training of one task, and (rank s, weight η) of PrimalFormer and of Primal.+."""
 
     steps: int
@@ -76,16 +75,12 @@ SHORT_TRAINING: dict[str, Any] = {
     "optim.clip": 1.0,
     "data.length_buckets": 4,  # as many shapes as a training records
     "trainer.epochs": 20,
+    "trainer.steps_per_epoch": 250,
 }
 SHORT: dict[str, dict[str, Any]] = {
-    "listops": {"trainer.steps_per_epoch": 250, "model.positions": "line", "trainer.ema": 0.998},
-    "text": {
-        "trainer.steps_per_epoch": 250,
-        "optim.lr": 5e-4,
-        "model.sampling": "random",
-        "trainer.ema": 0.998,
-    },
-    "retrieval": {"trainer.steps_per_epoch": 250},
+    "listops": {"model.positions": "line", "trainer.ema": 0.998},
+    "text": {"optim.lr": 5e-4, "model.sampling": "random", "trainer.ema": 0.998},
+    "retrieval": {},
     "image": {"trainer.steps_per_epoch": 600, "trainer.batch_size": 64},
     "pathfinder": {
         "trainer.steps_per_epoch": 1000,
@@ -193,22 +188,18 @@ def load(config: LRAData) -> TokenData:
 
 def make_model(config: LRAModel, data: TokenData, room: int | None = None) -> nn.Module:
     """The network of a resolved configuration; room: see `LRAClassifier`."""
-    primal = {name: getattr(config, name) for name in ("rank", "landmarks", "sampling", "data_dependent")}
-    shared = ("attention", "embed_dim", "num_heads", "layers", "ffn_dim", "dropout", "published_padding", "positions")
-    model = LRAClassifier(
-        data.vocabulary,
-        data.classes,
-        data.length,
-        pairs=data.train.second is not None,
-        attention_kwargs={"primal": primal, "linformer": {"max_length": data.length}},
-        **{name: getattr(config, name) for name in shared},
-    )
+    settings = dict(vars(config))
+    has_r_scores = settings.pop("r_scores")
+    primal = {name: settings.pop(name) for name in ("rank", "landmarks", "sampling", "data_dependent")}
+    keywords = {"primal": primal, "linformer": {"max_length": data.length}}
+    has_pairs, sizes = data.train.second is not None, (data.vocabulary, data.classes, data.length)
+    model = LRAClassifier(*sizes, pairs=has_pairs, attention_kwargs=keywords, **settings)
     model.room = room
-    return model if config.r_scores else without_r_scores(model)
+    return model if has_r_scores else without_r_scores(model)
 
 
 def build_from(recipe: LRARecipe, data: TokenData) -> Experiment:
-    """The experiment of a resolved recipe on data in memory."""
+    """Return the experiment of a resolved recipe on data in memory."""
     # Where padding takes part in the computation, results depend on how much of it there is.
     cuts = data.padded and not recipe.model.published_padding
     # Padding between tokens on several devices stays in place.

@@ -29,29 +29,20 @@ from primal_attention.train.task import Batch, Experiment, TrainingModule, hash_
 EVALUATED_TOKENS = 2**16  # in one evaluation batch
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What the paper tuned per data set: rank s, weight η, and landmarks as a multiple of the rank."""
-
-    rank: int
-    eta: float
-    multiple: int
-
-
-# data set: (PrimalFormer, Primal.+)
-PAPER: dict[str, tuple[Setting, Setting]] = {
-    "EthanolConcentration": (Setting(30, 0.1, 10), Setting(40, 0.2, 10)),
-    "FaceDetection": (Setting(20, 0.1, 5), Setting(40, 0.2, 5)),
-    "Handwriting": (Setting(30, 0.2, 5), Setting(20, 0.5, 5)),
-    "Heartbeat": (Setting(30, 0.5, 10), Setting(40, 0.5, 10)),
-    "JapaneseVowels": (Setting(40, 0.5, 5), Setting(30, 0.2, 5)),
-    "PEMS-SF": (Setting(40, 0.1, 5), Setting(40, 0.0, 5)),
-    "SelfRegulationSCP1": (Setting(30, 0.5, 10), Setting(30, 0.2, 10)),
-    "SelfRegulationSCP2": (Setting(20, 0.0, 10), Setting(20, 0.2, 10)),
-    "SpokenArabicDigits": (Setting(20, 0.1, 5), Setting(30, 0.2, 5)),
-    "UWaveGestureLibrary": (Setting(20, 0.0, 10), Setting(40, 0.1, 10)),
+# What the paper tuned per data set: rank s and weight η of PrimalFormer and of Primal.+, landmarks as multiple of s.
+PAPER = {
+    "EthanolConcentration": ((30, 0.1), (40, 0.2), 10),
+    "FaceDetection": ((20, 0.1), (40, 0.2), 5),
+    "Handwriting": ((30, 0.2), (20, 0.5), 5),
+    "Heartbeat": ((30, 0.5), (40, 0.5), 10),
+    "JapaneseVowels": ((40, 0.5), (30, 0.2), 5),
+    "PEMS-SF": ((40, 0.1), (40, 0.0), 5),
+    "SelfRegulationSCP1": ((30, 0.5), (30, 0.2), 10),
+    "SelfRegulationSCP2": ((20, 0.0), (20, 0.2), 10),
+    "SpokenArabicDigits": ((20, 0.1), (30, 0.2), 5),
+    "UWaveGestureLibrary": ((20, 0.0), (40, 0.1), 10),
 }
-OTHER_SETS = (Setting(30, 0.1, 10), Setting(30, 0.2, 10))
+OTHER_SETS = ((30, 0.1), (30, 0.2), 10)
 
 
 @dataclass(frozen=True)
@@ -136,11 +127,11 @@ class UEARecipe(Recipe):
     augment: AugmentConfig = field(default_factory=AugmentConfig)
 
     def resolved(self) -> UEARecipe:
-        former, plus = PAPER.get(self.data.name, OTHER_SETS)
-        setting = plus if self.model.is_primal_plus else former
-        rank = self.model.rank or setting.rank
-        model = replace(self.model, rank=rank, landmarks=self.model.landmarks or rank * setting.multiple)
-        return replace(self, eta=setting.eta if self.eta is None else self.eta, model=model)
+        former, plus, landmarks_per_rank = PAPER.get(self.data.name, OTHER_SETS)
+        rank, eta = plus if self.model.is_primal_plus else former
+        rank = self.model.rank or rank
+        model = replace(self.model, rank=rank, landmarks=self.model.landmarks or rank * landmarks_per_rank)
+        return replace(self, eta=eta if self.eta is None else self.eta, model=model)
 
     def phases(self) -> list[tuple[str, Recipe]]:
         if self.protocol != "both":
@@ -175,15 +166,7 @@ def modern_recipe(name: str) -> UEARecipe:
         eta=0.1,
         data=UEAData(name=name, clip=False, principal=True),
         model=ClassifierConfig(
-            kind="modern",
-            embed_dim=128,
-            num_heads=8,
-            layers=3,
-            ffn_dim=512,
-            dropout=0.2,
-            rank=16,
-            landmarks=64,
-            local_kernel=15,
+            embed_dim=128, layers=3, rank=16, kind="modern", ffn_dim=512, dropout=0.2, landmarks=64, local_kernel=15
         ),
         augment=AugmentConfig(warp=0.4, scale=0.1, jitter=0.03, mixup=0.2, label_smoothing=0.1),
         optim=OptimConfig(name="adamw", lr=1e-3, weight_decay=0.05, schedule="onecycle", clip=1.0),
@@ -194,13 +177,8 @@ def modern_recipe(name: str) -> UEARecipe:
 def classifier_recipe() -> UEARecipe:
     """The recipe of the networks of `PrimalClassifier`: smaller and shorter than `modern_recipe`, for two CPU cores."""
     base = modern_recipe("")
-    return replace(
-        base,
-        model=replace(
-            base.model, embed_dim=64, num_heads=4, layers=2, ffn_dim=128, dropout=0.0, landmarks=32, tokens=64
-        ),
-        optim=replace(base.optim, lr=3e-3),
-    )
+    model = replace(base.model, embed_dim=64, num_heads=4, layers=2, ffn_dim=128, dropout=0.0, landmarks=32, tokens=64)
+    return replace(base, model=model, optim=replace(base.optim, lr=3e-3))
 
 
 def make_model(config: ClassifierConfig, channels: int, classes: int, max_length: int) -> nn.Module:
@@ -209,11 +187,9 @@ def make_model(config: ClassifierConfig, channels: int, classes: int, max_length
     tokens = -(-max_length // stride)
     landmarks = min(config.landmarks or tokens, tokens)
     primal = {"rank": config.rank, "landmarks": landmarks, "data_dependent": config.data_dependent}
-    shared: dict[str, Any] = {
-        "attention": config.attention[0] if len(config.attention) == 1 else config.attention,
-        "attention_kwargs": {"primal": primal},
-        **{name: getattr(config, name) for name in ("embed_dim", "num_heads", "layers", "ffn_dim", "dropout")},
-    }
+    names = ("embed_dim", "num_heads", "layers", "ffn_dim", "dropout")
+    shared: dict[str, Any] = {"attention_kwargs": {"primal": primal}, **{name: getattr(config, name) for name in names}}
+    shared["attention"] = config.attention[0] if len(config.attention) == 1 else config.attention
     model: nn.Module
     if config.kind == "paper":
         model = paper_classifier(channels, classes, max_length, attend_to_padding=config.attend_to_padding, **shared)
