@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from primal_attention.utils.errors import DataError, RunError
 
 pytest.importorskip("PIL")
 pytest.importorskip("transformers", minversion="5")
+CROP = partial(image_data.crop_centre, size=28)
 SMALL = {
     "data.size": 28,
     "data.workers": 0,
@@ -133,7 +135,7 @@ def test_broken_images_are_skipped_or_an_error_and_workers_read_what_one_process
     data = image_data.load(place)
     tests = []
     for workers in (0, 2):
-        batches = ImageBatches(data.test, image_data.evaluation(28), 8, workers=workers)
+        batches = ImageBatches(data.test, CROP, 8, workers=workers)
         with pytest.warns(UserWarning, match=rf"1 of 12 images do not decode and are skipped, first {bad}"):
             tests.append([torch.cat(parts) for parts in zip(*batches, strict=True)])
     assert all(torch.equal(a, b) for a, b in zip(*tests, strict=True))
@@ -172,7 +174,7 @@ def test_the_rest_of_an_epoch_has_the_random_crops_of_the_whole(folder: Path) ->
 
 
 def test_the_last_batch_of_an_evaluation_is_filled(folder: Path) -> None:
-    batches = ImageBatches(image_data.load(folder).test.take(np.arange(5)), image_data.evaluation(28), 4)
+    batches = ImageBatches(image_data.load(folder).test.take(np.arange(5)), CROP, 4)
     assert [images.shape[0] for images, _ in batches] == [4, 4]
     assert [labels[1:].tolist() for _, labels in batches][1] == 3 * [NO_LABEL]
 

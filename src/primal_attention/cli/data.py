@@ -33,7 +33,6 @@ def main(args: Sequence[str]) -> int:
         length, count = pathfinder.CONTOUR_LENGTH, pathfinder.DISTRACTORS
         parser.flag("--contour-length", "dashes per contour (default %(default)s)", type=int, default=length)
         parser.flag("--distractors", "short contours (default %(default)s)", type=int, default=count)
-        parser.flag("--workers", "processes; the images do not depend on it", type=int, default=1)
     if task is retrieval:
         parser.flag("--articles", "folder of *.txt files with the articles", type=Path, required=True)
     settings = vars(parser.parse_args(words))

@@ -13,7 +13,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,26 +105,21 @@ def read(file: Path) -> Image | None:
         return None
 
 
-def to_array(image: Image) -> np.ndarray:
-    """uint8 (3, height, width)."""
-    return np.ascontiguousarray(np.asarray(image, dtype=np.uint8).transpose(2, 0, 1))
+def crop_centre(image: Image, size: int) -> np.ndarray:
+    """Resize the short side to 8/7 of `size` (256 for 224), then crop the central `size` × `size` pixels.
 
-
-def crop_centre(image: Image, side: int, size: int) -> np.ndarray:
-    """Resize the short side to `side`, then crop the central `size` × `size` pixels: uint8 (3, size, size)."""
+    Returns:
+        uint8 (3, size, size).
+    """
     from PIL import Image
 
-    short = min(image.size)
+    side, short = round(size / CROP_FRACTION), min(image.size)
     if short != side:
         width, height = (max(side, round(length * side / short)) for length in image.size)
         image = image.resize((width, height), Image.Resampling.BICUBIC)
     left, top = (image.width - size) // 2, (image.height - size) // 2
-    return to_array(image.crop((left, top, left + size, top + size)))
-
-
-def resized_side(size: int) -> int:
-    """Return the short side before the central crop of `size` pixels: 256 for 224."""
-    return round(size / CROP_FRACTION)
+    pixels = np.asarray(image.crop((left, top, left + size, top + size)), dtype=np.uint8)
+    return np.ascontiguousarray(pixels.transpose(2, 0, 1))
 
 
 def complain(broken: Sequence[Path], total: int, *, strict: bool) -> None:
@@ -172,11 +166,6 @@ def collate(samples: Sequence[tuple[np.ndarray | None, int, int]]) -> Any:
         return None, None, broken
     pixels, labels = zip(*decoded, strict=True)
     return torch.from_numpy(np.stack(pixels)), torch.tensor(labels), broken
-
-
-def evaluation(size: int) -> Callable[[Image], np.ndarray]:
-    """The central crop that evaluation uses."""
-    return partial(crop_centre, side=resized_side(size), size=size)
 
 
 def training(size: int, *, smallest: float, ops: int, magnitude: float, erase: float) -> Callable[[Image], np.ndarray]:

@@ -182,7 +182,7 @@ def make_batches(recipe: ImageRecipe, data: ImageData) -> list[ImageBatches]:
         mix=image_data.mixing(**strength.mixing, classes=len(data.classes)),
         **shared,
     )
-    crop = image_data.evaluation(config.size)
+    crop = partial(image_data.crop_centre, size=config.size)
     return [train, *(ImageBatches(split, crop, **shared) for split in (data.train.take(holdout), data.test))]
 
 

@@ -16,11 +16,7 @@ from __future__ import annotations
 import io
 import json
 import os
-import zlib
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import nullcontext
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -161,32 +157,22 @@ def generate(
     contour_length: int = CONTOUR_LENGTH,
     distractors: int = DISTRACTORS,
     progress: Progress = lambda samples: None,
-    workers: int = 1,
 ) -> Arrays:
-    """Images (samples, 32, 32) uint8 and labels (samples,) uint8; of images 2i and 2i + 1, one has label 1.
-
-    The number of worker processes does not change the images.
-    """
+    """Return images (samples, 32, 32) uint8 and labels (samples,) uint8; of images 2i and 2i + 1, one has label 1."""
     if not 3 <= contour_length <= 18:
         raise DataError(f"contour_length must lie between 3 and 18 to fit a 32×32 image twice (got {contour_length})")
     if distractors < 0:
         raise DataError(f"distractors must not be negative (got {distractors})")
-    if workers < 1:
-        raise DataError(f"workers must be at least 1 (got {workers})")
     first = np.random.default_rng([seed, 1]).integers(0, 2, -(-samples // 2))
     labels = np.stack([first, 1 - first], axis=1).ravel()[:samples].astype(np.uint8)
     images = np.zeros((samples, SIZE, SIZE), dtype=np.uint8)
-    draw = partial(_draw_batch, seed, contour_length, distractors)
     done = batch = 0
-    with ProcessPoolExecutor(workers, get_context("spawn")) if workers > 1 else nullcontext() as pool:
-        while done < samples:
-            numbers = range(batch, batch + workers)
-            for either in map(draw, numbers) if pool is None else pool.map(draw, numbers):
-                wanted = labels[done : done + either.shape[1]]
-                images[done : done + len(wanted)] = either[wanted, np.arange(len(wanted))]
-                done += len(wanted)
-                progress(len(wanted))
-            batch += workers
+    while done < samples:
+        by_label = _draw_batch(seed, contour_length, distractors, batch)
+        own = labels[done : done + by_label.shape[1]]
+        images[done : done + len(own)] = by_label[own, np.arange(len(own))]
+        done, batch = done + len(own), batch + 1
+        progress(len(own))
     return {"images": images, "labels": labels}
 
 
@@ -232,39 +218,26 @@ def write(
     contour_length: int = CONTOUR_LENGTH,
     distractors: int = DISTRACTORS,
     progress: Progress = lambda samples: None,
-    workers: int = 1,
 ) -> Path:
     """Write images and metadata in the released layout, and splits.json with the sizes of train, valid and test.
 
     An interruption leaves no set.
     """
+    pillow = import_package("PIL.Image", "writing PNG files")
     sizes = split_sizes(train, valid, test)
     with generated_set(Path(folder)) as place:
-        arrays = generate(sum(sizes.values()), seed, contour_length, distractors, progress, workers)
+        arrays = generate(sum(sizes.values()), seed, contour_length, distractors, progress)
         (place / "metadata").mkdir()
         for number, start in enumerate(range(0, len(arrays["labels"]), FOLDER_SIZE)):
             images, labels = (arrays[key][start : start + FOLDER_SIZE] for key in ("images", "labels"))
             home = place / "imgs" / str(number)
             home.mkdir(parents=True)
             for i, image in enumerate(images):
-                (home / f"sample_{i}.png").write_bytes(to_png(image))
+                pillow.fromarray(image).save(home / f"sample_{i}.png")
             lines = "".join(f"imgs/{number} sample_{i}.png {i} {label}\n" for i, label in enumerate(labels))
             (place / "metadata" / f"{number}.npy").write_bytes(lines.encode())
         (place / "splits.json").write_bytes(f"{json.dumps(sizes)}\n".encode())
     return Path(folder)
-
-
-def to_png(image: np.ndarray) -> bytes:
-    """A gray image as PNG. Pillow's bytes would depend on its version, and a seed must give the same files."""
-
-    def chunk(kind: bytes, body: bytes) -> bytes:
-        return len(body).to_bytes(4, "big") + kind + body + zlib.crc32(kind + body).to_bytes(4, "big")
-
-    height, width = image.shape
-    header = width.to_bytes(4, "big") + height.to_bytes(4, "big") + bytes([8, 0, 0, 0, 0])  # 8 bits, gray
-    rows = np.pad(image, ((0, 0), (1, 0))).tobytes()  # each row begins with its filter: none
-    parts = (chunk(b"IHDR", header), chunk(b"IDAT", zlib.compress(rows)), chunk(b"IEND", b""))
-    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
 
 
 def load(folder: str | Path, contour_length: int = CONTOUR_LENGTH) -> TokenData:
