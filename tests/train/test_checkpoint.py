@@ -246,4 +246,4 @@ def test_what_the_writers_write_the_readers_read(finished: Path, tmp_path: Path)
     expected = {"epoch": [1.0, 2.0], "loss": [0.5, 0.25], "J": [None, -1.0]}
     assert checkpoint.read_metrics(tmp_path / "metrics.csv") == expected
     files.write_json(tmp_path / "a.json", {"command": "primal \udcff"})  # an argument that is not UTF-8
-    assert checkpoint.read_json(tmp_path / "a.json") == {"command": "primal \udcff"}
+    assert files.read_json(tmp_path / "a.json") == {"command": "primal \udcff"}

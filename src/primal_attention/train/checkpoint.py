@@ -22,7 +22,7 @@ import io
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,27 +30,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import yaml
+from torch.utils._pytree import tree_map
 
 import primal_attention
 from primal_attention.data.storage import one_line
 from primal_attention.train.config import FORMAT, Recipe, from_plain, to_plain
 from primal_attention.train.distributed import load_full, split_like
+from primal_attention.utils import files
 from primal_attention.utils.errors import RunError
-from primal_attention.utils.files import (
-    COUNT,
-    Number,
-    check,
-    partial_name,
-    read_cell,
-    read_csv,
-    read_json,
-    read_yaml,
-    sync_folder,
-    write_atomically,
-    write_error,
-    write_text,
-    write_weights,
-)
 from primal_attention.utils.provenance import collect
 
 LOCK = ".lock"
@@ -64,17 +51,17 @@ Table = dict[str, list[float | None]]
 SUMMARY = {
     "benchmark": str,
     "label": str,
-    "seed": Number(integer=True),
-    "scores": {...: {...: Number(finite=False)}},
-    "parameters": Number(integer=True),
-    "seconds_per_epoch": Number(finite=False),
+    "seed": files.Number(integer=True),
+    "scores": {...: {...: files.Number(finite=False)}},
+    "parameters": files.Number(integer=True),
+    "seconds_per_epoch": files.Number(finite=False),
     "device": str,
     "data": dict,
 }
 CHECKPOINT = {
     "state_dict": dict,
     "optimizer_states": [dict],
-    "global_step": Number(integer=True),
+    "global_step": files.Number(integer=True),
     "run": {"rows": list, "seconds": list, "best": (dict, None), "chosen": (dict, None)},
 }
 # Fields that may change when a run resumes: they change no result, or only rounding and dropout (devices, context).
@@ -181,7 +168,7 @@ def write_config(
             **collect(command=command, commit=commit),
             "config": to_plain(recipe),
         }
-    write_text(file, yaml.safe_dump(text, sort_keys=False, allow_unicode=True))
+    files.write_text(file, yaml.safe_dump(text, sort_keys=False, allow_unicode=True))
 
 
 def run_origin(folder: Path) -> dict[str, Any]:
@@ -212,9 +199,9 @@ def read_run(folder: Path) -> tuple[dict[str, Any], Recipe]:
         raise _not_a_run(folder)
     if file.stat().st_size > MAX_CONFIG_BYTES:
         raise RunError(f"{file} is not a run's configuration: it has more than {MAX_CONFIG_BYTES} bytes")
-    text = read_yaml(file, {"format": ...})
+    text = files.read_yaml(file, {"format": ...})
     check_format(text, file)
-    check(text, {"config": dict, "schedule_epochs?": COUNT, "extended_by?": list}, file)
+    files.check(text, {"config": dict, "schedule_epochs?": files.COUNT, "extended_by?": list}, file)
     kind = recipe_type(str(text.get("benchmark")))
     if kind is None:
         name, version = one_line(text.get("benchmark"), 60), primal_attention.__version__
@@ -245,7 +232,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
             reason = f"is in use by process {file.read_text()}: wait until it ends, or choose another folder"
             raise RunError(f"{folder} {reason}") from None
         except OSError as error:
-            raise write_error(file, error) from error
+            raise files.write_error(file, error) from error
         try:
             file.write_text(str(os.getpid()))
             _remove_partial_files(folder)
@@ -300,18 +287,19 @@ def save(
         if rank == 0:
             write_checkpoint(last, {**tensors, **progress}, keep=previous)
         return
-    names = [partial_name(last)]  # has the number of the main process
-    dist.broadcast_object_list(names)
-    content = {**split_tensors(tensors), **(progress if rank == 0 else {}), "processes": dist.get_world_size()}
+    rows = tree_map(lambda value: {ROWS: value.to_local()} if hasattr(value, "to_local") else value, tensors)
+    content = {**rows, **(progress if rank == 0 else {}), "processes": dist.get_world_size()}
+    places = [files.partial_name(last)]  # by the number of the main process
+    dist.broadcast_object_list(places)
     # If this fails in one process, the launcher ends the others; the next holder of the lock removes what is left.
-    write_checkpoint(names[0] / f"rank{rank}.ckpt", content)
+    write_checkpoint(places[0] / f"rank{rank}.ckpt", content)
     dist.barrier()
     if rank == 0:
         if last.exists():
             shutil.rmtree(previous, ignore_errors=True)
             last.rename(previous)
-        names[0].rename(last)
-        sync_folder(folder)
+        places[0].rename(last)
+        files.sync_folder(folder)
 
 
 def write_checkpoint(path: Path, content: Mapping[str, Any], *, keep: Path | None = None) -> None:
@@ -319,29 +307,17 @@ def write_checkpoint(path: Path, content: Mapping[str, Any], *, keep: Path | Non
     buffer = io.BytesIO()  # a file that runs Python code would turn Ctrl-C into an error of torch.save
     torch.save(content, buffer)
     data = buffer.getbuffer()
-    write_atomically(path, lambda file: file.write(data) + file.write(_trailer(data)), keep=keep)
-    sync_folder(path.parent)
+    files.write_atomically(path, lambda file: file.write(data) + file.write(_trailer(data)), keep=keep)
+    files.sync_folder(path.parent)
 
 
-def split_tensors(value: Any) -> Any:
-    """Replace each tensor that FSDP splits by this process's rows of it."""
-    if isinstance(value, Mapping):
-        return {key: split_tensors(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [split_tensors(item) for item in value]
-    return {ROWS: value.to_local()} if hasattr(value, "to_local") else value
+def join_parts(*parts: Any) -> Any:
+    """Join the rows of a tensor that FSDP splits, given the values of all processes; others are the main process's."""
+    return torch.cat([part[ROWS] for part in parts]) if _is_split(parts[0]) else parts[0]
 
 
-def join_tensors(parts: Sequence[Any]) -> Any:
-    """Invert `split_tensors`, given the values of all processes; what is not split is the main process's."""
-    first = parts[0]
-    if isinstance(first, dict) and first.keys() == {ROWS}:
-        return torch.cat([part[ROWS] for part in parts])
-    if isinstance(first, dict):
-        return {key: join_tensors([part[key] for part in parts]) for key in first}
-    if isinstance(first, list):
-        return [join_tensors(items) for items in zip(*parts, strict=True)]
-    return first
+def _is_split(value: Any) -> bool:
+    return isinstance(value, dict) and value.keys() == {ROWS}
 
 
 def restore(place: Path, content: Mapping[str, Any], module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -367,27 +343,25 @@ def load_newest(folder: Path, *, is_main: bool = True) -> tuple[Path, dict[str, 
         folder: The checkpoints of one training.
         is_main: Whether this process reports and renames.
     """
-    places = [folder / LAST, folder / PREVIOUS]
-    if not places[1].exists():
-        places = [place for place in places if place.exists()]
-    errors: dict[Path, RunError] = {}
-    for place in places:
-        try:
-            content = read_checkpoint(place)
-        except RunError as error:
-            errors[place] = error
-            continue
-        for damaged, reason in errors.items() if is_main else ():
-            if damaged.exists():
-                name = damaged.with_name(damaged.name + DAMAGED)
-                shutil.rmtree(name, ignore_errors=True)  # a folder cannot be replaced
-                damaged.replace(name)
-            warnings.warn(f"{reason}: continuing from {place.name}", stacklevel=2)
-        return place, content
-    if errors:
-        reasons = "; ".join(map(str, errors.values()))
-        raise RunError(f"no intact checkpoint to continue from: {reasons}; train again in another folder")
-    return None
+    last, previous = folder / LAST, folder / PREVIOUS
+    if not last.exists() and not previous.exists():
+        return None
+    try:
+        return last, read_checkpoint(last)
+    except RunError as error:
+        reason = error
+    try:
+        content = read_checkpoint(previous)
+    except RunError as error:
+        both = f"{reason}; {error}"
+        raise RunError(f"no intact checkpoint to continue from: {both}; train again in another folder") from None
+    if is_main:
+        if last.exists():
+            damaged = last.with_name(last.name + DAMAGED)
+            shutil.rmtree(damaged, ignore_errors=True)  # a folder cannot be replaced
+            last.replace(damaged)
+        warnings.warn(f"{reason}: continuing from {previous.name}", stacklevel=2)
+    return previous, content
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
@@ -396,13 +370,14 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         content = _read_part(path)
     else:
         content = _read_part(path / "rank0.ckpt")
-        check(content, {"processes": COUNT}, path)
+        files.check(content, {"processes": files.COUNT}, path)
         parts = [content, *(_read_part(path / f"rank{rank}.ckpt") for rank in range(1, content["processes"]))]
         try:
-            content |= {key: join_tensors([part[key] for part in parts]) for key in ("state_dict", "optimizer_states")}
+            for key in ("state_dict", "optimizer_states"):
+                content[key] = tree_map(join_parts, *(part[key] for part in parts), is_leaf=_is_split)
         except (ValueError, KeyError, TypeError, RuntimeError) as error:
             raise RunError(f"{path} is damaged: its parts do not fit each other ({one_line(error)})") from error
-    check(content, CHECKPOINT, path)
+    files.check(content, CHECKPOINT, path)
     return content
 
 
@@ -416,7 +391,7 @@ def _read_part(file: Path) -> dict[str, Any]:
         if trailer != _trailer(data):
             raise ValueError("its checksum does not match")
         content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        check(content, dict, file)
+        files.check(content, dict, file)
         return content
     except FileNotFoundError:
         raise RunError(f"{file} is missing") from None
@@ -432,7 +407,7 @@ def export(place: Path, file: Path) -> None:
     """Write the weights of a checkpoint (the average's, if there is one) to one safetensors file."""
     state = read_checkpoint(place)["state_dict"]
     prefix = "averaged." if any(name.startswith("averaged.") for name in state) else "model."
-    write_weights(file, {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)})
+    files.write_weights(file, {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)})
 
 
 # Readers of the other files
@@ -448,13 +423,13 @@ def read_metrics(path: Path) -> Table:
     """Return the columns of metrics.csv; an empty cell is None. A run without a finished epoch has no file."""
     if not path.exists():
         return {}
-    header, rows = read_csv(path)
+    header, rows = files.read_csv(path)
     if "epoch" not in header:
         raise RunError(f"{path}: the column epoch is missing")
     table: Table = {name: [] for name in header}
     for line, row in enumerate(rows, start=2):
         for name, cell in zip(header, row, strict=True):
-            table[name].append(read_cell(cell, f"{path} line {line}: {one_line(name, 60)}"))
+            table[name].append(files.read_cell(cell, f"{path} line {line}: {one_line(name, 60)}"))
         if not (table["epoch"][-1] or 0.5).is_integer():
             raise RunError(f"{path} line {line}: epoch is not a whole number")
     return table
@@ -467,9 +442,9 @@ def read_summary(folder: Path) -> dict[str, Any]:
         if not (folder / "config.yaml").exists():
             raise _not_a_run(folder)
         raise RunError(f"{path} is missing: the run has not finished; 'primal train RECIPE … --resume' continues it")
-    content = read_json(path, {"format": ...})
+    content = files.read_json(path, {"format": ...})
     check_format(content, path)
-    check(content, SUMMARY, path)
+    files.check(content, SUMMARY, path)
     return content
 
 

@@ -153,7 +153,7 @@ def build_from(recipe: ImageRecipe, data: ImageData) -> Experiment:
         train=train,
         test=test,
         watched={"val": val, "test": test},
-        select=("val", "accuracy"),
+        chooses_epoch=True,
         facts={
             "set": data.folder.name,
             "sha256": hash_data((data.train, data.test, data.classes)),

@@ -150,7 +150,7 @@ def scores(experiment: Experiment, state: State, test: Mapping[str, float]) -> d
     if tested:
         best = max(tested, key=lambda row: row[f"test_{headline}"])
         by_protocol["best_on_test"] = {"epoch": best["epoch"], headline: best[f"test_{headline}"]}
-    if experiment.select is None:
+    if not experiment.chooses_epoch:
         validation = {f"validation_{k.removeprefix('val_')}": v for k, v in last.items() if k.startswith("val_")}
         return {**by_protocol, "last": {"epoch": last["epoch"], **validation, **test}}
     if tested:  # the saved weights are those of the chosen epoch

@@ -265,11 +265,10 @@ class Training:
         return len(self.state.rows) >= self.config.epochs
 
     def choose(self, row: Row) -> None:
-        """Keep the weights of the epoch with the best score on the selection set; the lower loss breaks ties."""
-        if self.experiment.select is None:
+        """Store the weights of the epoch with the best accuracy on validation; the lower loss breaks ties."""
+        if not self.experiment.chooses_epoch:
             return
-        name, score = self.experiment.select
-        rank = [row[f"{name}_{score}"], -row[f"{name}_loss"]]
+        rank = [row["val_accuracy"], -row["val_loss"]]
         if self.state.best is None or rank > self.state.best["rank"]:
             self.state.best = {"epoch": row["epoch"], "rank": rank}
             weights = distributed.gather_full(self.module.final_model.state_dict())
@@ -312,7 +311,7 @@ class Training:
         """Evaluate the final model on test if the recipe asks for it, write its weights, and return the summary."""
         assert self.folder is not None
         model = self.module.final_model
-        if self.experiment.select is not None:
+        if self.experiment.chooses_epoch:
             assert self.state.chosen is not None
             distributed.load_full(model, self.state.chosen)
         test = self.module.evaluate(self.experiment.test.to(self.device)) if self.recipe.test else {}

@@ -225,7 +225,7 @@ def build_from(recipe: LRARecipe, data: TokenData) -> Experiment:
         train=train,
         test=test,
         watched={"val": batches(data.valid)} | ({"test": test} if recipe.watch_test else {}),
-        select=("val", "accuracy"),
+        chooses_epoch=True,
         facts={
             "set": data.name,
             "sha256": hash_data(data.splits),

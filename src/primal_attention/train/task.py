@@ -265,7 +265,7 @@ class Experiment:
         train: Training batches.
         test: Evaluated at the end.
         watched: Sets evaluated during training, by name ("test" or "val").
-        select: The watched set and score that choose an epoch, such as ("val", "accuracy"); None takes the last one.
+        chooses_epoch: The accuracy on "val" chooses the epoch whose weights are saved; else it is the last one.
         facts: Name, sizes and SHA-256 of the data, for the summary.
         files: Texts by file name that the weights need besides config.yaml, for the run folder.
         standardizer: Applied to the series, where there are any.
@@ -275,7 +275,7 @@ class Experiment:
     train: Batches
     test: Batches
     watched: Mapping[str, Batches]
-    select: tuple[str, str] | None = None
+    chooses_epoch: bool = False
     facts: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
     standardizer: Standardizer | None = None

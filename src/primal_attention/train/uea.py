@@ -226,7 +226,7 @@ def build_from(recipe: UEARecipe, data: SeriesData) -> Experiment:
         train=fit,
         test=test,
         watched=watched,
-        select=None if validation is None else ("val", "accuracy"),
+        chooses_epoch=validation is not None,
         facts={
             "set": data.name if recipe.data.file is None else recipe.data.file.name,
             "sha256": hash_data((data.train, data.test, data.classes)),
