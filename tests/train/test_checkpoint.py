@@ -22,10 +22,6 @@ from primal_attention.utils import files
 from primal_attention.utils.errors import RunError
 
 STEPS = 4  # of an epoch of the toy set
-SMALL = """
---model.embed-dim 8 --model.num-heads 2 --model.layers 1 --model.ffn-dim 16 --model.rank 3 --model.landmarks 4
---trainer.epochs 1 --trainer.batch-size 8 --trainer.accelerator cpu --trainer.no-progress
-""".split()  # noqa: SIM905 (reads as it is typed)
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +219,7 @@ def test_a_full_disk_is_one_line_and_leaves_no_half_file(
         fsync(handle)
 
     monkeypatch.setattr(files.os, "fsync", full)
-    words = ["train", "uea-modern/Toy", "--out", str(place), "--data.folder", str(toy_folder), *SMALL]
+    words = ["train", "uea-modern/Toy", "--out", str(place), "--data.folder", str(toy_folder), *toy.FLAGS]
     code = cli.main(words)
     err = capsys.readouterr().err
     assert (code, err.count("\n")) == (2, 1), err

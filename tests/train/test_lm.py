@@ -24,26 +24,20 @@ from primal_attention.utils.errors import DataError, RunError
 pytest.importorskip("tokenizers")
 
 SMALL: dict[str, Any] = {
+    **toy.SMALL,
     "data.vocabulary": 280,
     "data.context": 16,
     "model.embed_dim": 32,
     "model.num_heads": 2,
     "model.layers": 2,
-    "model.rank": 4,
     "model.landmarks": 8,
-    "trainer.epochs": 1,
-    "trainer.steps_per_epoch": 2,
-    "trainer.batch_size": 3,
+    "model.ffn_dim": None,
 }
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    home = tmp_path_factory.mktemp("wikipedia")
-    for split, count in (("train", 12), ("valid", 3), ("test", 3)):
-        articles = (f" = {split} {i} = \n\nThe cat {i} sat on the mat of {split}, and sat.\n" for i in range(count))
-        (home / f"wiki.{split}.txt").write_text("".join(articles))
-    return home
+    return toy.write_articles(tmp_path_factory.mktemp("wikipedia"))
 
 
 def small(folder: Path, **changes: Any) -> LanguageRecipe:

@@ -75,17 +75,13 @@ def own_files(tmp_path: Path) -> tuple[Path, Path]:
     return files
 
 
-SMALL = ["--model.embed-dim", "8", "--model.num-heads", "2", "--model.layers", "1", "--model.rank", "3"]
-SMALL += ["--trainer.epochs", "2", "--trainer.accelerator", "cpu", "--trainer.no-progress"]
-
-
 @pytest.mark.parametrize("has_test_file", [False, True])
 def test_own_data_is_trained_evaluated_and_reported_like_a_set_of_the_archive(
     own_files, has_test_file: bool, tmp_path: Path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
     words = ["--data.file", "gestures.npz", *(["--data.test-file", "later.npz"] if has_test_file else [])]
-    assert cli.main(["train", "uea-modern", *words, *SMALL]) == 0
+    assert cli.main(["train", "uea-modern", *words, *toy.FLAGS]) == 0
     run = Path("runs/uea-modern/gestures-primal-seed0")
     summary = json.loads((run / "summary.json").read_text())
     sizes = {key: summary["data"][key] for key in ("set", "train_samples", "test_samples", "classes", "max_length")}
@@ -105,7 +101,7 @@ def test_own_data_is_trained_evaluated_and_reported_like_a_set_of_the_archive(
 
 
 def test_a_run_that_chooses_settings_computes_no_test_score(toy_folder: Path, tmp_path: Path, capsys):
-    words = ["--data.folder", str(toy_folder), *SMALL, "--protocol", "validation", "--no-test"]
+    words = ["--data.folder", str(toy_folder), *toy.FLAGS, "--protocol", "validation", "--no-test"]
     words += ["--out", str(tmp_path)]
     assert cli.main(["train", "uea/Toy", *words, "--watch-test"]) == 0
     assert "no test score" in capsys.readouterr().out

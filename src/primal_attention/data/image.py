@@ -68,7 +68,7 @@ def load(folder: str | Path, classes: str | Path | None = None) -> ImageData:
 
 
 def _class_names(home: Path, file: Path | None) -> tuple[str, ...]:
-    """The class folders, or the first word of each line of a file: ImageNet's lists have a description after it."""
+    """Return the class folders, or the first word of each line of a file; ImageNet's lists describe it after that."""
     if file is None:
         names = sorted(place.name for place in home.iterdir() if place.is_dir() and not place.name.startswith("."))
     else:
@@ -96,7 +96,7 @@ def _list_files(home: Path, classes: Sequence[str]) -> ImageSplit:
 
 
 def read(file: Path) -> Image | None:
-    """The image in RGB, or None if it does not decode."""
+    """Return the image in RGB, or None if it does not decode."""
     pillow = import_package("PIL.Image", "reading images")
     try:
         with pillow.open(file) as image:
@@ -157,7 +157,7 @@ class ImageFiles:
 
 
 def collate(samples: Sequence[tuple[np.ndarray | None, int, int]]) -> Any:
-    """Pixels and labels of the decoded samples as tensors, and the indices of the others."""
+    """Return pixels and labels of the decoded samples as tensors, and the indices of the others."""
     import torch
 
     decoded = [(pixels, label) for pixels, label, _ in samples if pixels is not None]

@@ -111,7 +111,7 @@ def _save_cache(folder: Path, name: str, key: str, arrays: Arrays) -> None:
 
 
 def _load_cache(folder: Path, name: str, key: str) -> Arrays | None:
-    """The arrays of a cache, or None if it is missing, damaged, or has another key."""
+    """Return the arrays of a cache, or None if it is missing, damaged, or has another key."""
     try:
         index = json.loads((folder / f"{name}.json").read_bytes())
         files = {part: folder / f"{name}-{part}.npy" for part in index["parts"]}

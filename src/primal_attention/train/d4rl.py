@@ -126,7 +126,7 @@ class D4RLRecipe(Recipe):
 
 
 def paper_recipe(name: str) -> D4RLRecipe:
-    """The paper's settings: AdamW 1e-3, batch 64, 100,000 steps of which 10,000 are a linear warm-up."""
+    """Return the paper's settings: AdamW 1e-3, batch 64, 100,000 steps of which 10,000 are a linear warm-up."""
     return D4RLRecipe(
         data=D4RLData(name=name),
         optim=OptimConfig(name="adamw", lr=1e-3, weight_decay=1e-4, schedule="warmup", warmup=0.1, clip=0.25),
@@ -135,7 +135,7 @@ def paper_recipe(name: str) -> D4RLRecipe:
 
 
 def make_model(config: DecisionModel, state_dim: int, action_dim: int) -> DecisionTransformer:
-    """The network of a resolved configuration."""
+    """Return the network of a resolved configuration."""
     tokens = 3 * config.context
     primal: dict[str, Any] = {"rank": config.rank, "data_dependent": config.data_dependent}
     primal["decay"] = "learned" if config.decay else None
@@ -152,7 +152,7 @@ def make_model(config: DecisionModel, state_dim: int, action_dim: int) -> Decisi
 
 
 def build_from(recipe: D4RLRecipe, data: Trajectories) -> Experiment:
-    """The experiment of a resolved recipe on data in memory."""
+    """Return the experiment of a resolved recipe on data in memory."""
     episodes, config = Batches([torch.empty(0)], 1), recipe.trainer  # the model is evaluated by playing
     state_dim, action_dim = data.observations.shape[1], data.actions.shape[1]
     model = make_model(recipe.model, state_dim, action_dim)
@@ -190,7 +190,7 @@ class ContextBatches(Batches):
         super().__init__([*columns, last], batch_size, shuffle_seed, steps)
 
     def gather(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """The windows that begin at these rows, (B,) → (B, K, …)."""
+        """Return the windows that begin at these rows, (B,) → (B, K, …)."""
         *columns, last = self.tensors
         index = rows.unsqueeze(-1) + torch.arange(self.context, device=rows.device)
         padding = index > last[rows].unsqueeze(-1)
@@ -207,7 +207,7 @@ class DecisionModule(TrainingModule):
     recipe: D4RLRecipe
 
     def task_loss(self, batch: Batch) -> Tensor:
-        """Mean squared error over the actions of the valid steps."""
+        """Return the mean squared error of the actions of the valid steps."""
         states, actions, returns, timesteps, padding = batch
         predicted = self.model.predict(states, actions, returns, timesteps, padding)
         valid = (~padding).unsqueeze(-1)

@@ -182,7 +182,7 @@ def _run_locally(jobs: Sequence[Job], workers: int) -> Iterable[Outcome]:
 
 
 def _init_worker(numbers: Any, workers: int) -> None:
-    """Give a worker its device and its share of the cores."""
+    """Set the device of a worker and its share of the cores."""
     number = numbers.get()
     import torch
 

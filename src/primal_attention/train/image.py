@@ -145,7 +145,7 @@ RECIPES = {
 
 
 def build_from(recipe: ImageRecipe, data: ImageData) -> Experiment:
-    """The experiment of a resolved recipe on files that are already listed."""
+    """Return the experiment of a resolved recipe on files that are already listed."""
     train, val, test = make_batches(recipe, data)
     model = deit(len(data.classes), image_size=recipe.data.size, **vars(recipe.model))
     return Experiment(
@@ -168,7 +168,7 @@ def build_from(recipe: ImageRecipe, data: ImageData) -> Experiment:
 
 
 def make_batches(recipe: ImageRecipe, data: ImageData) -> list[ImageBatches]:
-    """Training, validation and test batches."""
+    """Return training, validation and test batches."""
     config, strength, batch_size = recipe.data, AUGMENT[recipe.augment], recipe.trainer.batch_size
     remaining, holdout = stratified_holdout(data.train.labels, config.holdout, recipe.seed)
     shared: dict[str, Any] = {"batch_size": batch_size, "workers": config.workers, "strict": config.strict}

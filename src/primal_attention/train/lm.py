@@ -122,7 +122,7 @@ class LanguageRecipe(Recipe):
         return replace(self, model=model, eta=5e-5 if self.eta is None else self.eta)
 
     def label(self) -> str:
-        """The attention, the mode of its Primal layers, and their convolution and gate."""
+        """Return the attention, the mode of its Primal layers, and their convolution and gate."""
         model, words = self.resolved().model, [super().label()]
         if model.has_primal_layers:
             words.append(str(model.primal_mode))
@@ -181,7 +181,7 @@ def network(recipe: LanguageRecipe, vocabulary: int) -> LanguageConfig:
 
 
 def equal_width(config: LanguageConfig) -> int:
-    """The feed-forward width that gives as many parameters as softmax with a width of 4 × embed_dim has."""
+    """Return the feed-forward width that gives as many parameters as softmax with a width of 4 × embed_dim has."""
     softmax = replace(config, attention=("softmax",), ffn_dim=4 * config.embed_dim)
     count, next_count = parameters(config), parameters(replace(config, ffn_dim=config.ffn_dim + WIDTH_MULTIPLE))
     steps = round((parameters(softmax) - count) / (next_count - count))
@@ -196,7 +196,7 @@ def parameters(config: LanguageConfig) -> int:
 
 
 def build_from(recipe: LanguageRecipe, data: TextData) -> Experiment:
-    """The experiment of a resolved recipe on text in memory."""
+    """Return the experiment of a resolved recipe on text in memory."""
     context, batch, steps = recipe.data.context, recipe.trainer.batch_size, recipe.trainer.steps_per_epoch
     config = network(recipe, len(data.vocabulary))
     train = Windows(data.train, context, batch, recipe.seed, steps)

@@ -158,7 +158,7 @@ class LRARecipe(Recipe):
 
 
 def paper_recipe(name: str) -> LRARecipe:
-    """The paper's settings: AdamW 1e-4, a linear one-cycle schedule, mixed precision."""
+    """Return the paper's settings: AdamW 1e-4, a linear one-cycle schedule, mixed precision."""
     task = TASKS[name]
     return LRARecipe(
         data=LRAData(task=name),  # type: ignore[arg-type]
@@ -176,7 +176,7 @@ def paper_recipe(name: str) -> LRARecipe:
 
 
 def short_recipe(name: str) -> LRARecipe:
-    """The paper's model, trained in a fraction of the paper's time."""
+    """Return the paper's model, trained in a fraction of the paper's time."""
     return override(paper_recipe(name), {**SHORT_TRAINING, **SHORT[name]})
 
 
@@ -187,7 +187,7 @@ def load(config: LRAData) -> TokenData:
 
 
 def make_model(config: LRAModel, data: TokenData, room: int | None = None) -> nn.Module:
-    """The network of a resolved configuration; room: see `LRAClassifier`."""
+    """Return the network of a resolved configuration; room: see `LRAClassifier`."""
     settings = dict(vars(config))
     has_r_scores = settings.pop("r_scores")
     primal = {name: settings.pop(name) for name in ("rank", "landmarks", "sampling", "data_dependent")}
@@ -266,20 +266,23 @@ def _chunks(tokens: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def count_lengths(tokens: np.ndarray) -> Tensor:
-    """Tokens of each sample up to the last one that is not padding (0); all of them where there is none."""
+    """Count the tokens of each sample up to the last one that is not padding (0); all of them if there is none."""
     ends = [tokens.shape[1] - np.argmax(chunk[:, ::-1] != 0, axis=1) for chunk in _chunks(tokens)]
     return torch.from_numpy(np.concatenate(ends))
 
 
 def count_room(splits: Sequence[np.ndarray]) -> int:
-    """Positions that hold the tokens of any sample once its padding (0) is left out."""
+    """Count the positions that hold the tokens of any sample once its padding (0) is left out."""
     most = max(int(np.count_nonzero(chunk, axis=1).max()) for tokens in splits for chunk in _chunks(tokens))
     return _round_width(most, splits[0].shape[1])
 
 
 def bucket_widths(lengths: Tensor, full: int, buckets: int, batch_size: int) -> list[int]:
-    """Widths of length buckets, ascending up to `full`: the first holds half of the samples, the next one half of the
-    rest, and so on. There are fewer than `buckets` where one would not fill a batch."""
+    """Return the widths of length buckets, ascending up to `full`.
+
+    The first holds half of the samples, the next one half of the rest, and so on. There are fewer than `buckets` where
+    one would not fill a batch.
+    """
     widths: list[int] = []
     ordered, taken = lengths.sort().values, 0
     for _ in range(buckets - 1):
@@ -339,7 +342,7 @@ class TokenBatches(Batches):
         return torch.cat([full[torch.randperm(len(full), generator=generator)].flatten(), rest])
 
     def width(self, rows: Tensor) -> int:
-        """The width to which a batch of these samples is cut."""
+        """Return the width to which a batch of these samples is cut."""
         if self.lengths is None:
             return self.full
         longest = int(self.lengths[rows].max())

@@ -152,7 +152,7 @@ class UEARecipe(Recipe):
 
 
 def paper_recipe(name: str) -> UEARecipe:
-    """The paper's settings: RAdam 1e-3, clip 4, batch 16, 100 epochs (Adam on SpokenArabicDigits, 400 on PEMS-SF)."""
+    """Return the paper's: RAdam 1e-3, clip 4, batch 16, 100 epochs (Adam on SpokenArabicDigits, 400 on PEMS-SF)."""
     return UEARecipe(
         data=UEAData(name=name),
         optim=OptimConfig(name="adam" if name == "SpokenArabicDigits" else "radam"),
@@ -161,7 +161,7 @@ def paper_recipe(name: str) -> UEARecipe:
 
 
 def modern_recipe(name: str) -> UEARecipe:
-    """One recipe for every data set, Primal-Attention with the KSVD loss in all layers; nothing is tuned per set."""
+    """Return one recipe for all data sets: Primal-Attention with the KSVD loss in all layers, nothing tuned per set."""
     return UEARecipe(
         eta=0.1,
         data=UEAData(name=name, clip=False, principal=True),
@@ -175,14 +175,14 @@ def modern_recipe(name: str) -> UEARecipe:
 
 
 def classifier_recipe() -> UEARecipe:
-    """The recipe of the networks of `PrimalClassifier`: smaller and shorter than `modern_recipe`, for two CPU cores."""
+    """Return the recipe of `PrimalClassifier`: smaller and shorter than `modern_recipe`, for two CPU cores."""
     base = modern_recipe("")
     model = replace(base.model, embed_dim=64, num_heads=4, layers=2, ffn_dim=128, dropout=0.0, landmarks=32, tokens=64)
     return replace(base, model=model, optim=replace(base.optim, lr=3e-3))
 
 
 def make_model(config: ClassifierConfig, channels: int, classes: int, max_length: int) -> nn.Module:
-    """The network of a resolved configuration."""
+    """Return the network of a resolved configuration."""
     stride = -(-max_length // config.tokens) if config.tokens else 1
     tokens = -(-max_length // stride)
     landmarks = min(config.landmarks or tokens, tokens)
@@ -200,7 +200,7 @@ def make_model(config: ClassifierConfig, channels: int, classes: int, max_length
 
 
 def build_from(recipe: UEARecipe, data: SeriesData) -> Experiment:
-    """The experiment of a resolved recipe on data in memory; the training samples alone decide the standardisation."""
+    """Return the experiment of a resolved recipe on data in memory; training samples alone decide the scaling."""
     train, validation = data.train, None
     if recipe.protocol == "validation":
         remaining, holdout = stratified_holdout(train.labels, recipe.data.holdout, recipe.seed)

@@ -66,15 +66,15 @@ class Canvas:
         """
         points = np.full((len(self.valid), 2 * length + 1, 2), OUTSIDE, dtype=np.float32)  # nodes and middles in turn
         end_margin = DOT_MARGIN if is_long else 0.0
-        left = np.flatnonzero(self.valid)
+        missing = np.flatnonzero(self.valid)
         for _ in range(ATTEMPTS if is_long else ATTEMPTS // 3):
-            walk, fits = self._walk(left, length, end_margin)
-            points[left[fits]] = walk[fits]
-            left = left[~fits]
-            if len(left) == 0:
+            walk, fits = self._walk(missing, length, end_margin)
+            points[missing[fits]] = walk[fits]
+            missing = missing[~fits]
+            if len(missing) == 0:
                 break
         if is_long:
-            self.valid[left] = False
+            self.valid[missing] = False
         margins = np.zeros(points.shape[:2], dtype=np.float32)
         margins[:, [0, -1]] = end_margin
         self.points = np.concatenate([self.points, points], axis=1)
@@ -86,7 +86,7 @@ class Canvas:
         return nodes[:, [0, -1]]
 
     def _walk(self, rows: np.ndarray, length: int, end_margin: float) -> tuple[np.ndarray, np.ndarray]:
-        """One walk in each of the images `rows`: its nodes and the middles between them, and whether it is complete."""
+        """Walk once in each of the images `rows`; return nodes with the middles between them, and which are complete."""
         points = np.full((len(rows), 2 * length + 1, 2), OUTSIDE, dtype=np.float32)
         nodes, middles = points[:, ::2], points[:, 1::2]
         nodes[:, 0] = self.rng.uniform(BORDER, SIZE - BORDER, (len(rows), 2))
@@ -115,14 +115,14 @@ class Canvas:
         return points, np.isin(np.arange(len(rows)), going)
 
     def _is_free(self, rows: np.ndarray, places: np.ndarray, margin: float) -> np.ndarray:
-        """Whether places (rows, n, 2) are inside and far enough from all finished contours."""
+        """Return whether places (rows, n, 2) are inside and far enough from all finished contours."""
         inside: np.ndarray = np.all((places > BORDER) & (places < SIZE - BORDER), axis=-1)
         if self.points.shape[1] == 0:
             return inside
         return inside & _is_apart(places, self.points[rows], self.margins[rows][:, None] + np.float32(MARGIN + margin))
 
     def draw(self, rows: np.ndarray, dots: np.ndarray) -> np.ndarray:
-        """Gray images (rows, SIZE, SIZE) uint8 of all dashes of the images `rows`, and of dots at (rows, n, 2)."""
+        """Draw all dashes of the images `rows`, and dots at (rows, n, 2): gray images (rows, SIZE, SIZE) uint8."""
         dashes = np.concatenate([part[rows] for part in self.dashes], axis=1)
         part = np.linspace(0, 1, round(DASH * SUBPIXELS) + 1, dtype=np.float32)[:, None]
         along = dashes[:, :, :1] + part * (dashes[:, :, 1:] - dashes[:, :, :1])  # (rows, dashes, points, 2)
@@ -134,14 +134,14 @@ class Canvas:
 
 
 def _is_apart(places: np.ndarray, points: np.ndarray, distance: np.ndarray | float) -> np.ndarray:
-    """Whether places (rows, m, 2) are further than `distance` from every one of points (rows, n, 2)."""
+    """Return whether places (rows, m, 2) are further than `distance` from every one of points (rows, n, 2)."""
     x = places[:, :, None, 0] - points[:, None, :, 0]
     y = places[:, :, None, 1] - points[:, None, :, 1]
     return (x * x + y * y > np.square(distance)).all(axis=-1)
 
 
 def _draw_discs(light: np.ndarray, centres: np.ndarray, radius: float) -> None:
-    """Discs of `radius` pixels at centres (images, n, 2); those outside the image draw nothing."""
+    """Draw discs of `radius` pixels at centres (images, n, 2); those outside the image draw nothing."""
     reach = round(radius * SUBPIXELS)
     y, x = np.mgrid[-reach : reach + 1, -reach : reach + 1]
     disc = np.stack([y, x], axis=-1)[np.hypot(y, x) <= radius * SUBPIXELS]  # (cells, 2)
@@ -188,7 +188,7 @@ def _draw_batch(seed: int, contour_length: int, distractors: int, number: int) -
 
 
 def _place_dots(ends: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Places of the two dots for either label, (images, 2 labels, 2 dots, 2), and whether the image is usable.
+    """Return places of two dots for either label, (images, 2 labels, 2 dots, 2), and whether the image is usable.
 
     The ends of one contour are further apart than ends of two, so the distance alone would predict the label. An image
     is used, for either label, only where a pair of each kind has nearly the same distance.
@@ -278,7 +278,7 @@ def _split_rows(folder: Path, samples: int) -> dict[str, np.ndarray | slice]:
 
 
 def _read_images(folder: Path, metadata: list[Path]) -> Arrays:
-    """All images that the metadata lists, in their order."""
+    """Return all images that the metadata lists, in their order."""
     pillow = import_package("PIL.Image", "reading PNG files")
     images, labels = [], []
     lines = ((file, number, line) for file in metadata for number, line in enumerate(read_text(file).splitlines(), 1))
