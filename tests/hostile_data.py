@@ -241,11 +241,13 @@ def make_wiki(folder: Path) -> None:
         (folder / f"wiki.{split}.txt.xz").write_bytes(lzma.compress(text.encode()))
 
 
-def make_cifar(folder: Path) -> None:
+def make_cifar(folder: Path) -> np.ndarray:
+    """Six files of four random images."""
     records = np.random.default_rng(0).integers(0, 256, (6, 4, tokens.RECORD), dtype=np.uint8)
     records[:, :, 0] %= 10
     for name, part in zip((*tokens.BINARY["train"], *tokens.BINARY["test"]), records, strict=True):
         part.tofile(folder / name)
+    return records
 
 
 def make_gray(folder: Path) -> None:

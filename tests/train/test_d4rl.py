@@ -82,11 +82,6 @@ def test_a_window_holds_what_follows_its_row_in_its_episode(folder):
             assert (column[kept:] == 0).all()
 
 
-def test_every_row_begins_a_window_once_per_pass(folder):
-    found = data.load("hopper-medium", folder)
-    assert torch.equal(torch.cat(list(ContextBatches(found, K, 8, 1).rows())).sort().values, torch.arange(len(found)))
-
-
 @pytest.mark.parametrize("attention", ["softmax", "primal+", "linear"])
 def test_the_loss_is_that_of_the_valid_steps(folder, attention):
     experiment = recipe(folder, **{"model.attention": (attention,), "model.dropout": 0.0}).build()
@@ -207,12 +202,6 @@ def test_the_command_says_in_one_line_what_is_wrong(folder, args, message, capsy
     said = capsys.readouterr().err
     assert message in said
     assert len(said.strip().splitlines()) == 1
-
-
-def test_a_set_without_reference_scores_is_refused(tmp_path, folder):
-    (tmp_path / "ant-medium.npz").write_bytes((folder / "hopper-medium.npz").read_bytes())
-    with pytest.raises(data.DataError, match="'ant-medium' names no environment"):
-        override(registry.get("d4rl/ant-medium"), {**SMALL, "data.folder": tmp_path}).build()
 
 
 def test_data_dependent_and_decayed_layers_are_options(folder):

@@ -377,8 +377,8 @@ def _label_names(values: Sequence[Any], file: Path) -> list[str]:
     for i, value in enumerate(values):
         if value is None or (isinstance(value, float) and not math.isfinite(value)):
             raise DataError(f"{file}: the label of sample {i + 1} is missing ({value})")
-        is_whole = isinstance(value, float) and value.is_integer()
-        names.append(str(int(value) if is_whole else value).strip())
+        is_integer = isinstance(value, float) and value.is_integer()
+        names.append(str(int(value) if is_integer else value).strip())
     return names
 
 

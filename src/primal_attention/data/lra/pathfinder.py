@@ -86,7 +86,7 @@ class Canvas:
         return nodes[:, [0, -1]]
 
     def _walk(self, rows: np.ndarray, length: int, end_margin: float) -> tuple[np.ndarray, np.ndarray]:
-        """Walk once in each of the images `rows`; return nodes with the middles between them, and which are complete."""
+        """Walk in each of the images `rows`; return nodes and the middles between them, and which walks are complete."""
         points = np.full((len(rows), 2 * length + 1, 2), OUTSIDE, dtype=np.float32)
         nodes, middles = points[:, ::2], points[:, 1::2]
         nodes[:, 0] = self.rng.uniform(BORDER, SIZE - BORDER, (len(rows), 2))
@@ -103,7 +103,7 @@ class Canvas:
             ahead, middle = here + stride * direction, here + stride / 2 * direction  # (walks, headings, 2)
             free = self._is_free(rows[going], ahead, end_margin if last else 0.0)
             if step > 1:
-                free &= _is_apart(ahead, nodes[going, : step - 1], SELF_MARGIN)
+                free &= _is_far(ahead, nodes[going, : step - 1], SELF_MARGIN)
             if not last:  # prefer headings that also allow the next step
                 free = free.astype(np.int8) + (free & self._is_free(rows[going], ahead + STEP * direction, 0.0))
             choice = free.argmax(axis=1)
@@ -119,7 +119,7 @@ class Canvas:
         inside: np.ndarray = np.all((places > BORDER) & (places < SIZE - BORDER), axis=-1)
         if self.points.shape[1] == 0:
             return inside
-        return inside & _is_apart(places, self.points[rows], self.margins[rows][:, None] + np.float32(MARGIN + margin))
+        return inside & _is_far(places, self.points[rows], self.margins[rows][:, None] + np.float32(MARGIN + margin))
 
     def draw(self, rows: np.ndarray, dots: np.ndarray) -> np.ndarray:
         """Draw all dashes of the images `rows`, and dots at (rows, n, 2): gray images (rows, SIZE, SIZE) uint8."""
@@ -133,7 +133,7 @@ class Canvas:
         return np.round(blocks.mean(axis=(2, 4), dtype=np.float32) * 255).astype(np.uint8)
 
 
-def _is_apart(places: np.ndarray, points: np.ndarray, distance: np.ndarray | float) -> np.ndarray:
+def _is_far(places: np.ndarray, points: np.ndarray, distance: np.ndarray | float) -> np.ndarray:
     """Return whether places (rows, m, 2) are further than `distance` from every one of points (rows, n, 2)."""
     x = places[:, :, None, 0] - points[:, None, :, 0]
     y = places[:, :, None, 1] - points[:, None, :, 1]
