@@ -86,7 +86,7 @@ class Canvas:
         return nodes[:, [0, -1]]
 
     def _walk(self, rows: np.ndarray, length: int, end_margin: float) -> tuple[np.ndarray, np.ndarray]:
-        """Walk in each of the images `rows`; return nodes and the middles between them, and which walks are complete."""
+        """Walk in each of the images `rows`; return the nodes and their middles, and which walks are complete."""
         points = np.full((len(rows), 2 * length + 1, 2), OUTSIDE, dtype=np.float32)
         nodes, middles = points[:, ::2], points[:, 1::2]
         nodes[:, 0] = self.rng.uniform(BORDER, SIZE - BORDER, (len(rows), 2))
