@@ -87,7 +87,10 @@ def get(name: str) -> Recipe:
         module, _, source = family.source.partition(":")
         recipes = getattr(importlib.import_module(f"primal_attention.train.{module}"), source)
         return recipes[member] if isinstance(recipes, dict) else recipes(member)
-    near = difflib.get_close_matches(name, names(), n=1, cutoff=0.5)
+    open_names = [f"{family}/{member}" for family in FAMILIES if member and FAMILIES[family].is_open]
+    near = difflib.get_close_matches(name, [*names(), *open_names], n=1, cutoff=0.5)
+    if not near and family is not None:
+        near = [f"{family_name}/{family.members[0]}"]
     hint = f"did you mean {near[0]}? " if near else ""
     raise RunError(f"no recipe is called {name!r}: {hint}'primal recipes' lists them all")
 
