@@ -111,10 +111,6 @@ def test_a_released_folder_has_no_splits_file_and_is_split_by_a_fixed_draw(folde
     np.testing.assert_array_equal(first.test.tokens, again.test.tokens)
 
 
-def test_contours_that_cannot_fit_are_refused(tmp_path: Path):
-    with pytest.raises(DataError, match="contour_length must lie between 3 and 18"):
-        pathfinder.generate(2, 0, contour_length=40)
-    with pytest.raises(DataError, match="distractors must not be negative"):
-        pathfinder.generate(2, 0, distractors=-1)
+def test_an_empty_split_is_refused(tmp_path: Path):
     with pytest.raises(DataError, match="at least one sample"):
         pathfinder.write(tmp_path, test=0)

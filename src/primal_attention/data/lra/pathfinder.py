@@ -44,8 +44,8 @@ OUTSIDE = 1e3  # coordinate of points that are not drawn
 SIZES = {"train": 160_000, "valid": 20_000, "test": 20_000}
 FOLDER_SIZE = 1000  # images per folder, as released
 DRAWN_AT_ONCE = 512
-CONTOUR_LENGTH = 14
-DISTRACTORS = 5
+CONTOUR_LENGTH = 14  # dashes of a long contour, as in Long-Range Arena
+DISTRACTORS = 5  # short contours
 MAX_DIFFERENCE = 1.5  # pixels by which the distance between the dots may differ between the labels of one image
 
 
@@ -151,24 +151,14 @@ def _draw_discs(light: np.ndarray, centres: np.ndarray, radius: float) -> None:
     light[image[inside], cells[inside][:, 0], cells[inside][:, 1]] = True
 
 
-def generate(
-    samples: int,
-    seed: int,
-    contour_length: int = CONTOUR_LENGTH,
-    distractors: int = DISTRACTORS,
-    progress: Progress = lambda samples: None,
-) -> Arrays:
+def generate(samples: int, seed: int, progress: Progress = lambda samples: None) -> Arrays:
     """Return images (samples, 32, 32) uint8 and labels (samples,) uint8; of images 2i and 2i + 1, one has label 1."""
-    if not 3 <= contour_length <= 18:
-        raise DataError(f"contour_length must lie between 3 and 18 to fit a 32×32 image twice (got {contour_length})")
-    if distractors < 0:
-        raise DataError(f"distractors must not be negative (got {distractors})")
     first = np.random.default_rng([seed, 1]).integers(0, 2, -(-samples // 2))
     labels = np.stack([first, 1 - first], axis=1).ravel()[:samples].astype(np.uint8)
     images = np.zeros((samples, SIZE, SIZE), dtype=np.uint8)
     done = batch = 0
     while done < samples:
-        by_label = _draw_batch(seed, contour_length, distractors, batch)
+        by_label = _draw_batch(seed, batch)
         own = labels[done : done + by_label.shape[1]]
         images[done : done + len(own)] = by_label[own, np.arange(len(own))]
         done, batch = done + len(own), batch + 1
@@ -176,12 +166,12 @@ def generate(
     return {"images": images, "labels": labels}
 
 
-def _draw_batch(seed: int, contour_length: int, distractors: int, number: int) -> np.ndarray:
+def _draw_batch(seed: int, number: int) -> np.ndarray:
     """Draw a batch of images, with the dots of label 0 and of label 1, (2, images, …)."""
     canvas = Canvas(DRAWN_AT_ONCE, np.random.default_rng([seed, 2, number]))
-    ends = np.stack([canvas.add_contour(contour_length, is_long=True) for _ in range(2)], axis=1)
-    for _ in range(distractors):
-        canvas.add_contour(max(2, contour_length // 3), is_long=False)
+    ends = np.stack([canvas.add_contour(CONTOUR_LENGTH, is_long=True) for _ in range(2)], axis=1)
+    for _ in range(DISTRACTORS):
+        canvas.add_contour(CONTOUR_LENGTH // 3, is_long=False)
     dots, usable = _place_dots(ends, canvas.rng)
     rows = np.flatnonzero(canvas.valid & usable)
     return np.stack([canvas.draw(rows, dots[rows, label]) for label in range(2)])
@@ -215,8 +205,6 @@ def write(
     valid: int = SIZES["valid"],
     test: int = SIZES["test"],
     seed: int = 0,
-    contour_length: int = CONTOUR_LENGTH,
-    distractors: int = DISTRACTORS,
     progress: Progress = lambda samples: None,
 ) -> Path:
     """Write images and metadata in the released layout, and splits.json with the sizes of train, valid and test.
@@ -226,7 +214,7 @@ def write(
     pillow = import_package("PIL.Image", "writing PNG files")
     sizes = split_sizes(train, valid, test)
     with generated_set(Path(folder)) as place:
-        arrays = generate(sum(sizes.values()), seed, contour_length, distractors, progress)
+        arrays = generate(sum(sizes.values()), seed, progress)
         (place / "metadata").mkdir()
         for number, start in enumerate(range(0, len(arrays["labels"]), FOLDER_SIZE)):
             images, labels = (arrays[key][start : start + FOLDER_SIZE] for key in ("images", "labels"))
@@ -240,13 +228,13 @@ def write(
     return Path(folder)
 
 
-def load(folder: str | Path, contour_length: int = CONTOUR_LENGTH) -> TokenData:
-    """Read a folder with imgs/ and metadata/, or the released archive's folder with one such per contour length.
+def load(folder: str | Path) -> TokenData:
+    """Read a folder with imgs/ and metadata/, or the released archive, which has one such for contours of 14 dashes.
 
     Without a splits.json, 80 % are for training, 10 % for validation and 10 % for test, drawn with a fixed seed.
     """
     folder = Path(folder)
-    inner = folder / f"curv_contour_length_{contour_length}"
+    inner = folder / f"curv_contour_length_{CONTOUR_LENGTH}"
     folder = inner if inner.is_dir() else folder
     metadata = [file for file in (folder / "metadata").glob("*.npy") if file.stem.isdecimal()]
     metadata.sort(key=lambda file: int(file.stem))
