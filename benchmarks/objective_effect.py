@@ -89,10 +89,9 @@ class MeasuredTraining(loop.Training):
         self.inputs: tuple[Any, ...] = tuple(inputs)
         self.measured: list[dict[str, Any]] = [{"step": 0, "layers": measure(self.module.model, self.inputs)}]
 
-    def finish_epoch(self) -> None:
-        before = len(self.state.rows)
-        super().finish_epoch()
-        if len(self.state.rows) > before and (self.state.finished or len(self.state.rows) % self.interval == 0):
+    def finish_epoch(self, row: dict[str, Any]) -> None:
+        super().finish_epoch(row)
+        if self.is_finished or len(self.state.rows) % self.interval == 0:
             layers = measure(self.module.model, self.inputs)
             self.measured.append({"step": self.module.global_step, "layers": layers})
 

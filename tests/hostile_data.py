@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import PIL.Image
 
 import image_files
 from primal_attention.data import d4rl, lm, uea
@@ -85,7 +86,7 @@ COMMON: Damages = {
     "zero-bytes": content(bytes(4096)),
     "deep-nesting": content(b"[" * 5_000),
     "other-text": content("@data\nIt was: a dark,\tand stormy {night\n\n"),
-    "foreign-image": content(pathfinder.to_png(np.zeros((20, 30), dtype=np.uint8))),
+    "foreign-image": lambda file: PIL.Image.new("L", (30, 20)).save(file, "PNG"),
     "latin-1": content("Schrödinger, naïve\n".encode("latin-1") * 30),
     "compressed": content(b"\x1f\x8b\x08" + bytes(40)),
     "archive": content(archive(other=np.zeros(3))),
@@ -240,11 +241,13 @@ def make_wiki(folder: Path) -> None:
         (folder / f"wiki.{split}.txt.xz").write_bytes(lzma.compress(text.encode()))
 
 
-def make_cifar(folder: Path) -> None:
+def make_cifar(folder: Path) -> np.ndarray:
+    """Six files of four random images."""
     records = np.random.default_rng(0).integers(0, 256, (6, 4, tokens.RECORD), dtype=np.uint8)
     records[:, :, 0] %= 10
     for name, part in zip((*tokens.BINARY["train"], *tokens.BINARY["test"]), records, strict=True):
         part.tofile(folder / name)
+    return records
 
 
 def make_gray(folder: Path) -> None:
@@ -263,9 +266,9 @@ def load_vocabulary(folder: Path) -> object:
 
 def load_images(folder: Path) -> object:
     data = images.load(folder)
-    found = [images.ImageFiles(split, images.evaluation(14)) for split in (data.train, data.test)]
+    found = [images.ImageFiles(split, partial(images.crop_centre, size=14)) for split in (data.train, data.test)]
     for files in found:
-        broken = images.collate([files[i] for i in range(len(files))])[2]
+        broken = images.collate([files[i, 0] for i in range(len(files))])[2]
         images.complain([files.split.files[i] for i in broken], len(files), strict=True)
     return found
 

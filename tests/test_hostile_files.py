@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -21,22 +20,14 @@ for package in ("tyro", "lightning", "matplotlib", "yaml", "aeon", "h5py", "pyar
     pytest.importorskip(package)
 safetensors = pytest.importorskip("safetensors.torch")
 
+import toy  # noqa: E402
+
 import page_cases  # noqa: E402
 from hostile_data import COMMON, DATA_KINDS, MARK, Damage, Damages, Kind, Payload, content, edit, put, rows, without  # noqa: E402
 from primal_attention.cli import main as cli  # noqa: E402
-from primal_attention.data import uea  # noqa: E402
-from primal_attention.data.uea import SeriesData, Split  # noqa: E402
-from primal_attention.train import loop, registry  # noqa: E402
+from primal_attention.train import registry  # noqa: E402
 from primal_attention.train.config import override  # noqa: E402
 from primal_attention.utils.errors import DataError  # noqa: E402
-
-SMALL = {
-    "model.embed_dim": 8, "model.num_heads": 2, "model.layers": 2, "model.ffn_dim": 16, "model.rank": 3,
-    "model.landmarks": 4, "trainer.epochs": 1, "trainer.batch_size": 8, "trainer.accelerator": "cpu",
-    "trainer.progress": False,
-}  # fmt: skip
-LANGUAGE = {"data.vocabulary": 280, "data.context": 16, "trainer.steps_per_epoch": 1, "trainer.precision": "32-true"}
-
 
 # Damages of the files of runs and models
 
@@ -199,20 +190,19 @@ def make_page(home: Path) -> None:
 
 def make_run(home: Path) -> None:
     """A finished run of a small set, and the same run before its summary was written."""
-    draw = np.random.default_rng(0)
-    halves = [Split([draw.standard_normal((9, 2)) for _ in range(8)], np.arange(8) % 2) for _ in range(2)]
-    uea.save_npz(SeriesData("Toy", *halves, ("a", "b")), home)
-    loop.train(override(registry.get("uea/Toy"), {**SMALL, "data.folder": home}), home / "run", name="uea/Toy")
+    toy.folder(home)
+    words = ["train", "uea/Toy", "--out", str(home / "run"), "--data.folder", str(home), *toy.FLAGS]
+    assert cli.main(words) == 0
     shutil.copytree(home / "run", home / "stopped")
     (home / "stopped" / "summary.json").unlink()
 
 
 def make_language(home: Path) -> None:
-    for split, count in (("train", 12), ("valid", 3), ("test", 3)):
-        articles = [f" = {split} {i} = \n\nThe cat {i} sat on the mat of {split} for days.\n" for i in range(count)]
-        (home / f"wiki.{split}.txt").write_text("".join(articles))
-    recipe = override(registry.get("lm/wikipedia"), {**SMALL, **LANGUAGE, "data.folder": home})
-    loop.train(recipe, home / "run", name="lm/wikipedia")
+    toy.write_articles(home)
+    words = ["train", "lm/wikipedia", "--out", str(home / "run"), "--data.folder", str(home), *toy.FLAGS]
+    words += ["--data.vocabulary", "280", "--data.context", "16"]
+    words += ["--trainer.steps-per-epoch", "1", "--trainer.precision", "32-true"]
+    assert cli.main(words) == 0
     (home / "prompt.txt").write_text("The café cat")
 
 
@@ -220,9 +210,7 @@ REPORT = "report {} -o page.html"
 TABLE = "table uea --no-run --sets JapaneseVowels --models primal --results results"
 COSTS = "table lra-efficiency --no-run --results results"
 GENERATE = "generate run --prompt-file prompt.txt --tokens 2 --device cpu"
-RESUME = "train uea/Toy --out stopped --resume --data.folder . " + " ".join(
-    f"--{name.replace('_', '-')} {value}" for name, value in SMALL.items() if not isinstance(value, bool)
-)
+RESUME = " ".join(["train uea/Toy --out stopped --resume --data.folder .", *toy.FLAGS])
 SUMMARY = fields("label", "seconds_per_epoch", "scores", "format")
 CONFIG = {**fields("benchmark", "config.seed", "config", "format", string='"\\ud800"'), **YAML}
 RESULT = fields("label", "seconds_per_epoch", "scores", "seed", "format")

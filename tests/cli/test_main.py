@@ -161,7 +161,7 @@ WRONG = {
     "bench plot other.json": "other.json: hardware is missing",
     "data imdb": "no command of primal data is called 'imdb'",
     "data listops --seed -1": "--seed must not be negative (got -1)",
-    "data pathfinder --contour-length 99": "contour_length must lie between",
+    "data pathfinder --train 0": "every split needs at least one sample",
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -70,12 +71,12 @@ def test_a_wrong_layout_is_one_line(folder: Path, tmp_path: Path) -> None:
 def test_decoding_takes_the_centre_of_the_short_side(tmp_path: Path) -> None:
     from PIL import Image
 
-    wide = np.zeros((20, 60, 3), dtype=np.uint8)
-    wide[:, 20:40] = (10, 20, 30)
+    wide = np.zeros((24, 72, 3), dtype=np.uint8)  # of 24 pixels the central 7/8 are 21
+    wide[:, 24:48] = (10, 20, 30)
     Image.fromarray(wide).save(tmp_path / "wide.png")
     Image.fromarray(wide).convert("L").save(tmp_path / "gray.png")
-    centre, gray = (images.crop_centre(images.read(tmp_path / f"{name}.png"), 20, 20) for name in ("wide", "gray"))
-    assert centre.shape == gray.shape == (3, 20, 20)
+    centre, gray = (images.crop_centre(images.read(tmp_path / f"{name}.png"), 21) for name in ("wide", "gray"))
+    assert centre.shape == gray.shape == (3, 21, 21)
     assert (centre == np.array([10, 20, 30])[:, None, None]).all()
     assert len(np.unique(gray)) == 1
 
@@ -91,20 +92,14 @@ def test_broken_files_are_skipped_with_a_warning_or_an_error(folder: Path) -> No
             images.complain([bad], total, strict=strict)
 
 
-def test_evaluation_crops_seven_eighths(folder: Path) -> None:
-    image = images.read(images.load(folder).train.files[0])
-    assert images.resized_side(224) == 256
-    assert np.array_equal(images.evaluation(28)(image), images.crop_centre(image, 32, 32)[:, 2:30, 2:30])
-
-
 def test_a_dataset_keeps_the_index_of_broken_files(folder: Path) -> None:
     data = images.load(folder)
     spoil(data.train.files[1])
-    files = images.ImageFiles(data.train, images.evaluation(28))
-    pixels, labels, broken = images.collate([files[i] for i in (0, 1, 8)])
+    files = images.ImageFiles(data.train, partial(images.crop_centre, size=28))
+    pixels, labels, broken = images.collate([files[i, 0] for i in (0, 1, 8)])
     assert pixels.shape == (2, 3, 28, 28)
     assert (labels.tolist(), broken) == ([0, 2], [1])
-    assert images.collate([files[1]]) == (None, None, [1])
+    assert images.collate([files[1, 0]]) == (None, None, [1])
 
 
 @pytest.mark.parametrize("strong", [False, True])

@@ -173,11 +173,8 @@ def test_arrays_without_channels_have_one(tmp_path: Path):
 
 NPZ, LONG = ("x.npz", write_npz), ("x.parquet", write_parquet)
 BAD_FILES: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "fewer labels": (NPZ, {"y": np.arange(9)}, "one label for each of the 10 samples"),
-    "one axis": (NPZ, {"X": np.zeros(10)}, "X must be numbers of shape"),
     "no time": (NPZ, {"X": np.zeros((10, 2, 0))}, "sample 1 has no values"),
     "NaN label": (NPZ, {"y": np.array([1.0, nan] * 5)}, "label of sample 2 is missing"),
-    "one class": (NPZ, {"y": np.zeros(10)}, "only one class"),
     "one sample per class": (NPZ, {"y": np.arange(10)}, "every class has one sample only"),
     "no label column": (LONG, {"label": None}, "lacks the column 'label'"),
     "no time column": (LONG, {"time": None}, "lacks the column 'time'"),
@@ -204,13 +201,9 @@ def test_a_bad_file_of_ones_own_is_one_clear_line(form: Any, changes: dict[str, 
     assert "\n" not in str(caught.value)
 
 
-def test_a_path_that_cannot_be_read_is_named(tmp_path: Path):
-    for name, complaint in [("x.csv", "ends in .npz, .parquet, .ts"), ("x.npz", "is missing"), ("x.ts", "is missing")]:
-        with pytest.raises(DataError, match=complaint):
-            uea.load_file(tmp_path / name)
-    (tmp_path / "x.parquet").write_bytes(b"PAR1 and no more")
-    with pytest.raises(DataError, match="not a parquet file"):
-        uea.load_file(tmp_path / "x.parquet")
+def test_another_ending_and_a_negative_seed_are_refused(tmp_path: Path):
+    with pytest.raises(DataError, match=r"ends in \.npz, \.parquet, \.ts"):
+        uea.load_file(tmp_path / "x.csv")
     with pytest.raises(DataError, match="seed must not be negative"):
         uea.load_file(write_npz(tmp_path / "y.npz"), seed=-1)
 

@@ -21,10 +21,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import toy
 from faults import kill_at, stop_at
 
-from primal_attention.data.lra import listops
 from primal_attention.train import distributed, loop, registry
 from primal_attention.train.config import Recipe
-from primal_attention.train.lm import recipe_of
 from primal_attention.train.task import TrainingModule
 from primal_attention.train.uea import ClassificationModule
 from primal_attention.utils.errors import Preempted
@@ -42,19 +40,9 @@ def series(root: Path, **changes: Any) -> Recipe:
     return toy.recipe(root / "data", **{**PLAIN, **changes})
 
 
-SMALL = {
-    "model.embed_dim": 8,
-    "model.ffn_dim": 16,
-    "model.rank": 3,
-    "trainer.epochs": 1,
-    "trainer.steps_per_epoch": 3,
-    "trainer.batch_size": 4,
-}
-
-
 def text(root: Path, **changes: Any) -> Recipe:
     small = {
-        **SMALL,
+        **toy.SMALL,
         "data.folder": root / "text",
         "data.context": 33,
         "model.attention": ("primal",),
@@ -64,12 +52,12 @@ def text(root: Path, **changes: Any) -> Recipe:
         "model.layers": 2,
         "model.dropout": 0.0,
     }
-    return toy.change(recipe_of("wikitext-103"), {**small, **changes})
+    return toy.change(registry.get("lm/wikitext-103"), {**small, **changes})
 
 
 def expressions(root: Path, **changes: Any) -> Recipe:
     """Long-Range Arena with landmarks that move at every step."""
-    small = {**SMALL, "data.folder": root / "listops", "model.landmarks": 4, "model.sampling": "random"}
+    small = {**toy.SMALL, "data.folder": root / "listops", "model.landmarks": 4, "model.sampling": "random"}
     return toy.change(registry.get("lra/listops"), {**small, **changes})
 
 
@@ -77,8 +65,7 @@ def write_data(root: Path) -> None:
     """Series, text and expressions, enough for a few batches."""
     toy.folder(root / "data")
     write_text(root)
-    shape = listops.Shape(max_depth=4, max_args=4, min_length=5, max_length=90)
-    listops.write(root / "listops", train=36, valid=6, test=6, shape=shape)
+    toy.write_expressions(root / "listops")
 
 
 def write_text(root: Path) -> None:

@@ -22,10 +22,6 @@ from primal_attention.utils import files
 from primal_attention.utils.errors import RunError
 
 STEPS = 4  # of an epoch of the toy set
-SMALL = """
---model.embed-dim 8 --model.num-heads 2 --model.layers 1 --model.ffn-dim 16 --model.rank 3 --model.landmarks 4
---trainer.epochs 1 --trainer.batch-size 8 --trainer.accelerator cpu --trainer.no-progress
-""".split()  # noqa: SIM905 (reads as it is typed)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +55,7 @@ def resave(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Change a checkpoint's content and write it with a valid checksum."""
     content = checkpoint._read_part(file)
     change(content)
-    checkpoint.save_checkpoint(file, content)
+    checkpoint.write_checkpoint(file, content)
 
 
 # Checkpoints
@@ -72,7 +68,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "empty": lambda file: file.write_bytes(b""),
     "missing": lambda file: file.unlink(),
     "another file": lambda file: file.write_bytes(b"PK\x03\x04 something else"),
-    "a list": lambda file: checkpoint.save_checkpoint(file, [1, 2]),  # type: ignore[arg-type]
+    "a list": lambda file: checkpoint.write_checkpoint(file, [1, 2]),  # type: ignore[arg-type]
     "no optimizer": lambda file: resave(file, lambda content: content.pop("optimizer_states")),
     "no weights": lambda file: resave(file, lambda content: content.pop("state_dict")),
     "no run state": lambda file: resave(file, lambda content: content["run"].clear()),
@@ -119,20 +115,20 @@ def test_a_checkpoint_of_another_model_is_one_line(run: Path, toy_folder: Path):
 
 @pytest.fixture
 def shards(run: Path) -> Path:
-    """The run's last checkpoint as two processes would write it."""
-    place, whole = run / "checkpoints" / "000002.sharded", run / "checkpoints" / "last.ckpt"
-    place.mkdir()
-    for rank in range(2):
-        content = checkpoint.read_checkpoint(whole)
-        for name, tensor in content["state_dict"].items():
-            if tensor.ndim == 2:
-                content["state_dict"][name] = {"rows": tensor.chunk(2)[rank]}
-        checkpoint.save_checkpoint(place / f"rank{rank}.ckpt", {**content, "processes": 2})
-    return place
+    """The run's checkpoints as two processes would write them."""
+    last = run / "checkpoints" / "last.ckpt"
+    for file in (last, last.with_name("previous.ckpt")):
+        content = checkpoint.read_checkpoint(file)
+        file.unlink()
+        for rank in range(2):
+            state = {n: {"rows": t.chunk(2)[rank]} if t.ndim == 2 else t for n, t in content["state_dict"].items()}
+            checkpoint.write_checkpoint(file / f"rank{rank}.ckpt", {**content, "state_dict": state, "processes": 2})
+    return last
 
 
-def test_shards_hold_what_the_checkpoint_holds(shards: Path):
-    state, expected = (checkpoint.read_checkpoint(p)["state_dict"] for p in (shards, shards.parent / "last.ckpt"))
+def test_shards_hold_what_the_checkpoint_holds(shards: Path, interrupted: Path):
+    original = interrupted / "checkpoints" / "last.ckpt"
+    state, expected = (checkpoint.read_checkpoint(place)["state_dict"] for place in (shards, original))
     assert state.keys() == expected.keys()
     assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
 
@@ -148,15 +144,12 @@ SHARD_DAMAGES: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("damage", SHARD_DAMAGES, ids=lambda name: name.replace(" ", "-"))
 def test_damaged_shards_fall_back_to_the_ones_before(damage: str, shards: Path):
-    for name in ("last.ckpt", "previous.ckpt"):
-        (shards.parent / name).unlink()
-    newer = shutil.copytree(shards, shards.with_name("000003.sharded"))
-    (shards.parent / ".000004.sharded.7.partial").mkdir()  # half-written
-    SHARD_DAMAGES[damage](newer)
-    with pytest.warns(UserWarning, match=r"000003\.sharded.*: continuing from 000002\.sharded"):
+    (shards.parent / ".last.ckpt.7.partial").mkdir()  # half-written
+    SHARD_DAMAGES[damage](shards)
+    with pytest.warns(UserWarning, match=r"last\.ckpt.*: continuing from previous\.ckpt"):
         place, _ = checkpoint.load_newest(shards.parent)  # type: ignore[misc]
-    assert place == shards
-    assert not newer.exists()
+    assert place == shards.with_name("previous.ckpt")
+    assert not shards.exists()
 
 
 # The lock
@@ -203,7 +196,7 @@ def test_a_lock_is_held_once_and_removed(tmp_path: Path):
 
 
 def test_the_holder_of_the_lock_removes_partial_files(tmp_path: Path):
-    (tmp_path / "checkpoints" / ".000003.sharded.12.partial").mkdir(parents=True)
+    (tmp_path / "checkpoints" / ".previous.ckpt.12.partial").mkdir(parents=True)
     (tmp_path / "checkpoints" / ".last.ckpt.12.partial").touch()
     (tmp_path / ".mine.partial").touch()
     with checkpoint.lock_folder(tmp_path):
@@ -226,7 +219,7 @@ def test_a_full_disk_is_one_line_and_leaves_no_half_file(
         fsync(handle)
 
     monkeypatch.setattr(files.os, "fsync", full)
-    words = ["train", "uea-modern/Toy", "--out", str(place), "--data.folder", str(toy_folder), *SMALL]
+    words = ["train", "uea-modern/Toy", "--out", str(place), "--data.folder", str(toy_folder), *toy.FLAGS]
     code = cli.main(words)
     err = capsys.readouterr().err
     assert (code, err.count("\n")) == (2, 1), err
@@ -249,4 +242,4 @@ def test_what_the_writers_write_the_readers_read(finished: Path, tmp_path: Path)
     expected = {"epoch": [1.0, 2.0], "loss": [0.5, 0.25], "J": [None, -1.0]}
     assert checkpoint.read_metrics(tmp_path / "metrics.csv") == expected
     files.write_json(tmp_path / "a.json", {"command": "primal \udcff"})  # an argument that is not UTF-8
-    assert checkpoint.read_json(tmp_path / "a.json") == {"command": "primal \udcff"}
+    assert files.read_json(tmp_path / "a.json") == {"command": "primal \udcff"}

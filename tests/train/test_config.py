@@ -27,9 +27,9 @@ def test_the_listed_names_are_those_of_the_modules():
     assert tuple(PAPER) == registry.UEA_SETS
     assert tuple(lra.TASKS) == registry.LRA_TASKS
     assert tuple(d4rl.PAPER) == registry.D4RL_SETS
-    assert tuple(image.MEMBERS) == registry.FAMILIES["image"].members
-    assert tuple(lm.SETS) == registry.FAMILIES["lm"].members
-    assert {name: registry.recipe_type(name).benchmark for name in registry.TYPES} == {n: n for n in registry.TYPES}
+    assert tuple(image.RECIPES) == registry.IMAGE_SETS
+    assert tuple(lm.RECIPES) == registry.TEXTS
+    assert tuple(registry.recipe_type(name).benchmark for name in registry.BENCHMARKS) == registry.BENCHMARKS
     assert registry.recipe_type("unknown") is None
     assert registry.get("uea/NATOPS").data.name == "NATOPS", "any set of the archive"
 
@@ -96,8 +96,9 @@ def test_a_configuration_of_an_earlier_version_is_mapped(old, new):
     del plain["trainer"]["logger"]
     plain["trainer"]["tensorboard"] = old
     assert from_plain(UEARecipe, plain).trainer.logger == new
-    assert from_plain(lra.LRAData, {"kinds": 4}) == lra.LRAData(length_buckets=4)
-    plain["trainer"] |= {"compile": True, "graph": False, "deterministic": True, "accumulate": 1}
+    assert from_plain(lra.LRARecipe, {"data": {"kinds": 4}}).data.length_buckets == 4
+    assert from_plain(image.ImageRecipe, {"data": {"cache": "device", "size": 112}}).data.size == 112
+    plain["trainer"] |= {"compile": True, "graph": False, "deterministic": True, "early_stop": 0, "accumulate": 1}
     trainer = from_plain(UEARecipe, plain).trainer
     assert (trainer.compile, trainer.graph) == ("on", "off")
     with pytest.warns(UserWarning, match=r"config.yaml: trainer.deterministic is ignored"):

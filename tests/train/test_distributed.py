@@ -17,7 +17,7 @@ from faults import assert_same
 
 from once import once
 from primal_attention.train import distributed, loop
-from primal_attention.train.checkpoint import candidates, export, read_checkpoint, read_weights
+from primal_attention.train.checkpoint import export, read_checkpoint, read_weights
 from primal_attention.train.config import TrainerConfig
 from primal_attention.train.uea import ClassificationModule
 from primal_attention.utils.errors import RunError
@@ -73,22 +73,16 @@ def test_two_ranks_train_as_one(runs: Path, shared: str, alone: str):
         assert curves(runs / "one")["ksvd_loss"][0] != pytest.approx(expected["ksvd_loss"][0], rel=1e-3)
 
 
-def test_landmarks_move_where_two_processes_share_each_sequence(runs: Path):
-    assert loop.read_summary(runs / "landmarks")["scores"]
-
-
-def test_a_run_stopped_by_a_signal_to_one_rank_resumes_to_the_same_weights(runs: Path):
+def test_stopped_and_killed_ranks_resume_to_the_same_weights(runs: Path):
     assert_same(runs / "ddp-stopped", runs / "ddp")
-
-
-def test_a_killed_rank_restarts_the_run_from_its_last_checkpoint(runs: Path):
     assert_same(runs / "fsdp-killed", runs / "fsdp")
     assert not list((runs / "fsdp-killed").rglob("*.partial"))
+    assert loop.read_summary(runs / "landmarks")["scores"], "landmarks move where processes share each sequence"
 
 
 def test_a_sharded_checkpoint_resumes_with_another_number_of_ranks_and_exports(runs: Path):
     place = runs / "fsdp-stopped"
-    saved, before = candidates(place / "checkpoints")
+    saved = place / "checkpoints" / "last.ckpt"
     export(saved, runs / "exported.safetensors")
     stored, exported = read_checkpoint(saved)["state_dict"], read_weights(runs / "exported.safetensors")
     assert {f"averaged.{name}" for name in exported} == {name for name in stored if name.startswith("averaged.")}
@@ -97,7 +91,7 @@ def test_a_sharded_checkpoint_resumes_with_another_number_of_ranks_and_exports(r
     shard = saved / "rank1.ckpt"  # damaged: the run continues from the checkpoint before
     shard.write_bytes(bytes(byte ^ 1 for byte in shard.read_bytes()))
     try:
-        with pytest.warns(UserWarning, match=rf"{shard.name} is damaged.*: continuing from {before.name}"):
+        with pytest.warns(UserWarning, match=rf"{shard.name} is damaged.*: continuing from previous.ckpt"):
             loop.train(many.series(runs, **many.WAYS["fsdp"]), place, resume=True)
     finally:
         torch.distributed.destroy_process_group()
@@ -107,9 +101,8 @@ def test_a_sharded_checkpoint_resumes_with_another_number_of_ranks_and_exports(r
 
 def test_sigterm_ends_the_command_with_143_within_ten_seconds(tmp_path: Path):
     toy.folder(tmp_path / "data" / "uea")
-    words = "--model.embed-dim 8 --model.num-heads 2 --model.rank 3 --model.landmarks 4 --trainer.epochs 100000"
-    words += " --trainer.accelerator cpu --trainer.no-progress --out run"
-    command = [sys.executable, "-m", "primal_attention", "train", "uea/Toy", *words.split()]
+    words = ["train", "uea/Toy", *toy.FLAGS, "--trainer.epochs", "100000", "--out", "run"]
+    command = [sys.executable, "-m", "primal_attention", *words]
     process = subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
     saved = tmp_path / "run" / "checkpoints" / "last.ckpt"
     deadline = time.monotonic() + 90

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ from primal_attention.cli.spectrum import load_run
 from primal_attention.convert.spectrum import spectrum
 from primal_attention.data import image as image_data
 from primal_attention.train import loop, registry
-from primal_attention.train.config import from_plain, override
-from primal_attention.train.image import AUGMENT, NO_LABEL, ImageBatches, ImageFolder, ImageRecipe, make_batches
+from primal_attention.train.config import override
+from primal_attention.train.image import AUGMENT, NO_LABEL, ImageBatches, ImageRecipe, make_batches
 from primal_attention.utils.errors import DataError, RunError
 
 pytest.importorskip("PIL")
 pytest.importorskip("transformers", minversion="5")
+CROP = partial(image_data.crop_centre, size=28)
 SMALL = {
     "data.size": 28,
     "data.workers": 0,
@@ -74,9 +76,9 @@ def test_the_papers_and_deits_settings() -> None:
     assert (recipe.trainer.epochs, recipe.trainer.batch_size, recipe.data.size) == (300, 1024, 224)
     assert (recipe.optim.name, recipe.optim.lr, recipe.optim.weight_decay) == ("adamw", 1e-3, 0.05)
     assert round(recipe.optim.warmup * 300) == 5
-    how = AUGMENT[recipe.augment]
-    assert (how.ops, how.magnitude, how.erase) == (2, 0.9, 0.25)
-    assert (how.mixup, how.cutmix, how.smoothing, how.repeats) == (0.8, 1.0, 0.1, 3)
+    training, mixing, smoothing, repeats = AUGMENT[recipe.augment]
+    assert training == {"smallest": 0.08, "ops": 2, "magnitude": 0.9, "erase": 0.25}
+    assert (mixing, smoothing, repeats) == ({"mixup": 0.8, "cutmix": 1.0}, 0.1, 3)
     assert recipe.model.drop_path == 0.1
     assert registry.get("image/imagenette").model.patch_size == 8
 
@@ -133,7 +135,7 @@ def test_broken_images_are_skipped_or_an_error_and_workers_read_what_one_process
     data = image_data.load(place)
     tests = []
     for workers in (0, 2):
-        batches = ImageBatches(data.test, image_data.evaluation(28), 8, workers=workers)
+        batches = ImageBatches(data.test, CROP, 8, workers=workers)
         with pytest.warns(UserWarning, match=rf"1 of 12 images do not decode and are skipped, first {bad}"):
             tests.append([torch.cat(parts) for parts in zip(*batches, strict=True)])
     assert all(torch.equal(a, b) for a, b in zip(*tests, strict=True))
@@ -172,15 +174,14 @@ def test_the_rest_of_an_epoch_has_the_random_crops_of_the_whole(folder: Path) ->
 
 
 def test_the_last_batch_of_an_evaluation_is_filled(folder: Path) -> None:
-    batches = ImageBatches(image_data.load(folder).test.take(np.arange(5)), image_data.evaluation(28), 4)
+    batches = ImageBatches(image_data.load(folder).test.take(np.arange(5)), CROP, 4)
     assert [images.shape[0] for images, _ in batches] == [4, 4]
     assert [labels[1:].tolist() for _, labels in batches][1] == 3 * [NO_LABEL]
 
 
-def test_a_loss_of_smoothed_labels_and_settings_of_earlier_versions(folder: Path) -> None:
+def test_the_loss_smooths_labels(folder: Path) -> None:
     module = small(folder, augment="light").build().module.eval()
     images, labels = torch.randint(256, (6, 3, 32, 32), dtype=torch.uint8), torch.zeros(6, dtype=torch.long)
     targets = torch.tensor([0.9 + 0.1 / 3, 0.1 / 3, 0.1 / 3]).expand(6, 3)
     expected = torch.nn.functional.cross_entropy(module.model(images), targets)
     torch.testing.assert_close(module.task_loss((images, labels)), expected)
-    assert from_plain(ImageFolder, {"cache": "device", "size": 112}) == ImageFolder(size=112)

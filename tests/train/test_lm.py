@@ -18,32 +18,26 @@ from primal_attention.data.lm import TextSplit, Vocabulary
 from primal_attention.train import lm as language
 from primal_attention.train import loop, registry
 from primal_attention.train.config import override
-from primal_attention.train.lm import LanguageRecipe, MeasuredWindows, TrainingWindows, load_language
+from primal_attention.train.lm import LanguageRecipe, Windows, load_language
 from primal_attention.utils.errors import DataError, RunError
 
 pytest.importorskip("tokenizers")
 
 SMALL: dict[str, Any] = {
+    **toy.SMALL,
     "data.vocabulary": 280,
     "data.context": 16,
     "model.embed_dim": 32,
     "model.num_heads": 2,
     "model.layers": 2,
-    "model.rank": 4,
     "model.landmarks": 8,
-    "trainer.epochs": 1,
-    "trainer.steps_per_epoch": 2,
-    "trainer.batch_size": 3,
+    "model.ffn_dim": None,
 }
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    home = tmp_path_factory.mktemp("wikipedia")
-    for split, count in (("train", 12), ("valid", 3), ("test", 3)):
-        articles = (f" = {split} {i} = \n\nThe cat {i} sat on the mat of {split}, and sat.\n" for i in range(count))
-        (home / f"wiki.{split}.txt").write_text("".join(articles))
-    return home
+    return toy.write_articles(tmp_path_factory.mktemp("wikipedia"))
 
 
 def small(folder: Path, **changes: Any) -> LanguageRecipe:
@@ -56,7 +50,7 @@ def split(count: int) -> TextSplit:
 
 @pytest.mark.parametrize("count", [2, 9, 17, 18, 50])
 def test_every_token_is_predicted_exactly_once(count: int) -> None:
-    batches = MeasuredWindows(split(count), 8, 3)
+    batches = Windows(split(count), 8, 3)
     windows = torch.cat([batch for (batch,) in batches])
     assert all(len(batch) == 3 for (batch,) in batches)
     targets = windows[:, 1:]
@@ -70,7 +64,7 @@ def test_training_windows_are_cut_anew_and_repeat_by_seed() -> None:
     stream = split(60_000)  # above the largest signed number of 16 bits
 
     def starts(epoch: int, seed: int = 0) -> torch.Tensor:
-        batches = TrainingWindows(stream, 100, 7, seed)
+        batches = Windows(stream, 100, 7, seed)
         batches.epoch = epoch
         return torch.cat([batch[:, 0] for (batch,) in batches])
 
@@ -81,7 +75,7 @@ def test_training_windows_are_cut_anew_and_repeat_by_seed() -> None:
     torch.testing.assert_close(first, starts(0))
     assert not torch.equal(first.sort().values, starts(1).sort().values)
     with pytest.raises(DataError, match="train has 12 tokens: windows of 8 need 17"):
-        TrainingWindows(split(12), 8, 1, 0)
+        Windows(split(12), 8, 1, 0)
 
 
 DELTA = {"primal_mode": "delta", "primal_heads": 4, "rank": 64, "conv": 4, "gate": True}
@@ -188,7 +182,7 @@ def test_a_vocabulary_beside_the_text_is_used(folder: Path, tmp_path: Path) -> N
     [
         ({"data__vocabulary": 256}, "data.vocabulary must be at least 257"),
         ({"model__conv": -1}, "model.conv must not be negative"),
-        ({"model__primal_mode": "dual"}, r"attention 'dual' was removed; use 'decay' or 'delta'"),
+        ({"model__primal_mode": "dual"}, r"model.primal_mode must be one of mean, landmarks, decay, delta"),
     ],
 )
 def test_bad_settings_are_one_line(folder: Path, changes: dict[str, Any], message: str) -> None:

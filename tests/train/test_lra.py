@@ -13,32 +13,16 @@ import torch
 import toy
 from faults import assert_resumes_to_the_same
 
-from primal_attention.data.lra import listops, pathfinder
+from primal_attention.data.lra import pathfinder
 from primal_attention.data.lra.tokens import TokenData, TokenSplit
 from primal_attention.models.lra import LRAClassifier
 from primal_attention.train import loop, lra, registry
 from primal_attention.train.config import override
-from primal_attention.train.lra import (
-    SHORT,
-    TASKS,
-    LRARecipe,
-    TokenBatches,
-    bucket_widths,
-    build_from,
-    count_lengths,
-)
+from primal_attention.train.lra import TASKS, LRARecipe, TokenBatches, bucket_widths, build_from, count_lengths
 from primal_attention.utils.errors import DataError, RunError
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-SMALL = {
-    "model.embed_dim": 8,
-    "model.ffn_dim": 16,
-    "model.rank": 3,
-    "model.landmarks": 4,
-    "trainer.epochs": 2,
-    "trainer.steps_per_epoch": 3,
-    "trainer.batch_size": 4,
-}
+SMALL = {**toy.SMALL, "model.landmarks": 4, "trainer.epochs": 2}
 
 
 def small(name: str = "lra/listops", folder: Path | None = None, **changes: Any) -> LRARecipe:
@@ -47,8 +31,7 @@ def small(name: str = "lra/listops", folder: Path | None = None, **changes: Any)
 
 @pytest.fixture(scope="module")
 def expressions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    shape = listops.Shape(max_depth=4, max_args=4, min_length=5, max_length=90)
-    return listops.write(tmp_path_factory.mktemp("listops"), train=36, valid=6, test=6, shape=shape)
+    return toy.write_expressions(tmp_path_factory.mktemp("listops"))
 
 
 def made_up(length: int = 12, *, pairs: bool = False) -> TokenData:
@@ -67,33 +50,24 @@ def made_up(length: int = 12, *, pairs: bool = False) -> TokenData:
 # Recipes
 
 
-@pytest.mark.parametrize(
-    ("task", "steps", "warmup", "batch", "former", "plus"),
-    [
-        ("listops", 5000, 1000, 32, (20, 0.1), (30, 0.05)),
-        ("text", 20000, 8000, 32, (20, 0.05), (30, 0.1)),
-        ("retrieval", 30000, 800, 32, (30, 0.0), (20, 0.05)),
-        ("image", 35000, 175, 256, (30, 0.1), (30, 0.1)),
-        ("pathfinder", 62400, 312, 256, (30, 0.1), (20, 0.05)),
-    ],
-)
-def test_the_papers_settings_and_a_shorter_training_of_the_same_model(task, steps, warmup, batch, former, plus):
-    recipe = registry.get(f"lra/{task}").resolved()
+@pytest.mark.parametrize("task", TASKS)
+def test_the_papers_settings_and_a_shorter_training_of_the_same_model(task: str):
+    recipe, published = registry.get(f"lra/{task}").resolved(), TASKS[task]
     trainer, optim, model = recipe.trainer, recipe.optim, recipe.model
-    assert trainer.epochs * trainer.steps_per_epoch == steps
-    assert round(optim.warmup * steps) == warmup
-    assert trainer.batch_size == batch
-    found = (optim.name, optim.lr, optim.eps, optim.weight_decay, optim.schedule)
-    assert found == ("adamw", 1e-4, 1e-6, 0.0, "onecycle-linear")
+    assert trainer.epochs * trainer.steps_per_epoch == published.steps
+    assert round(optim.warmup * published.steps) == published.warmup
+    schedule = (optim.name, optim.lr, optim.eps, optim.weight_decay, optim.schedule)
+    assert schedule == ("adamw", 1e-4, 1e-6, 0.0, "onecycle-linear")
     assert (model.embed_dim, model.num_heads, model.layers, model.ffn_dim, model.dropout) == (64, 2, 2, 128, 0.1)
-    assert (model.rank, recipe.eta, model.landmarks) == (*former, 10 * former[0])
-    both = override(registry.get(f"lra/{task}"), {"model.attention": ("primal+",)}).resolved()
-    assert (both.model.rank, both.eta) == plus
+    assert (model.rank, recipe.eta, model.landmarks) == (*published.former, 10 * published.former[0])
+    plus = override(registry.get(f"lra/{task}"), {"model.attention": ("primal+",)}).resolved()
+    assert (plus.model.rank, plus.eta) == published.plus
     short = registry.get(f"lra-short/{task}").resolved()
     # Initial positions and the landmarks of training are not part of the trained model.
     assert dataclasses.replace(short.model, positions="random", sampling="even") == model
-    assert short.trainer.epochs * short.trainer.steps_per_epoch == SHORT[task].steps
-    assert SHORT[task].steps * short.trainer.batch_size <= steps * batch
+    assert TASKS["text"] == (20_000, 8_000, 32, 500, (20, 0.05), (30, 0.1))
+    samples = [r.trainer.epochs * r.trainer.steps_per_epoch * r.trainer.batch_size for r in (short, recipe)]
+    assert samples[0] <= samples[1]
 
 
 @pytest.mark.parametrize(

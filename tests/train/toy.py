@@ -1,4 +1,4 @@
-"""A small set, small recipes, and the rows of a run.
+"""Small sets of every kind, small recipes, and the rows of a run.
 
 `recipe` has everything random switched on: dropout, mixup, augmentation, averaging.
 """
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from primal_attention.data import uea
+from primal_attention.data.lra import listops
 from primal_attention.data.uea import SeriesData, Split
 from primal_attention.train.config import override
 from primal_attention.train.uea import UEARecipe, modern_recipe
@@ -40,6 +41,34 @@ def folder(place: Path) -> Path:
     return place
 
 
+def write_expressions(place: Path) -> Path:
+    """ListOps, enough for a few batches."""
+    shape = listops.Shape(max_depth=4, max_args=4, min_length=5, max_length=90)
+    return listops.write(place, train=36, valid=6, test=6, shape=shape)
+
+
+def write_articles(place: Path) -> Path:
+    """Three splits of short articles."""
+    for split, count in (("train", 12), ("valid", 3), ("test", 3)):
+        articles = (f" = {split} {i} = \n\nThe cat {i} sat on the mat of {split}, and sat.\n" for i in range(count))
+        (place / f"wiki.{split}.txt").write_text("".join(articles))
+    return place
+
+
+# A small model and a short training by flags.
+FLAGS = """
+--model.embed-dim 8 --model.num-heads 2 --model.layers 1 --model.ffn-dim 16 --model.rank 3 --model.landmarks 4
+--trainer.epochs 1 --trainer.batch-size 8 --trainer.accelerator cpu --trainer.no-progress
+""".split()  # noqa: SIM905 (reads as it is typed)
+# The same for recipes whose epochs are counted in steps.
+SMALL: dict[str, Any] = {
+    "model.embed_dim": 8,
+    "model.ffn_dim": 16,
+    "model.rank": 3,
+    "trainer.epochs": 1,
+    "trainer.steps_per_epoch": 3,
+    "trainer.batch_size": 4,
+}
 # Steps that cost little, for the recipes of all benchmarks.
 BRIEF: dict[str, Any] = {
     "trainer.precision": "32-true",

@@ -29,11 +29,6 @@ def main(args: Sequence[str]) -> int:
     for split, use in USES.items():
         parser.flag(f"--{split}", f"samples to {use} (default %(default)s)", type=int, default=task.SIZES[split])
     parser.flag("--seed", "of everything random (default 0)", type=int, default=0)
-    if task is pathfinder:
-        length, count = pathfinder.CONTOUR_LENGTH, pathfinder.DISTRACTORS
-        parser.flag("--contour-length", "dashes per contour (default %(default)s)", type=int, default=length)
-        parser.flag("--distractors", "short contours (default %(default)s)", type=int, default=count)
-        parser.flag("--workers", "processes; the images do not depend on it", type=int, default=1)
     if task is retrieval:
         parser.flag("--articles", "folder of *.txt files with the articles", type=Path, required=True)
     settings = vars(parser.parse_args(words))

@@ -151,14 +151,15 @@ def read_change(item: str) -> tuple[str, Any]:
 def with_available_sets(plan: Plan, kind: TableKind, options: argparse.Namespace) -> Plan:
     """Leave out sets that lack both data and results, and name them; a set that was asked for must be there."""
     from primal_attention.data import d4rl, uea
-    from primal_attention.train import grid, image, lm, lra
+    from primal_attention.data.storage import default_folder
+    from primal_attention.train import grid
 
     has_data: dict[str, Callable[[str, Path | None], object]] = {
         "uea": uea.find,
         "d4rl": d4rl.find,
-        "image": lambda name, folder: (folder or image.default_folder()).is_dir(),
-        "lm": lambda name, folder: (folder or lm.default_folder(name)).is_dir(),
-        "lra": lambda name, folder: (folder / name if folder else lra.default_folder(name)).is_dir(),
+        "image": lambda name, folder: (folder or default_folder("images")).is_dir(),
+        "lm": lambda name, folder: (folder or default_folder("lm", name)).is_dir(),
+        "lra": lambda name, folder: (folder / name if folder else default_folder("lra", name)).is_dir(),
     }
     jobs = {job.recipe.partition("/")[2]: job for job in missing_jobs(plan, options)}
     missing = [name for name in plan.sets if name in jobs and not has_data[kind.benchmark](name, options.data)]

@@ -12,7 +12,6 @@ after the last end belong to an unfinished episode whose return is unknown; they
 from __future__ import annotations
 
 import difflib
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -39,7 +38,7 @@ MAX_COMPRESSION = 1100  # above the ratio of deflate: a larger column cannot be 
 
 
 def environment_of(name: str) -> str:
-    """The environment of a set's name: hopper for hopper-medium-replay."""
+    """Return the environment of a set's name: hopper for hopper-medium-replay."""
     env = name.partition("-")[0].partition("_")[0].lower()
     if env not in REFERENCE:
         raise DataError(f"set {name!r} names no environment with reference scores (has {', '.join(REFERENCE)})")
@@ -47,7 +46,7 @@ def environment_of(name: str) -> str:
 
 
 def normalized_score(env: str, mean_return: float) -> float:
-    """D4RL's score: 0 for the return of a random policy, 100 for an expert's."""
+    """Return D4RL's score: 0 for the return of a random policy, 100 for an expert's."""
     low, high = REFERENCE[environment_of(env)]
     return 100.0 * (mean_return - low) / (high - low)
 
@@ -94,19 +93,14 @@ class Trajectories:
         return np.arange(len(self)) - np.repeat(self.starts, self.lengths)
 
     def state_moments(self) -> tuple[np.ndarray, np.ndarray]:
-        """Mean and deviation of the states over all rows, for their normalisation."""
+        """Return the mean and the deviation of the states over all rows, for their normalisation."""
         states = self.observations.astype(np.float64)
         return states.mean(axis=0).astype(np.float32), states.std(axis=0).astype(np.float32)
 
 
-def default_folder() -> Path:
-    """$PRIMAL_D4RL, or data/d4rl under the working directory."""
-    return Path(os.environ.get("PRIMAL_D4RL", "data/d4rl"))
-
-
 def find(name: str, folder: str | Path | None = None) -> Path | None:
-    """The file of a set, under its own name or under D4RL's."""
-    folder = Path(folder or default_folder())
+    """Return the file of a set, under its own name or under D4RL's."""
+    folder = Path(folder or storage.default_folder("d4rl"))
     env, _, level = name.partition("-")
     stems = (name, f"{name}-v2", f"{env}_{level.replace('-', '_')}-v2")
     files = (folder / f"{stem}{end}" for stem in stems for end in (".hdf5", ".npz"))
@@ -115,19 +109,20 @@ def find(name: str, folder: str | Path | None = None) -> Path | None:
 
 def load(name: str, folder: str | Path | None = None) -> Trajectories:
     """Read a set from the folder."""
+    folder = Path(folder or storage.default_folder("d4rl"))
     file = find(name, folder)
     if file is None:
         near = difflib.get_close_matches(name, SETS, n=1)
         hint = f" (did you mean {near[0]}?)" if near and near[0] != name else ""
         raise DataError(
-            f"{name}.hdf5 is not in {folder or default_folder()}{hint}: put the file in D4RL's layout there, name "
+            f"{name}.hdf5 is not in {folder}{hint}: put the file in D4RL's layout there, name "
             "another folder with --data.folder, or a Minari set with --data.minari"
         )
     return read_npz(file, name) if file.suffix == ".npz" else read_hdf5(file, name)
 
 
 def read_hdf5(file: str | Path, name: str | None = None) -> Trajectories:
-    """Trajectories of an HDF5 file in D4RL's layout; keys that are not needed are not read."""
+    """Read the trajectories of an HDF5 file in D4RL's layout; keys that are not needed are not read."""
     h5py = import_package("h5py", f"reading {file}")
     file = Path(file)
     source = ORIGINAL
@@ -146,7 +141,7 @@ def read_hdf5(file: str | Path, name: str | None = None) -> Trajectories:
 
 
 def read_npz(file: str | Path, name: str | None = None) -> Trajectories:
-    """Trajectories of a `.npz` with the keys of D4RL's layout; needs numpy alone."""
+    """Read the trajectories of a `.npz` with the keys of D4RL's layout; needs numpy alone."""
     file = Path(file)
     columns = storage.read_npz(file, "a .npz of plain arrays", (), (*KEYS, "timeouts", "source"))
     source = str(columns["source"])[:200] if "source" in columns else ORIGINAL
@@ -154,7 +149,7 @@ def read_npz(file: str | Path, name: str | None = None) -> Trajectories:
 
 
 def read_minari(identifier: str, name: str | None = None) -> Trajectories:
-    """Trajectories of a Minari data set that is on this machine, by its identifier."""
+    """Read the trajectories of a Minari data set that is on this machine, by its identifier."""
     minari = import_package("minari", "reading Minari data sets")
     where = f"Minari set {identifier!r}"
     try:
@@ -178,7 +173,7 @@ def read_minari(identifier: str, name: str | None = None) -> Trajectories:
 
 
 def from_columns(name: str, columns: Mapping[str, Any], *, where: str, source: str = ORIGINAL) -> Trajectories:
-    """Checked trajectories from the columns of D4RL's layout."""
+    """Return checked trajectories from the columns of D4RL's layout."""
     for key in KEYS:
         if key not in columns:
             raise DataError(f"{where}: lacks {key!r} (has {', '.join(columns) or 'none of the keys of D4RL'})")
@@ -207,7 +202,7 @@ def _with_horizon(ended: np.ndarray) -> np.ndarray:
 
 
 def _to_floats(values: Any, key: str, where: str, axes: int) -> np.ndarray:
-    """A finite float32 array of one or two axes."""
+    """Return a finite float32 array of one or two axes."""
     with np.errstate(over="ignore"):
         array = _check_column(values, key, where, "fiu", axes).astype(np.float32)
     if not np.isfinite(array).all():
@@ -217,7 +212,7 @@ def _to_floats(values: Any, key: str, where: str, axes: int) -> np.ndarray:
 
 
 def _to_flags(values: Any, key: str, where: str) -> np.ndarray:
-    """A column of booleans, stored as such or as numbers 0 and 1; the string "False" would count as true."""
+    """Return a column of booleans, stored as such or as numbers 0 and 1; the string "False" would count as true."""
     array = _check_column(values, key, where, "bfiu", axes=1)
     if not np.isin(array, (0, 1)).all():
         raise DataError(f"{where}: {key} must hold booleans, or the numbers 0 and 1")

@@ -13,7 +13,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +68,7 @@ def load(folder: str | Path, classes: str | Path | None = None) -> ImageData:
 
 
 def _class_names(home: Path, file: Path | None) -> tuple[str, ...]:
-    """The class folders, or the first word of each line of a file: ImageNet's lists have a description after it."""
+    """Return the class folders, or the first word of each line of a file; ImageNet's lists describe it after that."""
     if file is None:
         names = sorted(place.name for place in home.iterdir() if place.is_dir() and not place.name.startswith("."))
     else:
@@ -97,7 +96,7 @@ def _list_files(home: Path, classes: Sequence[str]) -> ImageSplit:
 
 
 def read(file: Path) -> Image | None:
-    """The image in RGB, or None if it does not decode."""
+    """Return the image in RGB, or None if it does not decode."""
     pillow = import_package("PIL.Image", "reading images")
     try:
         with pillow.open(file) as image:
@@ -106,26 +105,21 @@ def read(file: Path) -> Image | None:
         return None
 
 
-def to_array(image: Image) -> np.ndarray:
-    """uint8 (3, height, width)."""
-    return np.ascontiguousarray(np.asarray(image, dtype=np.uint8).transpose(2, 0, 1))
+def crop_centre(image: Image, size: int) -> np.ndarray:
+    """Resize the short side to 8/7 of `size` (256 for 224), then crop the central `size` × `size` pixels.
 
-
-def crop_centre(image: Image, side: int, size: int) -> np.ndarray:
-    """Resize the short side to `side`, then crop the central `size` × `size` pixels: uint8 (3, size, size)."""
+    Returns:
+        uint8 (3, size, size).
+    """
     from PIL import Image
 
-    short = min(image.size)
+    side, short = round(size / CROP_FRACTION), min(image.size)
     if short != side:
         width, height = (max(side, round(length * side / short)) for length in image.size)
         image = image.resize((width, height), Image.Resampling.BICUBIC)
     left, top = (image.width - size) // 2, (image.height - size) // 2
-    return to_array(image.crop((left, top, left + size, top + size)))
-
-
-def resized_side(size: int) -> int:
-    """Return the short side before the central crop of `size` pixels: 256 for 224."""
-    return round(size / CROP_FRACTION)
+    pixels = np.asarray(image.crop((left, top, left + size, top + size)), dtype=np.uint8)
+    return np.ascontiguousarray(pixels.transpose(2, 0, 1))
 
 
 def complain(broken: Sequence[Path], total: int, *, strict: bool) -> None:
@@ -138,7 +132,10 @@ def complain(broken: Sequence[Path], total: int, *, strict: bool) -> None:
 
 
 class ImageFiles:
-    """A map-style dataset of (uint8 pixels, label, index); pixels are None for a file that does not decode."""
+    """A map-style dataset of (pixels, label, index) by (index, seed); pixels are None for a file that does not decode.
+
+    The seed is that of the transform's random numbers.
+    """
 
     def __init__(self, split: ImageSplit, transform: Callable[[Image], np.ndarray]) -> None:
         self.split = split
@@ -147,13 +144,20 @@ class ImageFiles:
     def __len__(self) -> int:
         return len(self.split)
 
-    def __getitem__(self, i: int) -> tuple[np.ndarray | None, int, int]:
-        image = read(self.split.files[i])
-        return None if image is None else self.transform(image), int(self.split.labels[i]), i
+    def __getitem__(self, key: tuple[int, int]) -> tuple[np.ndarray | None, int, int]:
+        import torch
+
+        i, seed = key
+        image, label = read(self.split.files[i]), int(self.split.labels[i])
+        if image is None:
+            return None, label, i
+        with torch.random.fork_rng(devices=[]):  # without workers this is the training's own process
+            torch.default_generator.manual_seed(seed)
+            return self.transform(image), label, i
 
 
 def collate(samples: Sequence[tuple[np.ndarray | None, int, int]]) -> Any:
-    """Pixels and labels of the decoded samples as tensors, and the indices of the others."""
+    """Return pixels and labels of the decoded samples as tensors, and the indices of the others."""
     import torch
 
     decoded = [(pixels, label) for pixels, label, _ in samples if pixels is not None]
@@ -162,11 +166,6 @@ def collate(samples: Sequence[tuple[np.ndarray | None, int, int]]) -> Any:
         return None, None, broken
     pixels, labels = zip(*decoded, strict=True)
     return torch.from_numpy(np.stack(pixels)), torch.tensor(labels), broken
-
-
-def evaluation(size: int) -> Callable[[Image], np.ndarray]:
-    """The central crop that evaluation uses."""
-    return partial(crop_centre, side=resized_side(size), size=size)
 
 
 def training(size: int, *, smallest: float, ops: int, magnitude: float, erase: float) -> Callable[[Image], np.ndarray]:

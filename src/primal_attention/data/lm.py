@@ -68,7 +68,7 @@ class Vocabulary:
 
     @classmethod
     def from_words(cls, text: str) -> Vocabulary:
-        """All words of a text, the most frequent first; equally frequent ones in alphabetical order."""
+        """Take all words of a text, the most frequent first; equally frequent ones in alphabetical order."""
         counts = Counter(text.split())
         counts[END_OF_LINE] += len(text.splitlines())
         words = sorted(counts, key=lambda word: (-counts[word], word))
@@ -76,7 +76,7 @@ class Vocabulary:
 
     @classmethod
     def train_byte_pairs(cls, documents: Iterable[str], size: int) -> Vocabulary:
-        """`size` tokens from merges of the most frequent pairs."""
+        """Learn `size` tokens by merging the most frequent pairs."""
         library = import_package("tokenizers", "a vocabulary")
         alphabet = library.pre_tokenizers.ByteLevel.alphabet()
         if size <= len(alphabet):
@@ -94,18 +94,18 @@ class Vocabulary:
         return self.tokenizer.get_vocab_size()
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """The tokens of each text, without an end token."""
+        """Return the tokens of each text, without an end token."""
         if self.is_word_level and self.tokenizer.token_to_id(UNKNOWN) is None and (unknown := self.unknown(texts)):
             raise DataError(f"the word {unknown[0]!r} is not in the vocabulary, and the vocabulary has no {UNKNOWN}")
         return [encoding.ids for encoding in self.tokenizer.encode_batch(list(texts), add_special_tokens=False)]
 
     def unknown(self, texts: Sequence[str]) -> list[str]:
-        """The words that are not in the vocabulary, each once; none for byte pairs."""
+        """Return the words that are not in the vocabulary, each once; none for byte pairs."""
         words = dict.fromkeys(" ".join(texts).split()) if self.is_word_level else ()
         return [word for word in words if self.tokenizer.token_to_id(word) is None]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of the tokens."""
+        """Return the text of the tokens."""
         wrong = next((t for t in tokens if not 0 <= t < len(self)), None)
         if wrong is not None:
             raise DataError(f"token {wrong} is not in the vocabulary, which has 0 … {len(self) - 1}")
@@ -177,7 +177,7 @@ def load(folder: str | Path, size: int | None = None, *, vocabulary: Vocabulary 
 
 
 def find(folder: Path, split: str) -> Path:
-    """The file of a split, by the names that releases use."""
+    """Return the file of a split, by the names that releases use."""
     names = [f"wiki.{split}{ending}" for ending in (".tokens", ".txt", ".txt.xz", ".tokens.xz")]
     for name in names:
         if (folder / name).is_file():
@@ -186,7 +186,7 @@ def find(folder: Path, split: str) -> Path:
 
 
 def read(file: Path) -> str:
-    """A file's text, decompressed if it ends in .xz."""
+    """Return a file's text, decompressed if it ends in .xz."""
     with reading(file, "a text file" if file.suffix != ".xz" else "a text file packed by xz"):
         content = file.read_bytes()
         return (lzma.decompress(content) if file.suffix == ".xz" else content).decode("utf-8")
@@ -212,7 +212,7 @@ def check_no_leak(splits: Sequence[Sequence[str]]) -> None:
 
 
 def _title_and_body(piece: str) -> tuple[str, str]:
-    """A document's title, or its first words where it has none, and the text below."""
+    """Return a document's title, or its first words where it has none, and the text below."""
     first, _, rest = piece.partition("\n")
     if DOCUMENT.match(first):
         return first.strip(" =")[:60], rest.strip()
@@ -236,7 +236,7 @@ def _encode_all(files: Sequence[Path], size: int | None, vocabulary: Vocabulary 
 
 
 def encode(pieces: Sequence[str], vocabulary: Vocabulary) -> np.ndarray:
-    """The stream of tokens of some documents, an end token before the first and, for byte pairs, after each."""
+    """Return the stream of tokens of some documents, an end token before the first and, for byte pairs, after each."""
     dtype = np.uint16 if len(vocabulary) <= 2**16 else np.int32
     ends = [] if vocabulary.is_word_level else [vocabulary.end]  # every line of words has its own
     parts = [np.array([vocabulary.end], dtype=dtype)]

@@ -28,6 +28,11 @@ from primal_attention.utils.provenance import hash_file
 Arrays = Mapping[str, np.ndarray]
 
 
+def default_folder(name: str, *parts: str) -> Path:
+    """Return $PRIMAL_<NAME>, or data/<name> under the working directory."""
+    return Path(os.environ.get(f"PRIMAL_{name.upper()}", f"data/{name}"), *parts)
+
+
 # Reading
 
 
@@ -46,9 +51,9 @@ def reading(file: Path, expected: str) -> Iterator[None]:
         raise DataError(f"{file}: not {expected} ({one_line(error)})") from error
 
 
-def one_line(error: BaseException, limit: int = 200) -> str:
-    """The message of an error in one line, or its type where it has none."""
-    text = " ".join((getattr(error, "strerror", None) or str(error) or type(error).__name__).split())
+def one_line(value: object, limit: int = 200) -> str:
+    """Return a value in one line; of an error its message, or its type if it has none."""
+    text = " ".join((getattr(value, "strerror", None) or str(value) or type(value).__name__).split())
     return text if len(text) <= limit else text[:limit] + "…"
 
 
@@ -106,7 +111,7 @@ def _save_cache(folder: Path, name: str, key: str, arrays: Arrays) -> None:
 
 
 def _load_cache(folder: Path, name: str, key: str) -> Arrays | None:
-    """The arrays of a cache, or None if it is missing, damaged, or has another key."""
+    """Return the arrays of a cache, or None if it is missing, damaged, or has another key."""
     try:
         index = json.loads((folder / f"{name}.json").read_bytes())
         files = {part: folder / f"{name}-{part}.npy" for part in index["parts"]}

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from primal_attention.data.storage import one_line, read_npz, reading
+from primal_attention.data.storage import default_folder, one_line, read_npz, reading
 from primal_attention.utils.errors import DataError, import_package
 from primal_attention.utils.files import write_atomically
 
@@ -109,7 +109,7 @@ class Standardizer:
         return cls(mean, np.where(flat, 1.0, std))
 
     def __call__(self, series: np.ndarray) -> np.ndarray:
-        """Standardised copy; a channel without any value becomes zero, the training mean."""
+        """Return a standardised copy; a channel without any value becomes zero, the training mean."""
         return np.nan_to_num((series - self.mean) / self.std, nan=0.0)
 
 
@@ -167,7 +167,7 @@ def pad(
 
 
 def stratified_holdout(labels: np.ndarray, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Indices of (training, holdout) samples: about `fraction` of every class, never the only sample of a class."""
+    """Return indices of training and of holdout samples: `fraction` of every class, never the only one of a class."""
     if not 0.0 < fraction < 1.0:
         raise DataError(f"the holdout fraction must lie between 0 and 1 (got {fraction})")
     if len(labels) == 0:
@@ -184,7 +184,7 @@ def stratified_holdout(labels: np.ndarray, fraction: float, seed: int) -> tuple[
 
 
 def folds(labels: np.ndarray, count: int, seed: int) -> np.ndarray:
-    """The fold of each sample, 0 … count − 1, of nearly equal sizes and with every class spread over all of them."""
+    """Return the fold of each sample, 0 … count − 1; sizes are nearly equal, and every class is spread over all."""
     rng, fold, start = np.random.default_rng(seed), np.empty(len(labels), dtype=np.int64), 0
     for label in np.unique(labels):
         members = rng.permutation(np.flatnonzero(labels == label))
@@ -196,16 +196,11 @@ def folds(labels: np.ndarray, count: int, seed: int) -> np.ndarray:
 # The archive
 
 
-def default_folder() -> Path:
-    """$PRIMAL_UEA, or data/uea under the working directory."""
-    return Path(os.environ.get("PRIMAL_UEA", "data/uea"))
-
-
 def load(name: str, folder: str | Path | None = None) -> SeriesData:
     """Read a set of the archive: `<name>_TRAIN` and `_TEST`, `.npz` or `.ts`, in the folder or in `<folder>/<name>`."""
     train = find(name, folder)
     if train is None:
-        root = Path(folder or default_folder())
+        root = Path(folder or default_folder("uea"))
         known = [place.stem.removesuffix("_TRAIN") for place in root.iterdir()] if root.is_dir() else []
         near = difflib.get_close_matches(name, [*known, *INSIDE_AEON], n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
@@ -220,8 +215,8 @@ def load(name: str, folder: str | Path | None = None) -> SeriesData:
 
 
 def find(name: str, folder: str | Path | None = None) -> Path | None:
-    """The training file of a set. The default folder may lack a set that aeon has."""
-    root = Path(folder or default_folder())
+    """Return the training file of a set. The default folder may lack a set that aeon has."""
+    root = Path(folder or default_folder("uea"))
     for file in (home / f"{name}_TRAIN{ending}" for home in (root / name, root) for ending in (".npz", ".ts")):
         if file.is_file():
             return file
@@ -287,7 +282,7 @@ def load_file(path: str | Path, test_path: str | Path | None = None, *, seed: in
 
 
 def _read_file(file: Path) -> tuple[list[np.ndarray], list[str]]:
-    """The series of a file with gaps filled, and their labels."""
+    """Return the series of a file with gaps filled, and their labels."""
     if file.suffix not in _READERS:
         raise DataError(f"{file}: expected a file that ends in {', '.join(_READERS)}")
     if not file.is_file():
@@ -377,13 +372,13 @@ _READERS = {".npz": _read_arrays, ".parquet": _read_parquet, ".ts": _read_ts}
 
 
 def _label_names(values: Sequence[Any], file: Path) -> list[str]:
-    """Labels as text. Whole numbers are written alike whatever their type, so that two files agree."""
+    """Return labels as text. Integers and floats of one value give one text, so that two files agree."""
     names = []
     for i, value in enumerate(values):
         if value is None or (isinstance(value, float) and not math.isfinite(value)):
             raise DataError(f"{file}: the label of sample {i + 1} is missing ({value})")
-        is_whole = isinstance(value, float) and value.is_integer()
-        names.append(str(int(value) if is_whole else value).strip())
+        is_integer = isinstance(value, float) and value.is_integer()
+        names.append(str(int(value) if is_integer else value).strip())
     return names
 
 

@@ -70,7 +70,7 @@ class Batches:
         return len(range(self.rank, size, self.world)) * self.world / size
 
     def to(self, device: torch.device) -> Batches:
-        """Move the whole set to the device: sets are small, and a copy per step would cost more."""
+        """Move the set to the device: sets are small, and a copy per step would cost more."""
         self.tensors = [t.to(device) for t in self.tensors]
         return self
 

@@ -6,12 +6,12 @@
     summary.json                  read_summary      the result; written last: its presence means the run has finished
     checkpoints/last.ckpt         read_checkpoint   `torch.save`'s format, then a line with its sha256
     checkpoints/previous.ckpt                       the one before, used if last.ckpt is damaged
-    checkpoints/000007.sharded/                     the same as rankN.ckpt of each process, with its rows of the tensors
     validation/                                     the same for the training with validation samples (protocol both)
     .lock                                           the process that trains here, while it does
 
-FSDP runs write sharded checkpoints, which any number of processes can read; the last two are kept. A reader returns
-valid data or raises a one-line `RunError` that names the path and the field. Nothing that is read is executed.
+A checkpoint of an FSDP run is a folder with the file rankN.ckpt of each process, which has its rows of the tensors; any
+number of processes can read it. A reader returns valid data or raises a one-line `RunError` that names the path and the
+field. Nothing that is read is executed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import io
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,30 +30,18 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import yaml
+from torch.utils._pytree import tree_map
 
 import primal_attention
+from primal_attention.data.storage import one_line
 from primal_attention.train.config import FORMAT, Recipe, from_plain, to_plain
 from primal_attention.train.distributed import load_full, split_like
+from primal_attention.utils import files
 from primal_attention.utils.errors import RunError
-from primal_attention.utils.files import (
-    COUNT,
-    Number,
-    check,
-    partial_name,
-    read_cell,
-    read_csv,
-    read_json,
-    read_yaml,
-    sync_folder,
-    write_atomically,
-    write_error,
-    write_text,
-    write_weights,
-)
 from primal_attention.utils.provenance import collect
 
 LOCK = ".lock"
-LAST, PREVIOUS, DAMAGED, SHARDED = "last.ckpt", "previous.ckpt", ".damaged", ".sharded"
+LAST, PREVIOUS, DAMAGED = "last.ckpt", "previous.ckpt", ".damaged"
 ROWS = "rows"  # key of a process's rows of a tensor that FSDP splits
 MAX_CONFIG_BYTES = 2**20  # the YAML parser needs seconds per megabyte
 TRAILER = b"\nsha256 "  # follows the content of a checkpoint, with 64 digits and a newline
@@ -63,24 +51,19 @@ Table = dict[str, list[float | None]]
 SUMMARY = {
     "benchmark": str,
     "label": str,
-    "seed": Number(integer=True),
-    "scores": {...: {...: Number(finite=False)}},
-    "parameters": Number(integer=True),
-    "seconds_per_epoch": Number(finite=False),
+    "seed": files.Number(integer=True),
+    "scores": {...: {...: files.Number(finite=False)}},
+    "parameters": files.Number(integer=True),
+    "seconds_per_epoch": files.Number(finite=False),
     "device": str,
     "data": dict,
 }
-RUN = {  # fields of `State`
-    "rows": list,
-    "seconds": list,
-    "finished": bool,
-    "best": (dict, None),
-    "chosen": (dict, None),
-    "middle": (dict, None),
-    "unmeasured": (dict, None),
-    "peak_bytes": (Number(integer=True), None),
+CHECKPOINT = {
+    "state_dict": dict,
+    "optimizer_states": [dict],
+    "global_step": files.Number(integer=True),
+    "run": {"rows": list, "seconds": list, "best": (dict, None), "chosen": (dict, None)},
 }
-CHECKPOINT = {"state_dict": dict, "optimizer_states": [dict], "global_step": Number(integer=True), "run": RUN}
 # Fields that may change when a run resumes: they change no result, or only rounding and dropout (devices, context).
 FREE = {
     "data.folder",
@@ -185,7 +168,7 @@ def write_config(
             **collect(command=command, commit=commit),
             "config": to_plain(recipe),
         }
-    write_text(file, yaml.safe_dump(text, sort_keys=False, allow_unicode=True))
+    files.write_text(file, yaml.safe_dump(text, sort_keys=False, allow_unicode=True))
 
 
 def run_origin(folder: Path) -> dict[str, Any]:
@@ -216,12 +199,12 @@ def read_run(folder: Path) -> tuple[dict[str, Any], Recipe]:
         raise _not_a_run(folder)
     if file.stat().st_size > MAX_CONFIG_BYTES:
         raise RunError(f"{file} is not a run's configuration: it has more than {MAX_CONFIG_BYTES} bytes")
-    text = read_yaml(file, {"format": ...})
+    text = files.read_yaml(file, {"format": ...})
     check_format(text, file)
-    check(text, {"config": dict, "schedule_epochs?": COUNT, "extended_by?": list}, file)
+    files.check(text, {"config": dict, "schedule_epochs?": files.COUNT, "extended_by?": list}, file)
     kind = recipe_type(str(text.get("benchmark")))
     if kind is None:
-        name, version = shorten(text.get("benchmark")), primal_attention.__version__
+        name, version = one_line(text.get("benchmark"), 60), primal_attention.__version__
         hint = "a recipe of your own needs --recipes FILE.py"
         raise RunError(f"{file}: benchmark {name} is unknown to this version ({version}); {hint}")
     return text, from_plain(kind, text["config"], f"{file}: ")
@@ -249,7 +232,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
             reason = f"is in use by process {file.read_text()}: wait until it ends, or choose another folder"
             raise RunError(f"{folder} {reason}") from None
         except OSError as error:
-            raise write_error(file, error) from error
+            raise files.write_error(file, error) from error
         try:
             file.write_text(str(os.getpid()))
             _remove_partial_files(folder)
@@ -282,22 +265,11 @@ class State:
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    finished: bool = False
     best: dict[str, Any] | None = None  # epoch and rank of the chosen epoch
     chosen: dict[str, torch.Tensor] | None = None  # its weights
     middle: dict[str, Any] | None = None  # position within an epoch
-    unmeasured: dict[str, Any] | None = None  # row of an epoch that is trained and not yet evaluated
     peak_bytes: int | None = None
     logger_ids: dict[str, str] = field(default_factory=dict)
-
-
-def save_checkpoint(path: Path, content: Mapping[str, Any], *, keep: Path | None = None) -> None:
-    """Write a checkpoint with its checksum; a file that it replaces is renamed to `keep`."""
-    buffer = io.BytesIO()  # a file that runs Python code would turn Ctrl-C into an error of torch.save
-    torch.save(content, buffer)
-    data = buffer.getbuffer()
-    write_atomically(path, lambda file: file.write(data) + file.write(_trailer(data)), keep=keep)
-    sync_folder(path.parent)
 
 
 def save(
@@ -308,60 +280,48 @@ def save(
     *,
     sharded: bool = False,
 ) -> None:
-    """Write a checkpoint and keep the one before; all processes call this together."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    """Write last.ckpt and rename the one before to previous.ckpt; all processes call this together."""
+    rank, last, previous = dist.get_rank() if dist.is_initialized() else 0, folder / LAST, folder / PREVIOUS
     tensors = {"state_dict": module.state_dict(), "optimizer_states": [optimizer.state_dict()]}
-    if sharded:
-        own = {**split_tensors(tensors), **(progress if rank == 0 else {})}
-        _save_sharded(folder, rank, {**own, "processes": dist.get_world_size()})
-    elif rank == 0:
-        save_checkpoint(folder / LAST, {**tensors, **progress}, keep=folder / PREVIOUS)
-
-
-def _save_sharded(folder: Path, rank: int, content: Mapping[str, Any]) -> None:
-    """Write this process's part under a hidden name; the folder is renamed when it is complete."""
-    places: list[Any] = [None]
-    if rank == 0:
-        last = max(folder.glob(f"*{SHARDED}"), default=None)
-        place = folder / f"{int(last.stem) + 1 if last is not None else 1:06d}{SHARDED}"
-        places = [(place, partial_name(place))]
-        places[0][1].mkdir(parents=True)
+    if not sharded:
+        if rank == 0:
+            write_checkpoint(last, {**tensors, **progress}, keep=previous)
+        return
+    rows = tree_map(lambda value: {ROWS: value.to_local()} if hasattr(value, "to_local") else value, tensors)
+    content = {**rows, **(progress if rank == 0 else {}), "processes": dist.get_world_size()}
+    places = [files.partial_name(last)]  # by the number of the main process
     dist.broadcast_object_list(places)
-    place, partial = places[0]
     # If this fails in one process, the launcher ends the others; the next holder of the lock removes what is left.
-    save_checkpoint(partial / f"rank{rank}.ckpt", content)
+    write_checkpoint(places[0] / f"rank{rank}.ckpt", content)
     dist.barrier()
     if rank == 0:
-        partial.rename(place)
-        sync_folder(folder)
-        for old in sorted(folder.glob(f"*{SHARDED}"))[:-2]:
-            old.rename(partial_name(old))  # a half-deleted checkpoint must not look intact
-            shutil.rmtree(partial_name(old))
+        if last.exists():
+            shutil.rmtree(previous, ignore_errors=True)
+            last.rename(previous)
+        places[0].rename(last)
+        files.sync_folder(folder)
 
 
-def split_tensors(value: Any) -> Any:
-    """Replace each tensor that FSDP splits by this process's rows of it."""
-    if isinstance(value, Mapping):
-        return {key: split_tensors(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [split_tensors(item) for item in value]
-    return {ROWS: value.to_local()} if hasattr(value, "to_local") else value
+def write_checkpoint(path: Path, content: Mapping[str, Any], *, keep: Path | None = None) -> None:
+    """Write one file with its checksum; a file that it replaces is renamed to `keep`."""
+    buffer = io.BytesIO()  # a file that runs Python code would turn Ctrl-C into an error of torch.save
+    torch.save(content, buffer)
+    data = buffer.getbuffer()
+    files.write_atomically(path, lambda file: file.write(data) + file.write(_trailer(data)), keep=keep)
+    files.sync_folder(path.parent)
 
 
-def join_tensors(parts: Sequence[Any]) -> Any:
-    """Invert `split_tensors`, given the values of all processes; what is not split is the main process's."""
-    first = parts[0]
-    if isinstance(first, dict) and first.keys() == {ROWS}:
-        return torch.cat([part[ROWS] for part in parts])
-    if isinstance(first, dict):
-        return {key: join_tensors([part[key] for part in parts]) for key in first}
-    if isinstance(first, list):
-        return [join_tensors(items) for items in zip(*parts, strict=True)]
-    return first
+def join_parts(*parts: Any) -> Any:
+    """Join the rows of a tensor that FSDP splits, given the values of all processes; others are the main process's."""
+    return torch.cat([part[ROWS] for part in parts]) if _is_split(parts[0]) else parts[0]
+
+
+def _is_split(value: Any) -> bool:
+    return isinstance(value, dict) and value.keys() == {ROWS}
 
 
 def restore(place: Path, content: Mapping[str, Any], module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Load the weights and the optimizer state that `load_newest` found, written by any number of processes."""
+    """Load the weights and the optimizer state of a checkpoint, written by any number of processes."""
     try:
         load_full(module, content["state_dict"])
         state = content["optimizer_states"][0]
@@ -371,63 +331,58 @@ def restore(place: Path, content: Mapping[str, Any], module: torch.nn.Module, op
             entries |= {key: split_like(params[index], t) for key, t in entries.items() if t.shape == shape}
         optimizer.load_state_dict(state)
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:
-        raise RunError(f"{place} does not fit the recipe of its config.yaml ({_reason(error)})") from error
+        raise RunError(f"{place} does not fit the recipe of its config.yaml ({one_line(error)})") from error
 
 
-def candidates(folder: Path) -> list[Path]:
-    """Return the checkpoints of a training, newest first."""
-    last, previous = folder / LAST, folder / PREVIOUS
-    if previous.is_file():
-        return [last, previous]
-    return [last] if last.is_file() else sorted(folder.glob(f"*{SHARDED}"), reverse=True)
-
-
-def load_newest(folder: Path, *, main: bool = True) -> tuple[Path, dict[str, Any]] | None:
+def load_newest(folder: Path, *, is_main: bool = True) -> tuple[Path, dict[str, Any]] | None:
     """Return the newest intact checkpoint and its content; None if there is no checkpoint.
 
     Damaged ones are reported and renamed, so that the next save does not replace an intact one by them.
 
     Args:
         folder: The checkpoints of one training.
-        main: Whether this process reports and renames.
+        is_main: Whether this process reports and renames.
     """
-    damaged: list[tuple[Path, RunError]] = []
-    for place in candidates(folder):
-        try:
-            content = read_checkpoint(place)
-        except RunError as error:
-            damaged.append((place, error))
-            continue
-        for bad, reason in damaged if main else ():
-            if bad.exists():
-                shutil.rmtree(bad.with_name(bad.name + DAMAGED), ignore_errors=True)  # a folder cannot be replaced
-                bad.replace(bad.with_name(bad.name + DAMAGED))
-            warnings.warn(f"{reason}: continuing from {place.name}", stacklevel=2)
-        return place, content
-    if damaged:
-        reasons = "; ".join(str(reason) for _, reason in damaged)
-        raise RunError(f"no intact checkpoint to continue from: {reasons}; train again in another folder")
-    return None
+    last, previous = folder / LAST, folder / PREVIOUS
+    if not last.exists() and not previous.exists():
+        return None
+    try:
+        return last, read_checkpoint(last)
+    except RunError as error:
+        reason = error
+    try:
+        content = read_checkpoint(previous)
+    except RunError as error:
+        both = f"{reason}; {error}"
+        raise RunError(f"no intact checkpoint to continue from: {both}; train again in another folder") from None
+    if is_main:
+        if last.exists():
+            damaged = last.with_name(last.name + DAMAGED)
+            shutil.rmtree(damaged, ignore_errors=True)  # a folder cannot be replaced
+            last.replace(damaged)
+        warnings.warn(f"{reason}: continuing from {previous.name}", stacklevel=2)
+    return previous, content
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Return the content of a checkpoint: whole tensors on the CPU and plain values, never pickled code."""
+    """Return the content of a checkpoint: unsharded tensors on the CPU and plain values, never pickled code."""
     if not path.is_dir():
         content = _read_part(path)
     else:
         content = _read_part(path / "rank0.ckpt")
-        check(content, {"processes": COUNT}, path)
+        files.check(content, {"processes": files.COUNT}, path)
         parts = [content, *(_read_part(path / f"rank{rank}.ckpt") for rank in range(1, content["processes"]))]
         try:
-            content |= {key: join_tensors([part[key] for part in parts]) for key in ("state_dict", "optimizer_states")}
+            for key in ("state_dict", "optimizer_states"):
+                content[key] = tree_map(join_parts, *(part[key] for part in parts), is_leaf=_is_split)
         except (ValueError, KeyError, TypeError, RuntimeError) as error:
-            raise RunError(f"{path} is damaged: its parts do not fit each other ({_reason(error)})") from error
-    check(content, CHECKPOINT, path)
+            raise RunError(f"{path} is damaged: its parts do not fit each other ({one_line(error)})") from error
+    files.check(content, CHECKPOINT, path)
     return content
 
 
 def _read_part(file: Path) -> dict[str, Any]:
-    """Return the content of a file that `save_checkpoint` wrote."""
+    """Return the content of a file that `write_checkpoint` wrote."""
     try:
         stored = file.read_bytes()
         data, trailer = stored[:-TRAILER_BYTES], stored[-TRAILER_BYTES:]
@@ -436,12 +391,12 @@ def _read_part(file: Path) -> dict[str, Any]:
         if trailer != _trailer(data):
             raise ValueError("its checksum does not match")
         content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        check(content, dict, file)
+        files.check(content, dict, file)
         return content
     except FileNotFoundError:
         raise RunError(f"{file} is missing") from None
     except Exception as error:  # torch raises a dozen types for a damaged file, some without a message
-        raise RunError(f"{file} is damaged or no checkpoint of this library ({_reason(error)})") from error
+        raise RunError(f"{file} is damaged or no checkpoint of this library ({one_line(error)})") from error
 
 
 def _trailer(data: bytes | memoryview) -> bytes:
@@ -449,10 +404,10 @@ def _trailer(data: bytes | memoryview) -> bytes:
 
 
 def export(place: Path, file: Path) -> None:
-    """Write the weights that a run would save (the average's, if there is one) to one safetensors file."""
+    """Write the weights of a checkpoint (the average's, if there is one) to one safetensors file."""
     state = read_checkpoint(place)["state_dict"]
     prefix = "averaged." if any(name.startswith("averaged.") for name in state) else "model."
-    write_weights(file, {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)})
+    files.write_weights(file, {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)})
 
 
 # Readers of the other files
@@ -468,13 +423,13 @@ def read_metrics(path: Path) -> Table:
     """Return the columns of metrics.csv; an empty cell is None. A run without a finished epoch has no file."""
     if not path.exists():
         return {}
-    header, rows = read_csv(path)
+    header, rows = files.read_csv(path)
     if "epoch" not in header:
         raise RunError(f"{path}: the column epoch is missing")
     table: Table = {name: [] for name in header}
     for line, row in enumerate(rows, start=2):
         for name, cell in zip(header, row, strict=True):
-            table[name].append(read_cell(cell, f"{path} line {line}: {shorten(name)}"))
+            table[name].append(files.read_cell(cell, f"{path} line {line}: {one_line(name, 60)}"))
         if not (table["epoch"][-1] or 0.5).is_integer():
             raise RunError(f"{path} line {line}: epoch is not a whole number")
     return table
@@ -487,10 +442,19 @@ def read_summary(folder: Path) -> dict[str, Any]:
         if not (folder / "config.yaml").exists():
             raise _not_a_run(folder)
         raise RunError(f"{path} is missing: the run has not finished; 'primal train RECIPE … --resume' continues it")
-    content = read_json(path, {"format": ...})
+    content = files.read_json(path, {"format": ...})
     check_format(content, path)
-    check(content, SUMMARY, path)
+    files.check(content, SUMMARY, path)
     return content
+
+
+def load_weights(model: torch.nn.Module, file: Path) -> None:
+    """Load the safetensors file of a run folder into its model."""
+    try:
+        model.load_state_dict(read_weights(file))
+    except RuntimeError as error:
+        reason = str(error).splitlines()[-1].strip()[:200]
+        raise RunError(f"{file} does not fit the model of its config.yaml ({reason})") from error
 
 
 def read_weights(path: Path) -> dict[str, Any]:
@@ -503,30 +467,15 @@ def read_weights(path: Path) -> dict[str, Any]:
     try:
         return load_file(path)
     except (SafetensorError, ValueError, KeyError, RuntimeError, OSError) as error:
-        raise RunError(f"{path} is not a safetensors file ({_reason(error)})") from error
+        raise RunError(f"{path} is not a safetensors file ({one_line(error)})") from error
 
 
 def check_format(content: Mapping[str, Any], path: Path) -> None:
     """Raise if a file was written in another format than this version reads."""
-    if content.get("format") != FORMAT or isinstance(content["format"], bool):
+    number, version = content.get("format"), primal_attention.__version__
+    if number != FORMAT or isinstance(number, bool):
+        writer = one_line(content.get("version", "unknown"), 60)
         raise RunError(
-            f"{path} was written by version {shorten(content.get('version', 'unknown'))} in format "
-            f"{shorten(content.get('format'))}; this is version {primal_attention.__version__} and reads format "
-            f"{FORMAT}: use the version that wrote it"
+            f"{path} was written by version {writer} in format {one_line(number, 60)}; this is version {version} and "
+            f"reads format {FORMAT}: use the version that wrote it"
         )
-
-
-def shorten(value: Any, limit: int = 60) -> str:
-    """Return a value as text for an error message."""
-    text = repr(value) if isinstance(value, str) else str(value)
-    return text if len(text) <= limit else text[:limit] + "…"
-
-
-def _reason(error: BaseException) -> str:
-    """Return the message of an error on one line."""
-    if isinstance(error, RecursionError):
-        return "it is nested too deeply"
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 200 else text[:200] + "…"

@@ -22,11 +22,21 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 FORMAT = 1  # of config.yaml and summary.json
-# Fields of earlier versions, with the flag that replaces them.
+# Fields of earlier versions: replaced by a flag; removed, with the value that still holds; ignored, whatever the value.
 RENAMED = {
     "trainer.tensorboard": "--trainer.logger csv tensorboard",
     "data.kinds": "--data.length-buckets",
 }
+REMOVED = {
+    "augment.crop": 0.1,
+    "augment.unequal": True,
+    "data.held": "random",
+    "evaluation.streaming": "off",
+    "model.differences": False,
+    "trainer.accumulate": 1,
+}
+IGNORED = ("data.cache", "evaluation.video", "trainer.deterministic", "trainer.early_stop")
+MAY_BE_ZERO = ("conv", "local_kernel", "tokens")  # sizes of a network that 0 leaves out
 
 
 def require(holds: bool, message: str) -> None:
@@ -97,8 +107,6 @@ class TrainerConfig:
     """Compute float32 matrix products on a GPU in TF32, which is several times faster."""
     ema: float = 0.0
     """Decay of the averaged weights that are evaluated and saved; 0 uses the weights as they are."""
-    early_stop: int = 0
-    """Stop after this many epochs without a better validation score; 0 never stops. Needs validation samples."""
     evaluate_every: int = 1
     """Epochs between two evaluations; the last epoch is always evaluated."""
     checkpoint_every: int = 1
@@ -115,12 +123,10 @@ class TrainerConfig:
     """Where losses, J per layer, learning rate and scores are logged. metrics.csv is always written; the others also
     get the throughput."""
 
-    REMOVED: ClassVar[Mapping[str, Any]] = {"accumulate": 1, "deterministic": ...}
-
     def __post_init__(self) -> None:
         counts = "epochs batch_size devices context evaluate_every checkpoint_every"
         require_range(self, "trainer", counts, "be at least 1")
-        require_range(self, "trainer", "steps_per_epoch checkpoint_steps early_stop", "not be negative")
+        require_range(self, "trainer", "steps_per_epoch checkpoint_steps", "not be negative")
         require_range(self, "trainer", "ema", "lie in [0, 1)")
         is_even = self.devices % self.context == 0
         require(is_even, f"trainer.context must divide trainer.devices (got {self.context} and {self.devices})")
@@ -174,8 +180,6 @@ class NetworkConfig:
     rank: int | None = None
     """Directions s of Primal-Attention; None takes the paper's."""
 
-    MAY_BE_ZERO: ClassVar[tuple[str, ...]] = ()
-
     def __post_init__(self) -> None:
         require(len(self.attention) > 0, "model.attention must name at least one attention")
         for f in dataclasses.fields(self):
@@ -183,27 +187,12 @@ class NetworkConfig:
             if isinstance(value, float):
                 require_range(self, "model", f.name, "lie in [0, 1)")
             elif isinstance(value, int) and not isinstance(value, bool):
-                require_range(
-                    self, "model", f.name, "not be negative" if f.name in self.MAY_BE_ZERO else "be at least 1"
-                )
+                require_range(self, "model", f.name, "not be negative" if f.name in MAY_BE_ZERO else "be at least 1")
 
     @property
     def is_primal_plus(self) -> bool:
         """Softmax attention in the first layers, which the paper tunes separately."""
         return self.attention[-1].endswith("+") or "softmax" in self.attention
-
-
-def current_fields(kind: type, data: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Translate the fields of an older version: `RENAMED` ones, and `REMOVED` ones at the value that still holds.
-
-    A removed field with the value `...` is ignored at any value, with a note if `where` names a file.
-    """
-    renamed, removed = getattr(kind, "RENAMED", {}), getattr(kind, "REMOVED", {})
-    for key, value in data.items():
-        require(removed.get(key, value) in (value, ...), f"{where}{key} {value!r} was removed in this version")
-        if removed.get(key) is ... and ": " in where:
-            warnings.warn(f"{where}{key} is ignored: this version does not have it", stacklevel=2)
-    return {renamed.get(key, key): value for key, value in data.items() if key not in removed}
 
 
 def to_plain(value: Any) -> Any:
@@ -221,15 +210,32 @@ def from_plain(kind: type[T], data: Any, where: str = "") -> T:
     """Invert `to_plain` for a dataclass type; fields of earlier versions are mapped, errors name the field."""
     if not isinstance(data, Mapping):
         raise RunError(f"{where or kind.__name__} must be a table of fields (got {data!r})")
-    if kind is TrainerConfig and "tensorboard" in data:
-        old = {key: value for key, value in data.items() if key != "tensorboard"}
-        data = {"logger": ("csv", "tensorboard") if data["tensorboard"] is True else ("csv",), **old}
-    data = current_fields(kind, data, where)
+    data = _current_fields(data, where)
     hints = typing.get_type_hints(kind)
     names = [f.name for f in dataclasses.fields(typing.cast(Any, kind))]
     for key in data:
         require(key in names, f"{where}{key} is not a field of this version (has {', '.join(names)})")
     return kind(**{key: _convert(hints[key], value, f"{where}{key}") for key, value in data.items()})
+
+
+def _current_fields(data: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Translate the fields of an earlier version; `where` ends in the group of the fields, after the file if any."""
+    file, _, group = where.rpartition(": ")
+    current: dict[str, Any] = {}
+    for key, value in data.items():
+        name = f"{group}{key}"
+        if name == "trainer.tensorboard":
+            current.setdefault("logger", ("csv", "tensorboard") if value is True else ("csv",))
+        elif name == "data.kinds":
+            current["length_buckets"] = value
+        elif name in IGNORED:
+            if file and value:
+                warnings.warn(f"{where}{key} is ignored: this version does not have it", stacklevel=2)
+        elif name in REMOVED:
+            require(value == REMOVED[name], f"{where}{key} {value!r} was removed in this version")
+        else:
+            current[key] = value
+    return current
 
 
 def _convert(hint: Any, value: Any, where: str) -> Any:
@@ -241,12 +247,8 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if origin is Literal:
         if isinstance(value, bool) and {"on", "off"} <= set(args):  # YAML reads the two words as booleans
             value = "on" if value else "off"
-        is_removed = where == "model.primal_mode" and value in ("selective", "dual")
-        require(not is_removed, f"{where}: attention {value!r} was removed; use 'decay' or 'delta'")
-        require(
-            isinstance(value, (str, int)) and value in args,
-            f"{where} must be one of {', '.join(map(str, args))} (got {value!r})",
-        )
+        is_choice = isinstance(value, (str, int)) and value in args
+        require(is_choice, f"{where} must be one of {', '.join(map(str, args))} (got {value!r})")
         return value
     if origin is tuple:
         require(isinstance(value, (str, list, tuple)), f"{where} must be a list (got {value!r})")
@@ -260,10 +262,8 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if hint is Path:
         require(isinstance(value, (str, Path)), f"{where} must be a path (got {value!r})")
         return Path(value)
-    require(
-        isinstance(value, hint) and not (hint is int and isinstance(value, bool)),
-        f"{where} must be {hint.__name__} (got {value!r})",
-    )
+    is_valid = isinstance(value, hint) and not (hint is int and isinstance(value, bool))
+    require(is_valid, f"{where} must be {hint.__name__} (got {value!r})")
     return value
 
 

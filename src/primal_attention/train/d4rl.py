@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -27,14 +27,14 @@ from torch import Tensor
 
 from primal_attention.data import d4rl
 from primal_attention.data.d4rl import HORIZON, Trajectories, normalized_score
+from primal_attention.data.storage import one_line
 from primal_attention.models.d4rl import DecisionTransformer
 from primal_attention.train.batches import Batches, derive_seed
 from primal_attention.train.config import NetworkConfig, OptimConfig, Recipe, TrainerConfig, require_range
 from primal_attention.train.task import Batch, Experiment, TrainingModule, hash_data, precision_context
-from primal_attention.utils.errors import RunError
+from primal_attention.utils.errors import RunError, import_package, install_hint
 
 ETA = 0.05
-STEPS, WARMUP, PER_EPOCH = 100_000, 10_000, 10_000
 # The paper's rank s per level, for HalfCheetah, Hopper and Walker2d.
 RANKS = {"medium-expert": (96, 64, 96), "medium": (64, 96, 96), "medium-replay": (32, 64, 96)}
 PAPER = {
@@ -46,7 +46,6 @@ PAPER = {
 ENVIRONMENTS = {"halfcheetah": "HalfCheetah-v4", "hopper": "Hopper-v4", "walker2d": "Walker2d-v4"}
 # The returns that D4RL tables ask for.
 TARGETS = {"halfcheetah": 12000.0, "hopper": 3600.0, "walker2d": 5000.0}
-INSTALL = "pip install 'primal-attention[rl]'"
 
 
 @dataclass(frozen=True)
@@ -92,8 +91,6 @@ class EvaluationConfig:
     env: str | None = None
     """Name of the environment in gymnasium; None is the -v4 of the data set's."""
 
-    REMOVED: ClassVar[Mapping[str, Any]] = {"streaming": "off", "video": ...}
-
     def __post_init__(self) -> None:
         require_range(self, "evaluation", "episodes", "not be negative")
 
@@ -129,41 +126,33 @@ class D4RLRecipe(Recipe):
 
 
 def paper_recipe(name: str) -> D4RLRecipe:
-    """The paper's settings: AdamW 1e-3 after a linear warm-up, batch 64, 100,000 steps."""
+    """Return the paper's settings: AdamW 1e-3, batch 64, 100,000 steps of which 10,000 are a linear warm-up."""
     return D4RLRecipe(
         data=D4RLData(name=name),
-        optim=OptimConfig(
-            name="adamw", lr=1e-3, weight_decay=1e-4, schedule="warmup", warmup=WARMUP / STEPS, clip=0.25
-        ),
-        trainer=TrainerConfig(epochs=STEPS // PER_EPOCH, steps_per_epoch=PER_EPOCH, batch_size=64),
+        optim=OptimConfig(name="adamw", lr=1e-3, weight_decay=1e-4, schedule="warmup", warmup=0.1, clip=0.25),
+        trainer=TrainerConfig(epochs=10, steps_per_epoch=10_000, batch_size=64),
     )
 
 
 def make_model(config: DecisionModel, state_dim: int, action_dim: int) -> DecisionTransformer:
-    """The network of a resolved configuration."""
+    """Return the network of a resolved configuration."""
     tokens = 3 * config.context
     primal: dict[str, Any] = {"rank": config.rank, "data_dependent": config.data_dependent}
+    primal["decay"] = "learned" if config.decay else None
     if config.data_dependent:
         primal |= {"max_length": tokens, "landmarks": tokens}
-    if config.decay:
-        primal["decay"] = "learned"
     keywords: dict[str, dict[str, Any]] = {
         "primal": primal,
         "reformer": {"redraw_every": None},  # a window is one chunk, so nothing is hashed
         "cosformer": {"max_length": tokens},
     }
-    shared = ("attention", "embed_dim", "num_heads", "layers", "context", "dropout")
-    return DecisionTransformer(
-        state_dim,
-        action_dim,
-        max_episode=HORIZON,
-        attention_kwargs=keywords,
-        **{name: getattr(config, name) for name in shared},
-    )
+    names = ("attention", "embed_dim", "num_heads", "layers", "context", "dropout")
+    shared = {name: getattr(config, name) for name in names}
+    return DecisionTransformer(state_dim, action_dim, max_episode=HORIZON, attention_kwargs=keywords, **shared)
 
 
 def build_from(recipe: D4RLRecipe, data: Trajectories) -> Experiment:
-    """The experiment of a resolved recipe on data in memory."""
+    """Return the experiment of a resolved recipe on data in memory."""
     episodes, config = Batches([torch.empty(0)], 1), recipe.trainer  # the model is evaluated by playing
     state_dim, action_dim = data.observations.shape[1], data.actions.shape[1]
     model = make_model(recipe.model, state_dim, action_dim)
@@ -201,7 +190,7 @@ class ContextBatches(Batches):
         super().__init__([*columns, last], batch_size, shuffle_seed, steps)
 
     def gather(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """The windows that begin at these rows, (B,) → (B, K, …)."""
+        """Return the windows that begin at these rows, (B,) → (B, K, …)."""
         *columns, last = self.tensors
         index = rows.unsqueeze(-1) + torch.arange(self.context, device=rows.device)
         padding = index > last[rows].unsqueeze(-1)
@@ -215,23 +204,19 @@ class DecisionModule(TrainingModule):
 
     headline: ClassVar[str] = "score"
     model: DecisionTransformer
+    recipe: D4RLRecipe
 
     def task_loss(self, batch: Batch) -> Tensor:
-        """Mean squared error over the actions of the valid steps."""
+        """Return the mean squared error of the actions of the valid steps."""
         states, actions, returns, timesteps, padding = batch
         predicted = self.model.predict(states, actions, returns, timesteps, padding)
         valid = (~padding).unsqueeze(-1)
         error = (predicted.float() - actions).square() * valid
         return error.sum() / (valid.sum() * actions.shape[-1])
 
-    def scores(self, model: torch.nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        raise NotImplementedError("a Decision Transformer is evaluated by playing episodes")
-
     def evaluate(self, batches: Batches) -> dict[str, float]:
-        """Returns of the episodes and D4RL's normalised score of their mean; empty without episodes."""
-        recipe = self.recipe
-        assert isinstance(recipe, D4RLRecipe)
-        return measure(self.final_model, recipe) if recipe.evaluation.episodes else {}
+        """Play the recipe's episodes: their returns and D4RL's normalised score of the mean; empty without episodes."""
+        return measure(self.final_model, self.recipe) if self.recipe.evaluation.episodes else {}
 
 
 def measure(model: Any, recipe: D4RLRecipe) -> dict[str, float]:
@@ -275,7 +260,7 @@ def play(
     device, count = model.state_mean.device, len(seeds)
     with contextlib.ExitStack() as stack:
         envs = [stack.enter_context(contextlib.closing(make_environment(environment))) for _ in seeds]
-        check_fit(model, envs[0], environment)
+        check_widths(model, envs[0], environment)
         bar = stack.enter_context(tqdm(desc=title, total=HORIZON, leave=False, disable=None if title else True))
         states = np.stack([env.reset(seed=seed)[0] for env, seed in zip(envs, seeds, strict=True)])
         returns, lengths, running = np.zeros(count), np.zeros(count, int), np.arange(count)
@@ -304,27 +289,22 @@ def play(
 
 
 def make_environment(name: str) -> Any:
-    """A gymnasium environment by its name."""
+    """Make a gymnasium environment by its name."""
+    gymnasium = import_package("gymnasium", "playing episodes")
     try:
-        import gymnasium
-    except ImportError:
-        raise RunError(f"playing episodes needs gymnasium with MuJoCo: {INSTALL}") from None
-    with contextlib.suppress(ImportError, AttributeError):
         import mujoco
 
         mujoco.set_mju_user_warning(lambda text: None)  # else it writes MUJOCO_LOG.TXT into the working directory
-    try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # gymnasium recommends -v5, which has other rewards
             return gymnasium.make(name)
-    except gymnasium.error.DependencyNotInstalled as error:
-        raise RunError(f"environment {name!r} is not installed ({_one_line(error)}): {INSTALL}") from None
     except (gymnasium.error.Error, ImportError) as error:
-        raise RunError(f"environment {name!r} cannot be made here ({_one_line(error)})") from None
+        hint = f": {install_hint('mujoco')}" if isinstance(error, ImportError) else ""
+        raise RunError(f"environment {name!r} cannot be made here ({one_line(error)}){hint}") from None
 
 
-def check_fit(model: DecisionTransformer, env: Any, environment: str) -> None:
-    """The data's widths and the environment's must be equal."""
+def check_widths(model: DecisionTransformer, env: Any, environment: str) -> None:
+    """Raise if the data and the environment have other widths."""
     widths = {"states": (env.observation_space, model.state_dim), "actions": (env.action_space, model.action_dim)}
     for what, (space, width) in widths.items():
         if tuple(space.shape) != (width,):
@@ -332,7 +312,3 @@ def check_fit(model: DecisionTransformer, env: Any, environment: str) -> None:
                 f"environment {environment!r} has {what} of shape {tuple(space.shape)} where the data has ({width},): "
                 "name the data's own with --evaluation.env"
             )
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

@@ -2,7 +2,7 @@
 SLURM) has started all processes.
 
 The processes form a mesh: along "data" each takes its share of every batch, along "context" its shard of every
-sequence. A loss is that of whole sequences, so the mean over all processes is the gradient for any mesh.
+sequence. A loss is that of complete sequences, so the mean over all processes is the gradient for any mesh.
 
 SIGTERM, by which a scheduler asks for the machine, sets a flag. The processes agree on it between two batches, because
 a checkpoint needs all of them. The run saves a checkpoint and exits with code 143.
@@ -26,12 +26,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from primal_attention.data.storage import one_line
+from primal_attention.train.config import TrainerConfig, require
 from primal_attention.utils.errors import RunError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-    from primal_attention.train.config import TrainerConfig
 
 FOLDER = "PRIMAL_RUN_FOLDER"
 EXIT_CODE = 128 + signal.SIGTERM  # 143, as shells report it
@@ -90,24 +90,19 @@ def agree_on_folder(folder: Path, *, named: bool = True) -> Path:
         raise RunError("several processes start at once and each would pick a folder: name it with --out FOLDER")
     if is_main():
         os.environ[FOLDER] = str(folder)
-        return folder
     return Path(os.environ.get(FOLDER, folder))
 
 
 def machines(config: TrainerConfig) -> tuple[int, int]:
     """Return the devices per machine and the number of machines."""
-    if not launched():
-        return config.devices, 1
+    total = here = config.devices
     if "TORCHELASTIC_RUN_ID" in os.environ:
         total, here = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    else:
+    elif launched():
         total = int(os.environ["SLURM_STEP_NUM_TASKS"])
         here = total // int(os.environ.get("SLURM_STEP_NUM_NODES", "1"))
-    if total != config.devices:
-        raise RunError(
-            f"the launcher started {total} processes and trainer.devices is {config.devices}: "
-            f"add --trainer.devices {total}"
-        )
+    started = f"the launcher started {total} processes and trainer.devices is {config.devices}"
+    require(total == config.devices, f"{started}: add --trainer.devices {total}")
     return here, total // here
 
 
@@ -123,14 +118,14 @@ def make_fabric(config: TrainerConfig) -> Any:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning.*")
     devices, nodes = machines(config)
-    if config.devices > 1 and config.strategy == "auto":
-        raise RunError(f"trainer.devices {config.devices} needs --trainer.strategy ddp or fsdp")
+    has_strategy = config.devices == 1 or config.strategy != "auto"
+    require(has_strategy, f"trainer.devices {config.devices} needs --trainer.strategy ddp or fsdp")
     strategy = "auto" if config.strategy == "auto" else "ddp"
     options: dict[str, Any] = {"accelerator": config.accelerator, "devices": devices, "num_nodes": nodes}
     try:
         return Fabric(strategy=strategy, precision=config.precision, **options)
     except (MisconfigurationException, ValueError, RuntimeError) as error:
-        raise RunError(" ".join(str(error).split())) from error
+        raise RunError(one_line(error)) from error
 
 
 def kill_children(fabric: Any) -> None:
@@ -179,10 +174,8 @@ def shard(model: nn.Module, device_type: str) -> None:
     from primal_attention.nn.blocks import EncoderBlock
 
     mesh = init_device_mesh(device_type, (dist.get_world_size(),))
-    for block in model.modules():
-        if isinstance(block, EncoderBlock):
-            fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    for block in [*(module for module in model.modules() if isinstance(module, EncoderBlock)), model]:
+        fully_shard(block, mesh=mesh)
 
 
 def gather_full(state: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -191,7 +184,7 @@ def gather_full(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def split_like(target: Any, full: Tensor) -> Tensor:
-    """Return a whole tensor as `target` holds it: this process's rows if it is sharded."""
+    """Return an unsharded tensor as `target` holds it: this process's rows if it is sharded."""
     if not hasattr(target, "device_mesh"):
         return full
     from torch.distributed.tensor import distribute_tensor
@@ -200,7 +193,7 @@ def split_like(target: Any, full: Tensor) -> Tensor:
 
 
 def load_full(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Load whole tensors into a model that may be sharded."""
+    """Load unsharded tensors into a model that may be sharded."""
     own = model.state_dict()
     model.load_state_dict({name: split_like(own[name], tensor) for name, tensor in state.items()})
 

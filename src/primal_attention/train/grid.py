@@ -93,9 +93,18 @@ class Job:
 
     @property
     def command(self) -> str:
-        """The command that trains the same. The data folder is left out: it belongs to a machine."""
-        changes = {name: value for name, value in self.changes.items() if name not in ("data.folder", *QUIET)}
-        return train_command(self.recipe, changes)
+        """The `primal train` command that trains the same. The data folder is left out: it belongs to a machine."""
+        words = ["primal", "train", self.recipe]
+        for name, value in self.changes.items():
+            *group, field = name.replace("_", "-").split(".")
+            if name in ("data.folder", *QUIET):
+                continue
+            if isinstance(value, bool):
+                words.append("--" + ".".join([*group, field if value else f"no-{field}"]))
+            else:
+                values = value if isinstance(value, (list, tuple)) else [value]
+                words += ["--" + ".".join([*group, field]), *map(str, values)]
+        return shlex.join(words)
 
 
 @dataclass(frozen=True)
@@ -105,19 +114,6 @@ class Outcome:
     job: Job
     summary: Mapping[str, Any] | None = None
     error: str | None = None
-
-
-def train_command(recipe: str, changes: Mapping[str, Any]) -> str:
-    """The `primal train` command of a recipe with changed fields."""
-    words = ["primal", "train", recipe]
-    for name, value in changes.items():
-        *path, last = name.replace("_", "-").split(".")
-        if isinstance(value, bool):
-            words.append("--" + ".".join([*path, last if value else f"no-{last}"]))
-        else:
-            values = value if isinstance(value, (list, tuple)) else [value]
-            words += ["--" + ".".join([*path, last]), *map(str, values)]
-    return shlex.join(words)
 
 
 def run_job(job: Job) -> Outcome:
@@ -186,7 +182,7 @@ def _run_locally(jobs: Sequence[Job], workers: int) -> Iterable[Outcome]:
 
 
 def _init_worker(numbers: Any, workers: int) -> None:
-    """Give a worker its device and its share of the cores."""
+    """Set the device of a worker and its share of the cores."""
     number = numbers.get()
     import torch
 

@@ -16,53 +16,49 @@ that an epoch can be resumed anywhere, with any number of workers.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from primal_attention.data import image as image_data
 from primal_attention.data.image import ImageData, ImageFiles, ImageSplit, collate, complain
+from primal_attention.data.storage import default_folder
 from primal_attention.data.uea import stratified_holdout
 from primal_attention.models.image import deit
 from primal_attention.train.batches import Batches, derive_seed
 from primal_attention.train.config import NetworkConfig, OptimConfig, Recipe, TrainerConfig, require_range
-from primal_attention.train.task import Batch, Experiment, TrainingModule, classification_scores, hash_data
+from primal_attention.train.task import NO_LABEL, Batch, Experiment, TrainingModule, hash_data
 
 ETA, RANK = 0.05, 96  # the paper's
-NO_LABEL = -1  # of a row that only fills a batch
 
 
-@dataclass(frozen=True)
-class Strength:
+class Strength(NamedTuple):
     """Strength of the augmentation."""
 
-    smallest: float = 0.08
-    """Smallest fraction of an image's area that a crop keeps."""
-    ops: int = 0
-    """Operations of RandAugment for each image."""
-    magnitude: float = 0.9
-    """Their strength, from 0 to 1; DeiT's level 9 of 10."""
-    erase: float = 0.0
-    """Probability that a rectangle is replaced by noise."""
-    mixup: float = 0.0
-    """Parameter of the beta distribution; 0 does not mix."""
-    cutmix: float = 0.0
-    smoothing: float = 0.0
-    repeats: int = 1
-    """Copies of an image in a batch, each with its own random numbers; an epoch keeps its length."""
+    training: dict[str, Any]  # arguments of `data.image.training`
+    mixing: dict[str, float]  # arguments of `data.image.mixing`
+    smoothing: float = 0.0  # of the labels
+    repeats: int = 1  # copies of an image in a batch, each with its own random numbers; an epoch keeps its length
 
 
 AUGMENT = {
-    "none": Strength(),
-    "light": Strength(smallest=0.35, ops=1, magnitude=0.5, cutmix=1.0, smoothing=0.1),
-    "deit": Strength(ops=2, erase=0.25, mixup=0.8, cutmix=1.0, smoothing=0.1, repeats=3),
+    "none": Strength({"smallest": 0.08, "ops": 0, "magnitude": 0.0, "erase": 0.0}, {"mixup": 0.0, "cutmix": 0.0}),
+    "light": Strength(
+        {"smallest": 0.35, "ops": 1, "magnitude": 0.5, "erase": 0.0}, {"mixup": 0.0, "cutmix": 1.0}, smoothing=0.1
+    ),
+    "deit": Strength(
+        {"smallest": 0.08, "ops": 2, "magnitude": 0.9, "erase": 0.25},  # DeiT's level 9 of 10
+        {"mixup": 0.8, "cutmix": 1.0},
+        smoothing=0.1,
+        repeats=3,
+    ),
 }
 
 
@@ -82,8 +78,6 @@ class ImageFolder:
     """Processes that read files."""
     strict: bool = False
     """An image that does not decode is an error; else it is skipped with a warning."""
-
-    REMOVED: ClassVar[Mapping[str, Any]] = {"cache": ...}
 
     def __post_init__(self) -> None:
         require_range(self, "data", "holdout", "lie between 0 and 1")
@@ -128,52 +122,38 @@ class ImageRecipe(Recipe):
         return replace(self, eta=ETA if self.eta is None else self.eta, model=model)
 
     def build(self) -> Experiment:
-        return build_from(self.resolved(), image_data.load(self.data.folder or default_folder(), self.data.classes))
+        data = image_data.load(self.data.folder or default_folder("images"), self.data.classes)
+        return build_from(self.resolved(), data)
 
 
-def deit_small() -> ImageRecipe:
-    """DeiT's training: 300 epochs, batch 1024, AdamW at 1e-3, five epochs up and a cosine down, decay 0.05."""
-    # Such large steps keep the device busy; recording them would only take memory.
-    return ImageRecipe(
+RECIPES = {
+    # DeiT's training: AdamW, five epochs up and a cosine down. Its large steps keep the device busy, and a recording
+    # would only take memory.
+    "deit-small": ImageRecipe(
         optim=OptimConfig(name="adamw", lr=1e-3, weight_decay=0.05, schedule="onecycle", warmup=5 / 300, clip=0.0),
         trainer=TrainerConfig(epochs=300, batch_size=1024, precision="bf16-mixed", compile="on", graph="off"),
-    )
-
-
-def imagenette() -> ImageRecipe:
-    """Ten classes of ImageNet, 128 pixels: patches of 8 at 112 pixels keep DeiT-Small's 197 tokens."""
-    return ImageRecipe(
+    ),
+    # Ten classes of ImageNet, 128 pixels: patches of 8 at 112 pixels keep DeiT-Small's 197 tokens.
+    "imagenette": ImageRecipe(
         augment="light",
         data=ImageFolder(size=112),
         model=ImageModel(patch_size=8),
         optim=OptimConfig(name="adamw", lr=5e-4, weight_decay=0.05, schedule="onecycle", warmup=0.1, clip=1.0),
         trainer=TrainerConfig(epochs=40, batch_size=256, precision="bf16-mixed", compile="on"),
-    )
-
-
-MEMBERS = {"deit-small": deit_small, "imagenette": imagenette}
-
-
-def paper_recipe(name: str) -> ImageRecipe:
-    return MEMBERS[name]()
-
-
-def default_folder() -> Path:
-    """$PRIMAL_IMAGES, or data/images under the working directory."""
-    return Path(os.environ.get("PRIMAL_IMAGES", "data/images"))
+    ),
+}
 
 
 def build_from(recipe: ImageRecipe, data: ImageData) -> Experiment:
-    """The experiment of a resolved recipe on files that are already listed."""
+    """Return the experiment of a resolved recipe on files that are already listed."""
     train, val, test = make_batches(recipe, data)
-    settings: dict[str, Any] = {f.name: getattr(recipe.model, f.name) for f in fields(recipe.model)}
-    model = deit(len(data.classes), image_size=recipe.data.size, **settings)
+    model = deit(len(data.classes), image_size=recipe.data.size, **vars(recipe.model))
     return Experiment(
         module=ImageModule(model, recipe),
         train=train,
         test=test,
         watched={"val": val, "test": test},
-        select=("val", "accuracy"),
+        chooses_epoch=True,
         facts={
             "set": data.folder.name,
             "sha256": hash_data((data.train, data.test, data.classes)),
@@ -188,41 +168,22 @@ def build_from(recipe: ImageRecipe, data: ImageData) -> Experiment:
 
 
 def make_batches(recipe: ImageRecipe, data: ImageData) -> list[ImageBatches]:
-    """Training, validation and test batches."""
+    """Return training, validation and test batches."""
     config, strength, batch_size = recipe.data, AUGMENT[recipe.augment], recipe.trainer.batch_size
-    kept, held_out = stratified_holdout(data.train.labels, config.holdout, recipe.seed)
+    remaining, holdout = stratified_holdout(data.train.labels, config.holdout, recipe.seed)
     shared: dict[str, Any] = {"batch_size": batch_size, "workers": config.workers, "strict": config.strict}
     train = ImageBatches(
-        data.train.take(kept),
-        image_data.training(
-            config.size,
-            smallest=strength.smallest,
-            ops=strength.ops,
-            magnitude=strength.magnitude,
-            erase=strength.erase,
-        ),
+        data.train.take(remaining),
+        image_data.training(config.size, **strength.training),
         shuffle_seed=recipe.seed,
         # Full batches only, as DeiT has them; a set smaller than a batch is one.
-        steps=recipe.trainer.steps_per_epoch or max(1, len(kept) // batch_size),
+        steps=recipe.trainer.steps_per_epoch or max(1, len(remaining) // batch_size),
         repeats=strength.repeats,
-        mix=image_data.mixing(strength.mixup, strength.cutmix, len(data.classes)),
+        mix=image_data.mixing(**strength.mixing, classes=len(data.classes)),
         **shared,
     )
-    crop = image_data.evaluation(config.size)
-    return [train, *(ImageBatches(split, crop, **shared) for split in (data.train.take(held_out), data.test))]
-
-
-class SeededFiles:
-    """Images by (position in an epoch, index); the position seeds the random numbers of the transform."""
-
-    def __init__(self, files: ImageFiles, *seed: object) -> None:
-        self.files, self.seed = files, seed
-
-    def __getitem__(self, key: tuple[tuple[int, int], int]) -> tuple[np.ndarray | None, int, int]:
-        position, index = key
-        with torch.random.fork_rng(devices=[]):  # without workers this is the training's own process
-            torch.default_generator.manual_seed(derive_seed(*self.seed, *position))
-            return self.files[index]
+    crop = partial(image_data.crop_centre, size=config.size)
+    return [train, *(ImageBatches(split, crop, **shared) for split in (data.train.take(holdout), data.test))]
 
 
 class ImageBatches(Batches):
@@ -272,9 +233,10 @@ class ImageBatches(Batches):
     def __iter__(self) -> Iterator[Batch]:
         first = self.skip
         batches = list(self.remaining_rows())
-        keys = ([((b, i), index) for i, index in enumerate(rows.tolist())] for b, rows in enumerate(batches, first))
+        seed = partial(derive_seed, "image", self.shuffle_seed, self.epoch, self.rank)
+        keys = ([(index, seed(b, i)) for i, index in enumerate(rows.tolist())] for b, rows in enumerate(batches, first))
         loader: Any = torch.utils.data.DataLoader(
-            SeededFiles(self.files, "image", self.shuffle_seed, self.epoch, self.rank),  # type: ignore[arg-type]
+            self.files,  # type: ignore[arg-type]
             batch_sampler=keys,
             num_workers=self.workers,
             collate_fn=collate,
@@ -314,7 +276,3 @@ class ImageModule(TrainingModule):
     def task_loss(self, batch: Batch) -> Tensor:
         images, targets = batch
         return F.cross_entropy(self.model(images), targets, label_smoothing=AUGMENT[self.recipe.augment].smoothing)
-
-    def scores(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        images, labels = batch
-        return classification_scores(model(images), labels)

@@ -16,31 +16,31 @@ A batch is (windows (B, context + 1),): the first `context` tokens are read, the
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from primal_attention.data import lm as text
 from primal_attention.data.lm import TextData, TextSplit, Vocabulary, load_vocabulary
+from primal_attention.data.storage import default_folder
 from primal_attention.models.lm import LanguageConfig, LanguageModel, primal_defaults
 from primal_attention.nn.blocks import attention_names
 from primal_attention.ops.landmarks import WITHOUT_FLOAT64
 from primal_attention.train.batches import Batches, derive_seed
-from primal_attention.train.checkpoint import read_run
+from primal_attention.train.checkpoint import load_weights, read_run, read_summary
 from primal_attention.train.config import NetworkConfig, OptimConfig, Recipe, TrainerConfig, require, require_range
-from primal_attention.train.loop import load_weights, read_summary
 from primal_attention.train.task import Batch, Experiment, TrainingModule, hash_data
 from primal_attention.utils.errors import DataError, RunError
-from primal_attention.utils.files import check, write_text
+from primal_attention.utils.files import check
 
 WIDTH_MULTIPLE = 8  # of the feed-forward width
-SMALLEST_VOCABULARY = 257  # one token for each byte, and the end
+MIN_VOCABULARY = 257  # one token for each byte, and the end
 VOCABULARY = "vocabulary.json"
 NO_TOKEN = -1  # behind the last token of a split
 
@@ -59,11 +59,8 @@ class LanguageData:
 
     def __post_init__(self) -> None:
         require_range(self, "data", "context", "be at least 1")
-        require(
-            self.vocabulary is None or self.vocabulary >= SMALLEST_VOCABULARY,
-            f"data.vocabulary must be at least {SMALLEST_VOCABULARY}, one for each byte and the end "
-            f"(got {self.vocabulary})",
-        )
+        message = f"data.vocabulary must be at least {MIN_VOCABULARY}, one for each byte and the end"
+        require((self.vocabulary or MIN_VOCABULARY) >= MIN_VOCABULARY, f"{message} (got {self.vocabulary})")
 
 
 @dataclass(frozen=True)
@@ -92,8 +89,6 @@ class LanguageNetwork(NetworkConfig):
     """A multiplicative gate on each Primal layer's output; always on with primal-mode None."""
     positions: Literal["rotary", "sinusoidal", "none"] | None = None
     """None: rotary in softmax layers; sinusoidal where nothing else in the model encodes the order of the tokens."""
-
-    MAY_BE_ZERO: ClassVar[tuple[str, ...]] = ("conv",)
 
     @property
     def has_primal_layers(self) -> bool:
@@ -127,7 +122,7 @@ class LanguageRecipe(Recipe):
         return replace(self, model=model, eta=5e-5 if self.eta is None else self.eta)
 
     def label(self) -> str:
-        """The attention, the mode of its Primal layers, and their convolution and gate."""
+        """Return the attention, the mode of its Primal layers, and their convolution and gate."""
         model, words = self.resolved().model, [super().label()]
         if model.has_primal_layers:
             words.append(str(model.primal_mode))
@@ -141,43 +136,26 @@ class LanguageRecipe(Recipe):
         return build_from(self.resolved(), load(self.data))
 
 
-def wikipedia() -> LanguageRecipe:
-    """A little over two passes through the bundled text: 1640 steps of 32 windows, 204 million bytes."""
-    return LanguageRecipe(
+RECIPES = {
+    # A little over two passes through the bundled text: 1640 steps of 32 windows, 204 million bytes.
+    "wikipedia": LanguageRecipe(
         optim=OptimConfig("adamw", lr=1.5e-3, weight_decay=0.1, beta2=0.98, schedule="onecycle", warmup=0.1, clip=1.0),
         model=LanguageNetwork(primal_mode=None),
         trainer=TrainerConfig(epochs=4, steps_per_epoch=410, batch_size=32, precision="bf16-mixed"),
-    )
-
-
-def wikitext() -> LanguageRecipe:
-    """The paper's settings: windows of 512 words, 150,000 updates after 6,000 of warm-up, Primal in the last layer."""
-    return LanguageRecipe(
+    ),
+    # The paper's settings: windows of 512 words, 150,000 updates after 6,000 of warm-up, Primal in the last layer.
+    "wikitext-103": LanguageRecipe(
         data=LanguageData("wikitext-103", vocabulary=None, context=512),
-        model=LanguageNetwork(
-            ("primal+",), ffn_dim=2048, activation="relu", dropout=0.1, primal_mode="mean", positions="sinusoidal"
-        ),
+        model=LanguageNetwork(("primal+",), ffn_dim=2048, activation="relu", dropout=0.1, positions="sinusoidal"),
         optim=OptimConfig("adam", lr=1e-3, beta2=0.98, schedule="inverse-sqrt", warmup=6 / 156, clip=0.0),
         trainer=TrainerConfig(epochs=156, steps_per_epoch=1000, batch_size=64, precision="bf16-mixed"),
-    )
-
-
-RECIPES = {"wikipedia": wikipedia, "wikitext-103": wikitext}
-SETS = tuple(RECIPES)
-
-
-def recipe_of(text: str) -> LanguageRecipe:
-    return RECIPES[text]()
-
-
-def default_folder(text: str) -> Path:
-    """$PRIMAL_LM/<text>, or data/lm/<text> under the working directory."""
-    return Path(os.environ.get("PRIMAL_LM", "data/lm")) / text
+    ),
+}
 
 
 def load(config: LanguageData) -> TextData:
     """Read the text as tokens, with the vocabulary of its folder if there is one."""
-    folder = config.folder or default_folder(config.text)
+    folder = config.folder or default_folder("lm", config.text)
     file = folder / VOCABULARY
     vocabulary = load_vocabulary(file) if file.exists() else None
     if vocabulary is not None and config.vocabulary not in (None, len(vocabulary)):
@@ -187,8 +165,8 @@ def load(config: LanguageData) -> TextData:
 
 
 def network(recipe: LanguageRecipe, vocabulary: int) -> LanguageConfig:
-    """The model's own configuration, with the feed-forward width that makes parameters equal."""
-    values: dict[str, Any] = {f.name: getattr(recipe.model, f.name) for f in fields(recipe.model)}
+    """Return the model's own configuration, with the feed-forward width that makes parameters equal."""
+    values = dict(vars(recipe.model))
     width = values.pop("ffn_dim")
     if values["positions"] == "rotary" and "softmax" not in attention_names(recipe.model.attention, values["layers"]):
         values["positions"] = "none"  # the recipes' "rotary" means: in softmax layers, if there are any
@@ -203,10 +181,10 @@ def network(recipe: LanguageRecipe, vocabulary: int) -> LanguageConfig:
 
 
 def equal_width(config: LanguageConfig) -> int:
-    """The feed-forward width that gives as many parameters as softmax with a width of 4 × embed_dim has."""
+    """Return the feed-forward width that gives as many parameters as softmax with a width of 4 × embed_dim has."""
     softmax = replace(config, attention=("softmax",), ffn_dim=4 * config.embed_dim)
-    smallest, next_one = parameters(config), parameters(replace(config, ffn_dim=config.ffn_dim + WIDTH_MULTIPLE))
-    steps = round((parameters(softmax) - smallest) / (next_one - smallest))
+    count, next_count = parameters(config), parameters(replace(config, ffn_dim=config.ffn_dim + WIDTH_MULTIPLE))
+    steps = round((parameters(softmax) - count) / (next_count - count))
     require(steps >= 0, "the attention alone has more parameters than softmax's model: set --model.ffn-dim")
     return config.ffn_dim + WIDTH_MULTIPLE * steps
 
@@ -218,17 +196,18 @@ def parameters(config: LanguageConfig) -> int:
 
 
 def build_from(recipe: LanguageRecipe, data: TextData) -> Experiment:
-    """The experiment of a resolved recipe on text in memory."""
+    """Return the experiment of a resolved recipe on text in memory."""
     context, batch, steps = recipe.data.context, recipe.trainer.batch_size, recipe.trainer.steps_per_epoch
     config = network(recipe, len(data.vocabulary))
-    train = TrainingWindows(data.train, context, batch, recipe.seed, steps)
+    train = Windows(data.train, context, batch, recipe.seed, steps)
     tokens_per_epoch = context * (batch * steps if steps else train.samples)
     bytes_per_token = data.train.bytes / (len(data.train.tokens) - 1)
     return Experiment(
-        module=LanguageModule(LanguageModel(config), recipe, data.vocabulary),
+        module=LanguageModule(LanguageModel(config), recipe),
         train=train,
-        test=MeasuredWindows(data.test, context, batch),
-        watched={"val": MeasuredWindows(data.valid, context, batch)},
+        test=Windows(data.test, context, batch),
+        watched={"val": Windows(data.valid, context, batch)},
+        files={VOCABULARY: data.vocabulary.text},
         facts={
             "set": recipe.data.text,
             "sha256": hash_data((data.train, data.valid, data.test)),
@@ -246,72 +225,56 @@ def build_from(recipe: LanguageRecipe, data: TextData) -> Experiment:
 
 
 class Windows(Batches):
-    """Windows of `context` + 1 tokens of a stream; `order` gives their first tokens."""
+    """Windows of `context` + 1 tokens of a split; `order` gives their first tokens.
+
+    With a seed they come in random order, and every pass starts cutting at another token. Without one they come in
+    order, for evaluation: every token but the first, which represents no text, is predicted once. Empty windows fill
+    the last batch, so that all batches have one shape.
+
+    Args:
+        split: Its tokens and the bytes of text that they encode.
+        context: Tokens that a window predicts.
+        batch_size: Windows per batch, over all ranks.
+        shuffle_seed: None for evaluation.
+        steps: As in `Batches`.
+    """
 
     def __init__(
-        self, stream: Tensor, context: int, count: int, batch_size: int, seed: int | None = None, steps: int = 0
+        self, split: TextSplit, context: int, batch_size: int, shuffle_seed: int | None = None, steps: int = 0
     ) -> None:
-        super().__init__([stream], batch_size, seed, steps)
-        self.context, self.count = context, count
+        stream = torch.from_numpy(split.tokens.astype(np.int32))
+        self.context, self.tokens, self.bytes = context, len(stream) - 1, split.bytes
+        if shuffle_seed is None:
+            self.count = -(-self.tokens // (context * batch_size)) * batch_size
+            stream = F.pad(stream, (0, self.count * context - self.tokens), value=NO_TOKEN)
+        else:
+            self.count = self.tokens // context - 1
+            if self.count < 1:
+                needed = f"windows of {context} need {2 * context + 1} (--data.context)"
+                raise DataError(f"train has {len(stream)} tokens: {needed}")
+        super().__init__([stream], batch_size, shuffle_seed, steps)
 
     @property
     def samples(self) -> int:
         return self.count
+
+    def order(self, turn: int) -> Tensor:
+        if self.shuffle_seed is None:
+            return torch.arange(self.count) * self.context
+        generator = torch.Generator().manual_seed(derive_seed("windows", self.shuffle_seed, turn))
+        first = torch.randint(self.context, (1,), generator=generator)
+        return first + self.context * torch.randperm(self.count, generator=generator)
 
     def gather(self, rows: Tensor) -> Sequence[Tensor]:
         (stream,) = self.tensors
         return [stream[rows[:, None] + torch.arange(self.context + 1, device=stream.device)].long()]
 
 
-class TrainingWindows(Windows):
-    """Windows in random order; every pass starts cutting at another token."""
-
-    def __init__(self, split: TextSplit, context: int, batch_size: int, seed: int, steps: int = 0) -> None:
-        tokens = split.tokens
-        count = (len(tokens) - 1) // context - 1
-        if count < 1:
-            raise DataError(
-                f"train has {len(tokens)} tokens: windows of {context} need {2 * context + 1} (--data.context)"
-            )
-        super().__init__(torch.from_numpy(tokens.astype(np.int32)), context, count, batch_size, seed, steps)
-
-    def order(self, turn: int) -> Tensor:
-        generator = torch.Generator().manual_seed(derive_seed("windows", self.shuffle_seed, turn))
-        first = torch.randint(self.context, (1,), generator=generator)
-        return first + self.context * torch.randperm(self.count, generator=generator)
-
-
-class MeasuredWindows(Windows):
-    """A whole split in order: every token but the first, which represents no text, is predicted once.
-
-    `tokens` are predicted, and they encode `bytes` of text. Empty windows fill the last batch, so that all batches have
-    one shape.
-    """
-
-    def __init__(self, split: TextSplit, context: int, batch_size: int) -> None:
-        self.tokens, self.bytes = len(split.tokens) - 1, split.bytes
-        count = -(-self.tokens // context)
-        count += -count % batch_size
-        stream = torch.full((count * context + 1,), NO_TOKEN, dtype=torch.int32)
-        stream[: len(split.tokens)] = torch.from_numpy(split.tokens.astype(np.int32))
-        super().__init__(stream, context, count, batch_size)
-
-    def order(self, turn: int) -> Tensor:
-        return torch.arange(self.count) * self.context
-
-
 class LanguageModule(TrainingModule):
-    """A language model in training. The run folder gets the vocabulary, which the weights depend on."""
+    """A language model in training."""
 
     splits_sequences: ClassVar[bool] = True
     headline: ClassVar[str] = "bits_per_byte"
-
-    def __init__(self, model: nn.Module, recipe: Recipe, vocabulary: Vocabulary) -> None:
-        super().__init__(model, recipe)
-        self.vocabulary = vocabulary
-
-    def write_files(self, folder: Path) -> None:
-        write_text(folder / VOCABULARY, self.vocabulary.text)
 
     def task_loss(self, batch: Batch) -> Tensor:
         (windows,) = batch
@@ -328,7 +291,7 @@ class LanguageModule(TrainingModule):
 
     def evaluate(self, batches: Batches) -> dict[str, float]:
         means = super().evaluate(batches)
-        assert isinstance(batches, MeasuredWindows)
+        assert isinstance(batches, Windows)
         bits = means["loss"] / math.log(2)
         return {**means, "perplexity": math.exp(means["loss"]), "bits_per_byte": bits * batches.tokens / batches.bytes}
 

@@ -6,7 +6,6 @@ import contextlib
 import os
 import statistics
 import threading
-import time
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import primal_attention
+from primal_attention.data.storage import one_line
 from primal_attention.nn.objective import primal_layers
 from primal_attention.train.config import FORMAT
 from primal_attention.utils.errors import RunError
@@ -66,48 +66,42 @@ def make_loggers(names: Sequence[str], folder: Path, title: str, ids: dict[str, 
         except ModuleNotFoundError:
             raise RunError(f"trainer.logger {name} needs {name}: pip install {name}") from None
         except Exception as error:  # each service raises its own types
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise RunError(f"trainer.logger {name} cannot start: {reason}") from error
+            raise RunError(f"trainer.logger {name} cannot start: {one_line(error)}") from error
     return loggers
 
 
 class RunLog:
-    """metrics.csv, the loggers, and a progress bar for the whole training. Before `start` nothing is written.
+    """metrics.csv, the loggers, and a progress bar for the complete training, of the main process.
 
     Args:
         title: Name in the bar and the loggers.
         config: Epochs, loggers, and whether there is a bar.
         folder: The run folder; without one, only the bar is shown.
+        state: Progress so far, and the run ids of the loggers.
+        batches: Batches per epoch.
+        step: Steps so far.
     """
 
-    def __init__(self, title: str, config: TrainerConfig, folder: Path | None) -> None:
+    def __init__(
+        self, title: str, config: TrainerConfig, folder: Path | None, state: State, batches: int, step: int
+    ) -> None:
         from tqdm import tqdm
 
         tqdm.set_lock(threading.RLock())  # the default lock is a semaphore, which a killed worker would leak
-        self.title, self.config, self.folder = title, config, folder
-        self.loggers: dict[str, Any] = {}
-        self.make_bar, self.bar = tqdm, tqdm(disable=True)
-        self.is_started = False
-        self.written = 0.0  # when metrics.csv was
+        self.folder, self.loggers = folder, {}
+        if folder is not None:
+            self.loggers = make_loggers(config.logger, folder, title, state.logger_ids, step)
+        total, done, is_hidden = config.epochs * batches, len(state.rows) * batches, None if config.progress else True
+        self.bar = tqdm(desc=title, total=total, initial=done, unit="batch", disable=is_hidden)
 
-    def start(self, state: State, batches: int, step: int) -> None:
-        """Open the loggers and show the bar; called in the main process only."""
-        self.is_started = True
-        if self.folder is not None:
-            self.loggers = make_loggers(self.config.logger, self.folder, self.title, state.logger_ids, step)
-        if self.config.progress:
-            total, done = self.config.epochs * batches, len(state.rows) * batches
-            self.bar = self.make_bar(desc=self.title, total=total, initial=done, unit="batch", disable=None)
-
-    def write(self, rows: Sequence[Row], samples_per_second: float, *, at_once: bool) -> None:
-        """Log the last row. metrics.csv is written at once, or once per second: epochs may be shorter than a write."""
+    def write(self, rows: Sequence[Row], samples_per_second: float) -> None:
+        """Log the last row, and write all rows to metrics.csv."""
         row = rows[-1]
-        self.bar.set_postfix_str(describe(row), refresh=False)
-        if self.folder is None or not self.is_started:
+        shown = {k: v for k, v in row.items() if k in ("task_loss", "J") or k.endswith(("_accuracy", "_score"))}
+        self.bar.set_postfix(shown, refresh=False)
+        if self.folder is None:
             return
-        if at_once or time.monotonic() - self.written > 1:
-            write_csv(self.folder / "metrics.csv", rows)
-            self.written = time.monotonic()
+        write_csv(self.folder / "metrics.csv", rows)
         for name, logger in self.loggers.items():
             try:
                 logger.log_metrics({**row, "samples_per_second": samples_per_second}, row["step"])
@@ -119,16 +113,6 @@ class RunLog:
         for logger in self.loggers.values():
             with contextlib.suppress(Exception):  # a full disk or a lost server: metrics.csv has the same numbers
                 logger.finalize("success" if finished else "failed")
-
-
-def describe(row: Row) -> str:
-    """Return an epoch's numbers in a few words."""
-    parts = [f"loss {row['task_loss']:.3f}"]
-    if "J" in row:
-        parts.append(f"J {row['J']:+.3f}")
-    parts += [f"{key.split('_')[0]} {100 * value:.1f} %" for key, value in row.items() if key.endswith("_accuracy")]
-    parts += [f"{key.split('_')[0]} {value:.1f}" for key, value in row.items() if key.endswith("_score")]
-    return "  ".join(parts)
 
 
 def summarize(
@@ -160,20 +144,20 @@ def summarize(
 
 def scores(experiment: Experiment, state: State, test: Mapping[str, float]) -> dict[str, Any]:
     """Return the scores by protocol: the last epoch, the best on test, the epoch that validation chose."""
-    headline, rows = experiment.module.headline, state.rows
-    found: dict[str, Any] = {}
-    seen = [row for row in rows if f"test_{headline}" in row]
-    if seen:
-        best = max(seen, key=lambda row: row[f"test_{headline}"])
-        found["best_on_test"] = {"epoch": best["epoch"], headline: best[f"test_{headline}"]}
-    if experiment.select is None:
-        validation = {f"validation_{k.removeprefix('val_')}": v for k, v in rows[-1].items() if k.startswith("val_")}
-        return {**found, "last": {"epoch": rows[-1]["epoch"], **validation, **test}}
-    if seen:  # the saved weights are those of the chosen epoch
-        found["last"] = {"epoch": seen[-1]["epoch"], **{key: seen[-1][f"test_{key}"] for key in test}}
+    headline, last = experiment.module.headline, state.rows[-1]
+    by_protocol: dict[str, Any] = {}
+    tested = [row for row in state.rows if f"test_{headline}" in row]
+    if tested:
+        best = max(tested, key=lambda row: row[f"test_{headline}"])
+        by_protocol["best_on_test"] = {"epoch": best["epoch"], headline: best[f"test_{headline}"]}
+    if not experiment.chooses_epoch:
+        validation = {f"validation_{k.removeprefix('val_')}": v for k, v in last.items() if k.startswith("val_")}
+        return {**by_protocol, "last": {"epoch": last["epoch"], **validation, **test}}
+    if tested:  # the saved weights are those of the chosen epoch
+        by_protocol["last"] = {"epoch": last["epoch"], **{key: last[f"test_{key}"] for key in test}}
     assert state.best is not None
     chosen = {"epoch": state.best["epoch"], "validation_accuracy": state.best["rank"][0]}
-    return {**found, "validation_chosen": {**chosen, **test}}
+    return {**by_protocol, "validation_chosen": {**chosen, **test}}
 
 
 def merge(summaries: Sequence[Summary], rows: Sequence[Row], name: str) -> Summary:

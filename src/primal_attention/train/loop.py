@@ -14,17 +14,18 @@ from typing import Any
 
 import torch
 
+from primal_attention.data.storage import one_line
 from primal_attention.nn.baselines.random_buffers import draw_counts, restore_draw_counts
 from primal_attention.train import checkpoint, distributed
 from primal_attention.train.batches import derive_seed
-from primal_attention.train.checkpoint import State, read_summary
-from primal_attention.train.config import Recipe, require
+from primal_attention.train.checkpoint import State, load_weights, read_summary
+from primal_attention.train.config import Recipe
 from primal_attention.train.cuda_graph import GATHERED, TrainingStep, records_steps
 from primal_attention.train.logs import Row, RunLog, Summary, merge, summarize
 from primal_attention.train.optimizer import learning_rate, make_optimizer
 from primal_attention.train.task import Experiment, compile_failure
 from primal_attention.utils.errors import Preempted, RunError
-from primal_attention.utils.files import write_csv, write_json, write_weights
+from primal_attention.utils.files import write_csv, write_json, write_text, write_weights
 
 
 def train(
@@ -97,8 +98,7 @@ def build(recipe: Recipe) -> Experiment:
     except (ValueError, TypeError, OverflowError, MemoryError, RuntimeError) as error:  # RuntimeError: torch's memory
         if type(error).__module__.startswith("primal_attention"):
             raise
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise RunError(f"this recipe cannot be built: {reason}") from error
+        raise RunError(f"this recipe cannot be built: {one_line(error)}") from error
 
 
 class Training:
@@ -128,9 +128,8 @@ class Training:
         self.state = State()
         self.stop = distributed.StopRequest()
         self.step: Any = None
-        self.log = RunLog(title, recipe.trainer, folder)
-        needs_selection = self.config.early_stop and experiment.select is None
-        require(not needs_selection, "trainer.early-stop needs validation samples: add --protocol validation")
+        self.log: RunLog | None = None  # of the main process
+        self.title = title
 
     def fit(self) -> None:
         """Train from the last checkpoint, or from the start, to the last epoch."""
@@ -140,10 +139,8 @@ class Training:
             self.resume()
             self.start()
             with nullcontext() if self.folder is None else self.stop.listen():
-                self.finish_epoch()  # of a run that was stopped during an evaluation
-                while not self.state.finished:
-                    self.train_epoch()
-                    self.finish_epoch()
+                while not self.is_finished:
+                    self.finish_epoch(self.train_epoch())
         except BaseException as error:
             if not isinstance(error, Preempted):  # the other ranks would wait for this one
                 distributed.kill_children(self.fabric)
@@ -154,7 +151,8 @@ class Training:
         finally:
             self.module.poll = None
             self.step = None  # the recordings hold the memory of a step
-            self.log.close(finished=self.state.finished)
+            if self.log is not None:
+                self.log.close(finished=self.is_finished)
 
     # Build and resume
 
@@ -185,19 +183,18 @@ class Training:
         """Load the newest intact checkpoint, if there is one."""
         if self.folder is None:
             return
-        found = checkpoint.load_newest(self.folder / "checkpoints", main=self.is_main)
-        if found is None:
+        newest = checkpoint.load_newest(self.folder / "checkpoints", is_main=self.is_main)
+        if newest is None:
             if self.is_main and (self.folder / "metrics.csv").exists():
                 warnings.warn(f"{self.folder / 'checkpoints'} is empty: the training starts again", stacklevel=2)
             return
-        place, content = found
+        place, content = newest
         checkpoint.restore(place, content, self.module, self.optimizer)
         self.module.global_step = content["global_step"]
         restore_draw_counts(self.module.model, content.get("draws", {}))
         if content.get("precision"):
             self.fabric.strategy.precision.load_state_dict(content["precision"])
         self.state = State(**{key: value for key, value in content["run"].items() if key in vars(self.state)})
-        self.state.finished = self.is_finished()
 
     def start(self) -> None:
         """Wrap the model for DDP and open the loggers."""
@@ -205,83 +202,77 @@ class Training:
         wrapped = self.fabric.strategy.setup_module(module) if is_ddp else module
         self.step = TrainingStep(self.fabric, module, wrapped, self.optimizer, self.rate, records=self.records)
         if self.folder is not None:
-            self.module.poll = self.stop_evaluation
+            module.poll = lambda: self.save_within_epoch(len(self.batches))
             if self.is_main:
-                self.module.write_files(self.folder)
+                for name, text in self.experiment.files.items():
+                    write_text(self.folder / name, text)
         if self.is_main:
-            self.log.start(self.state, len(self.batches), self.module.global_step)
+            steps = len(self.batches), module.global_step
+            self.log = RunLog(self.title, self.config, self.folder, self.state, *steps)
 
     # Epochs and steps
 
-    def train_epoch(self) -> None:
-        """Train one epoch, or the rest of an interrupted one; its row waits in `state.unmeasured`."""
+    def train_epoch(self) -> Row:
+        """Train one epoch, or the rest of an interrupted one; return its row of metrics.csv without scores."""
         state, module, batches = self.state, self.module, self.batches
         batches.epoch = len(state.rows)
         module.start_epoch(len(state.rows))
-        done, started = 0, time.perf_counter()
+        done, self.seconds = 0, 0.0
         if state.middle is not None:
             middle, state.middle = state.middle, None
-            module.restore_epoch_state(middle["processes"], middle["steps"], self.fabric.world_size)
-            batches.skip = done = middle["steps"]
-            started -= middle["seconds"]
+            done, self.seconds = middle["steps"], middle["seconds"]
+            module.restore_epoch_state(middle["processes"], done, self.fabric.world_size)
+            batches.skip = done
         if self.device.type == "cuda":  # the peak is that of training, without evaluations
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
+        started = time.perf_counter() - self.seconds
         with self.step.own_stream():
             for batch in batches:
                 if module.mesh is not None:
                     module.batch_weight = batches.part(done)
                 self.step.run(batch)
                 done += 1
-                self.log.bar.update()
-                if done < len(batches):
-                    self.save_within_epoch(done, time.perf_counter() - started)
+                if self.log is not None:
+                    self.log.bar.update()
+                self.seconds = time.perf_counter() - started
+                self.save_within_epoch(done)
         if self.device.type == "cuda":
             torch.cuda.synchronize()
+            self.seconds = time.perf_counter() - started
             state.peak_bytes = max(state.peak_bytes or 0, torch.cuda.max_memory_allocated())
-        state.seconds.append(time.perf_counter() - started)
         row = {"epoch": len(state.rows) + 1, "step": module.global_step, "lr": self.rate(module.global_step - 1)}
-        state.unmeasured = {**row, **module.epoch_means()}
+        return {**row, **module.epoch_means()}
 
     # Evaluate, save and stop
 
-    def finish_epoch(self) -> None:
-        """Evaluate the epoch in `state.unmeasured`, log its row, save a checkpoint, and stop if asked to."""
-        state, config, module = self.state, self.config, self.module
-        if state.unmeasured is None:
-            return
-        row = dict(state.unmeasured)
-        is_last = row["epoch"] >= config.epochs
-        if is_last or row["epoch"] % config.evaluate_every == 0:
+    def finish_epoch(self, row: Row) -> None:
+        """Evaluate an epoch if it is due, log its row, and save a checkpoint."""
+        state, config = self.state, self.config
+        if row["epoch"] == config.epochs or row["epoch"] % config.evaluate_every == 0:
             for name, batches in self.experiment.watched.items():
-                row |= {f"{name}_{key}": value for key, value in module.evaluate(batches).items()}
+                row |= {f"{name}_{key}": value for key, value in self.module.evaluate(batches).items()}
             self.choose(row)
         state.rows.append(row)
-        state.unmeasured = None
-        state.finished = self.is_finished()
-        stops = self.folder is not None and self.stop.anywhere(self.device)
-        saves = state.finished or stops or row["epoch"] % config.checkpoint_every == 0
-        if saves:
+        state.seconds.append(self.seconds)
+        if self.is_finished or row["epoch"] % config.checkpoint_every == 0:
             self.save()
-        self.log.write(state.rows, self.batches.samples_per_epoch / state.seconds[-1], at_once=saves)
-        if stops and not state.finished:
-            raise Preempted(f"asked to stop: saved after epoch {row['epoch']}")
+        if self.log is not None:
+            self.log.write(state.rows, self.batches.samples_per_epoch / self.seconds)
+
+    @property
+    def is_finished(self) -> bool:
+        return len(self.state.rows) >= self.config.epochs
 
     def choose(self, row: Row) -> None:
-        """Keep the weights of the epoch with the best score on the selection set; the lower loss breaks ties."""
-        if self.experiment.select is None:
+        """Store the weights of the epoch with the best accuracy on validation; the lower loss breaks ties."""
+        if not self.experiment.chooses_epoch:
             return
-        name, score = self.experiment.select
-        rank = [row[f"{name}_{score}"], -row[f"{name}_loss"]]
+        rank = [row["val_accuracy"], -row["val_loss"]]
         if self.state.best is None or rank > self.state.best["rank"]:
             self.state.best = {"epoch": row["epoch"], "rank": rank}
             weights = distributed.gather_full(self.module.final_model.state_dict())
             self.state.chosen = {name: t.detach().to("cpu", copy=True) for name, t in weights.items()}
-
-    def is_finished(self) -> bool:
-        state, patience = self.state, self.config.early_stop
-        is_spent = bool(patience and state.best and len(state.rows) - state.best["epoch"] >= patience)
-        return state.unmeasured is None and (len(state.rows) >= self.config.epochs or is_spent)
 
     def save(self) -> None:
         """Write a checkpoint; all processes call this together."""
@@ -297,28 +288,22 @@ class Training:
         checkpoint.save(self.folder / "checkpoints", self.module, self.optimizer, progress, sharded=is_sharded)
         self.fabric.barrier()
 
-    def save_within_epoch(self, done: int, seconds: float) -> None:
-        """Save between two batches of an epoch if a checkpoint is due or SIGTERM came."""
+    def save_within_epoch(self, done: int) -> None:
+        """Save after a batch of the epoch, or of its evaluation, if a checkpoint is due or SIGTERM came."""
         if self.folder is None:
             return
         every, stops = self.config.checkpoint_steps, self.stop.anywhere(self.device)
-        if not stops and not (every and done % every == 0):
+        if not stops and not (every and done % every == 0 and done < len(self.batches)):
             return
         states: list[Any] = [self.module.epoch_state()]
         if self.fabric.world_size > 1:
             own, states = states[0], [None] * self.fabric.world_size
             torch.distributed.all_gather_object(states, own)
-        self.state.middle = {"steps": done, "seconds": seconds, "processes": states}
+        self.state.middle = {"steps": done, "seconds": self.seconds, "processes": states}
         self.save()
         self.state.middle = None
         if stops:
             raise Preempted(f"asked to stop: saved after batch {done} of epoch {len(self.state.rows) + 1}")
-
-    def stop_evaluation(self) -> None:
-        """Save between two batches of an evaluation if SIGTERM came; the resumed run evaluates the epoch again."""
-        if self.stop.anywhere(self.device):
-            self.save()
-            raise Preempted("asked to stop: saved before the last epoch was measured")
 
     # Finish
 
@@ -326,7 +311,7 @@ class Training:
         """Evaluate the final model on test if the recipe asks for it, write its weights, and return the summary."""
         assert self.folder is not None
         model = self.module.final_model
-        if self.experiment.select is not None:
+        if self.experiment.chooses_epoch:
             assert self.state.chosen is not None
             distributed.load_full(model, self.state.chosen)
         test = self.module.evaluate(self.experiment.test.to(self.device)) if self.recipe.test else {}
@@ -349,12 +334,3 @@ def evaluate(folder: Path) -> dict[str, dict[str, float]]:
         experiment.module.to(device)
         scores[part] = experiment.module.evaluate(experiment.test.to(device))
     return scores
-
-
-def load_weights(model: torch.nn.Module, file: Path) -> None:
-    """Load a safetensors file into a model that it fits."""
-    try:
-        model.load_state_dict(checkpoint.read_weights(file))
-    except RuntimeError as error:
-        reason = str(error).splitlines()[-1].strip()[:200]
-        raise RunError(f"{file} does not fit the model of its config.yaml ({reason})") from error

@@ -15,24 +15,23 @@ each cut to one width, so that the steps of a bucket have one shape and can be r
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from primal_attention.data.lra import listops, pathfinder, tokens
 from primal_attention.data.lra.tokens import TokenData, TokenSplit
+from primal_attention.data.storage import default_folder
 from primal_attention.models.lra import LRAClassifier
 from primal_attention.models.uea import without_r_scores
 from primal_attention.train.batches import Batches, derive_seed
-from primal_attention.train.config import NetworkConfig, OptimConfig, Recipe, TrainerConfig, require_range
-from primal_attention.train.task import Batch, Experiment, TrainingModule, classification_scores, hash_data
+from primal_attention.train.config import NetworkConfig, OptimConfig, Recipe, TrainerConfig, override, require_range
+from primal_attention.train.task import Batch, Experiment, TrainingModule, hash_data
 
 READERS = {
     "listops": listops.load,
@@ -44,13 +43,11 @@ READERS = {
 IMAGES = ("image", "pathfinder")
 EVALUATED_TOKENS = 2**19  # in one evaluation batch
 LANDMARKS_PER_RANK = 10
-LENGTH_BUCKETS = 4  # of the short recipes: as many shapes as a training records
 WIDTH_MULTIPLE = 64  # kernels prefer widths that are multiples of it
 ROWS_AT_ONCE = 4096  # read from memory-mapped arrays
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """The paper's training of one task, and (rank s, weight η) of PrimalFormer and of Primal.+."""
 
     steps: int
@@ -68,36 +65,30 @@ TASKS = {
     "image": Task(35_000, 175, 256, 175, (30, 0.1), (30, 0.1)),
     "pathfinder": Task(62_400, 312, 256, 312, (30, 0.1), (20, 0.05)),
 }
-Positions = Literal["random", "line", "grid"]
-
-
-@dataclass(frozen=True)
-class Short:
-    """A training of the same model in fewer and smaller steps, at a higher learning rate.
-
-    zero_is_padding, positions: too few steps to learn the order of the tokens from labels alone, so the positions start
-    as a line or a grid, and black pixels are padding, as in the paper's runs.
-    sampling: random landmarks where the model memorises sequences by fixed ones.
-    ema: averaged weights where validation accuracy falls before the learning rate does.
-    """
-
-    steps: int
-    batch_size: int
-    lr: float = 1e-3
-    zero_is_padding: bool = False
-    positions: Positions = "random"
-    sampling: Literal["even", "random"] = "even"
-    ema: float = 0.0
-
-
-SHORT = {
-    "listops": Short(5_000, 32, positions="line", ema=0.998),
-    "text": Short(5_000, 32, lr=5e-4, sampling="random", ema=0.998),
-    "retrieval": Short(5_000, 32),
-    "image": Short(12_000, 64),
-    "pathfinder": Short(20_000, 256, lr=5e-4, zero_is_padding=True, positions="grid"),
+# Shorter trainings of the same models: 20 evaluations, at a higher learning rate, and what each task changes. Few steps
+# do not teach the order of the tokens, so positions start as a line or a grid, and black pixels are padding, as in the
+# paper's runs. Random landmarks: the model memorises sequences by fixed ones. Averaged weights: validation accuracy
+# falls before the learning rate does.
+SHORT_TRAINING: dict[str, Any] = {
+    "optim.lr": 1e-3,
+    "optim.warmup": 0.1,
+    "optim.clip": 1.0,
+    "data.length_buckets": 4,  # as many shapes as a training records
+    "trainer.epochs": 20,
+    "trainer.steps_per_epoch": 250,
 }
-SHORT_EVALUATIONS = 20
+SHORT: dict[str, dict[str, Any]] = {
+    "listops": {"model.positions": "line", "trainer.ema": 0.998},
+    "text": {"optim.lr": 5e-4, "model.sampling": "random", "trainer.ema": 0.998},
+    "retrieval": {},
+    "image": {"trainer.steps_per_epoch": 600, "trainer.batch_size": 64},
+    "pathfinder": {
+        "trainer.steps_per_epoch": 1000,
+        "optim.lr": 5e-4,
+        "data.zero_is_padding": True,
+        "model.positions": "grid",
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -113,8 +104,6 @@ class LRAData:
     length_buckets: int = 1
     """Padded tasks: length buckets of the training batches, each cut where its longest samples end; 1 mixes all
     lengths, as model.published-padding does."""
-
-    RENAMED: ClassVar[Mapping[str, str]] = {"kinds": "length_buckets"}
 
     def __post_init__(self) -> None:
         require_range(self, "data", "length_buckets", "be at least 1")
@@ -137,7 +126,7 @@ class LRAModel(NetworkConfig):
     """Build Primal-Attention's projection weights from f(X); off uses W_e and W_r themselves."""
     r_scores: bool = True
     """Use Primal-Attention's r-scores in its output; off is the paper's ablation (the objective keeps them)."""
-    positions: Positions = "random"
+    positions: Literal["random", "line", "grid"] = "random"
     """Initial values of the learned positions: noise, waves along the sequence (line), or waves along the rows and the
     columns of an image (grid)."""
     published_padding: bool = False
@@ -169,7 +158,7 @@ class LRARecipe(Recipe):
 
 
 def paper_recipe(name: str) -> LRARecipe:
-    """The paper's settings: AdamW 1e-4, a linear one-cycle schedule, mixed precision."""
+    """Return the paper's settings: AdamW 1e-4, a linear one-cycle schedule, mixed precision."""
     task = TASKS[name]
     return LRARecipe(
         data=LRAData(task=name),  # type: ignore[arg-type]
@@ -187,52 +176,30 @@ def paper_recipe(name: str) -> LRARecipe:
 
 
 def short_recipe(name: str) -> LRARecipe:
-    """The paper's model, trained in a fraction of the paper's time: see `SHORT`."""
-    paper, short = paper_recipe(name), SHORT[name]
-    return replace(
-        paper,
-        data=replace(paper.data, length_buckets=LENGTH_BUCKETS, zero_is_padding=short.zero_is_padding),
-        model=replace(paper.model, positions=short.positions, sampling=short.sampling),
-        optim=replace(paper.optim, lr=short.lr, warmup=0.1, clip=1.0),
-        trainer=replace(
-            paper.trainer,
-            epochs=SHORT_EVALUATIONS,
-            steps_per_epoch=short.steps // SHORT_EVALUATIONS,
-            batch_size=short.batch_size,
-            ema=short.ema,
-        ),
-    )
-
-
-def default_folder(task: str) -> Path:
-    """$PRIMAL_LRA/<task>, or data/lra/<task> under the working directory."""
-    return Path(os.environ.get("PRIMAL_LRA", "data/lra")) / task
+    """Return the paper's model, trained in a fraction of the paper's time."""
+    return override(paper_recipe(name), {**SHORT_TRAINING, **SHORT[name]})
 
 
 def load(config: LRAData) -> TokenData:
     """Read a task's three splits."""
-    data = READERS[config.task](config.folder or default_folder(config.task))
+    data = READERS[config.task](config.folder or default_folder("lra", config.task))
     return replace(data, padded=True) if config.zero_is_padding else data
 
 
 def make_model(config: LRAModel, data: TokenData, room: int | None = None) -> nn.Module:
-    """The network of a resolved configuration; room: see `LRAClassifier`."""
-    primal = {name: getattr(config, name) for name in ("rank", "landmarks", "sampling", "data_dependent")}
-    shared = ("attention", "embed_dim", "num_heads", "layers", "ffn_dim", "dropout", "published_padding", "positions")
-    model = LRAClassifier(
-        data.vocabulary,
-        data.classes,
-        data.length,
-        pairs=data.train.second is not None,
-        attention_kwargs={"primal": primal, "linformer": {"max_length": data.length}},
-        **{name: getattr(config, name) for name in shared},
-    )
+    """Return the network of a resolved configuration; room: see `LRAClassifier`."""
+    settings = dict(vars(config))
+    has_r_scores = settings.pop("r_scores")
+    primal = {name: settings.pop(name) for name in ("rank", "landmarks", "sampling", "data_dependent")}
+    keywords = {"primal": primal, "linformer": {"max_length": data.length}}
+    has_pairs, sizes = data.train.second is not None, (data.vocabulary, data.classes, data.length)
+    model = LRAClassifier(*sizes, pairs=has_pairs, attention_kwargs=keywords, **settings)
     model.room = room
-    return model if config.r_scores else without_r_scores(model)
+    return model if has_r_scores else without_r_scores(model)
 
 
 def build_from(recipe: LRARecipe, data: TokenData) -> Experiment:
-    """The experiment of a resolved recipe on data in memory."""
+    """Return the experiment of a resolved recipe on data in memory."""
     # Where padding takes part in the computation, results depend on how much of it there is.
     cuts = data.padded and not recipe.model.published_padding
     # Padding between tokens on several devices stays in place.
@@ -258,7 +225,7 @@ def build_from(recipe: LRARecipe, data: TokenData) -> Experiment:
         train=train,
         test=test,
         watched={"val": batches(data.valid)} | ({"test": test} if recipe.watch_test else {}),
-        select=("val", "accuracy"),
+        chooses_epoch=True,
         facts={
             "set": data.name,
             "sha256": hash_data(data.splits),
@@ -293,32 +260,29 @@ class SequenceModule(TrainingModule):
             inputs += self.tokens(ids.long(), ids == 0 if self.padded else None)
         return tuple(inputs)
 
-    def task_loss(self, batch: Batch) -> Tensor:
-        return F.cross_entropy(self.model(*self.inputs(batch)), batch[-1])
-
-    def scores(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        return classification_scores(model(*self.inputs(batch)), batch[-1])
-
 
 def _chunks(tokens: np.ndarray) -> Iterator[np.ndarray]:
     return (np.asarray(tokens[start : start + ROWS_AT_ONCE]) for start in range(0, len(tokens), ROWS_AT_ONCE))
 
 
 def count_lengths(tokens: np.ndarray) -> Tensor:
-    """Tokens of each sample up to the last one that is not padding (0); all of them where there is none."""
+    """Count the tokens of each sample up to the last one that is not padding (0); all of them if there is none."""
     ends = [tokens.shape[1] - np.argmax(chunk[:, ::-1] != 0, axis=1) for chunk in _chunks(tokens)]
     return torch.from_numpy(np.concatenate(ends))
 
 
 def count_room(splits: Sequence[np.ndarray]) -> int:
-    """Positions that hold the tokens of any sample once its padding (0) is left out."""
+    """Count the positions that hold the tokens of any sample once its padding (0) is left out."""
     most = max(int(np.count_nonzero(chunk, axis=1).max()) for tokens in splits for chunk in _chunks(tokens))
     return _round_width(most, splits[0].shape[1])
 
 
 def bucket_widths(lengths: Tensor, full: int, buckets: int, batch_size: int) -> list[int]:
-    """Widths of length buckets, ascending up to `full`: the first holds half of the samples, the next one half of the
-    rest, and so on. There are fewer than `buckets` where one would not fill a batch."""
+    """Return the widths of length buckets, ascending up to `full`.
+
+    The first holds half of the samples, the next one half of the rest, and so on. There are fewer than `buckets` where
+    one would not fill a batch.
+    """
     widths: list[int] = []
     ordered, taken = lengths.sort().values, 0
     for _ in range(buckets - 1):
@@ -357,8 +321,13 @@ class TokenBatches(Batches):
         self.lengths, self.widths = lengths, list(widths)
 
     def order(self, turn: int) -> Tensor:
-        """With buckets: batches of one bucket each, in random order. What does not fill one joins the next bucket."""
-        if self.lengths is None or not self.widths or self.shuffle_seed is None:
+        """In evaluation the longest samples first. With buckets, batches of one bucket each, in random order.
+
+        Samples that do not fill a batch join the next bucket.
+        """
+        if self.lengths is not None and self.shuffle_seed is None:
+            return self.lengths.argsort(descending=True, stable=True)
+        if self.lengths is None or not self.widths:
             return super().order(turn)
         generator = torch.Generator().manual_seed(derive_seed("order", self.shuffle_seed, turn))
         bucket = torch.searchsorted(torch.tensor(self.widths), self.lengths)
@@ -369,22 +338,11 @@ class TokenBatches(Batches):
             count = len(members) // self.batch_size * self.batch_size
             batches.append(members[:count].view(-1, self.batch_size))
             rest = members[count:]
-        whole = torch.cat(batches)
-        return torch.cat([whole[torch.randperm(len(whole), generator=generator)].flatten(), rest])
-
-    def rows(self) -> Iterator[Tensor]:
-        """In evaluation the longest samples first, as many tokens in a batch as `batch_size` uncut samples have."""
-        if self.lengths is None or self.shuffle_seed is not None:
-            yield from super().rows()
-            return
-        order, start = self.lengths.argsort(descending=True, stable=True), 0
-        while start < len(order):
-            size = self.batch_size * self.full // self.width(order[start : start + 1])
-            yield order[start : start + size]
-            start += size
+        full = torch.cat(batches)
+        return torch.cat([full[torch.randperm(len(full), generator=generator)].flatten(), rest])
 
     def width(self, rows: Tensor) -> int:
-        """The width to which a batch of these samples is cut."""
+        """Return the width to which a batch of these samples is cut."""
         if self.lengths is None:
             return self.full
         longest = int(self.lengths[rows].max())

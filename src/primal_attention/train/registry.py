@@ -12,7 +12,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from primal_attention.train.config import Recipe
 from primal_attention.utils.errors import RunError
@@ -30,6 +29,8 @@ UEA_SETS = (
     "UWaveGestureLibrary",
 )
 LRA_TASKS = ("listops", "text", "retrieval", "image", "pathfinder")
+IMAGE_SETS = ("deit-small", "imagenette")
+TEXTS = ("wikipedia", "wikitext-103")
 D4RL_SETS = tuple(
     f"{environment}-{level}"
     for level in ("medium-expert", "medium", "medium-replay")
@@ -39,9 +40,10 @@ D4RL_SETS = tuple(
 
 @dataclass(frozen=True)
 class Family:
-    """A group of recipes that one function makes from the name of a member."""
+    """A group of recipes, by the names of its members."""
 
-    function: str
+    source: str
+    """Module and name of a function of the member's name, or of a mapping."""
     about: str
     members: tuple[str, ...]
     is_open: bool = False
@@ -51,27 +53,15 @@ class Family:
 
 
 FAMILIES = {
-    "uea": Family("uea:paper_recipe", "the paper's time-series classifiers", UEA_SETS, is_open=True, takes_files=True),
-    "uea-modern": Family(
-        "uea:modern_recipe", "one modern recipe for every data set", UEA_SETS, is_open=True, takes_files=True
-    ),
+    "uea": Family("uea:paper_recipe", "the paper's time-series classifiers", UEA_SETS, True, True),
+    "uea-modern": Family("uea:modern_recipe", "one modern recipe for every data set", UEA_SETS, True, True),
     "lra": Family("lra:paper_recipe", "the paper's classifiers of Long-Range Arena", LRA_TASKS),
     "lra-short": Family("lra:short_recipe", "the same classifiers in fewer steps", LRA_TASKS),
-    "image": Family(
-        "image:paper_recipe", "DeiT with Primal-Attention, images in class folders", ("deit-small", "imagenette")
-    ),
+    "image": Family("image:RECIPES", "DeiT with Primal-Attention, images in class folders", IMAGE_SETS),
     "d4rl": Family("d4rl:paper_recipe", "the paper's Decision Transformers", D4RL_SETS, is_open=True),
-    "lm": Family(
-        "lm:recipe_of", "language models, the paper's setting and a modern one", ("wikipedia", "wikitext-103")
-    ),
+    "lm": Family("lm:RECIPES", "language models, the paper's setting and a modern one", TEXTS),
 }
-TYPES = {
-    "uea": "uea:UEARecipe",
-    "lra": "lra:LRARecipe",
-    "image": "image:ImageRecipe",
-    "d4rl": "d4rl:D4RLRecipe",
-    "lm": "lm:LanguageRecipe",
-}
+BENCHMARKS = ("uea", "lra", "image", "d4rl", "lm")  # each a module with its recipe class
 _OWN_TYPES: dict[str, type[Recipe]] = {}
 
 
@@ -81,7 +71,9 @@ def names() -> list[str]:
 
 def recipe_type(benchmark: str) -> type[Recipe] | None:
     """Return the recipe class of a benchmark; one of your own only after `load_file`."""
-    return _load(TYPES[benchmark]) if benchmark in TYPES else _OWN_TYPES.get(benchmark)
+    if benchmark not in BENCHMARKS:
+        return _OWN_TYPES.get(benchmark)
+    return _recipe_types(importlib.import_module(f"primal_attention.train.{benchmark}"))[0]
 
 
 def get(name: str) -> Recipe:
@@ -92,11 +84,13 @@ def get(name: str) -> Recipe:
     family_name, _, member = name.partition("/")
     family = FAMILIES.get(family_name)
     if family is not None and (member in family.members or (family.is_open if member else family.takes_files)):
-        return _load(family.function)(member)
-    near = difflib.get_close_matches(name, names(), n=1, cutoff=0.7)
-    if not near:  # the nearest family, with the member as typed where any is allowed
-        families = difflib.get_close_matches(family_name, FAMILIES, n=1)
-        near = [f"{f}/{member if member and FAMILIES[f].is_open else FAMILIES[f].members[0]}" for f in families]
+        module, _, source = family.source.partition(":")
+        recipes = getattr(importlib.import_module(f"primal_attention.train.{module}"), source)
+        return recipes[member] if isinstance(recipes, dict) else recipes(member)
+    open_names = [f"{family}/{member}" for family in FAMILIES if member and FAMILIES[family].is_open]
+    near = difflib.get_close_matches(name, [*names(), *open_names], n=1, cutoff=0.5)
+    if not near and family is not None:
+        near = [f"{family_name}/{family.members[0]}"]
     hint = f"did you mean {near[0]}? " if near else ""
     raise RunError(f"no recipe is called {name!r}: {hint}'primal recipes' lists them all")
 
@@ -121,13 +115,17 @@ def load_file(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         raise RunError(f"{path} cannot be run ({type(error).__name__}: {error})") from error
-    for value in vars(module).values():
-        if isinstance(value, type) and issubclass(value, Recipe) and value.__module__ == module_name:
-            name = value.benchmark
-            if not name or name in TYPES:
-                raise RunError(f"{path}: {value.__name__}.benchmark must be a new name (got {name!r})")
-            _OWN_TYPES[name] = value
+    for kind in _recipe_types(module):
+        if not kind.benchmark or kind.benchmark in BENCHMARKS:
+            raise RunError(f"{path}: {kind.__name__}.benchmark must be a new name (got {kind.benchmark!r})")
+        _OWN_TYPES[kind.benchmark] = kind
     return module
+
+
+def _recipe_types(module: ModuleType) -> list[type[Recipe]]:
+    """Return the recipe classes that a module defines."""
+    types = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, Recipe)]
+    return [kind for kind in types if kind.__module__ == module.__name__]
 
 
 def _get_own(path: Path, name: str) -> Recipe:
@@ -139,8 +137,3 @@ def _get_own(path: Path, name: str) -> Recipe:
         return recipe
     known = ", ".join(key for key, value in values.items() if isinstance(value, Recipe)) or "none"
     raise RunError(f"{path} has no recipe {name!r} (recipes that are not functions: {known}): use {path}:NAME")
-
-
-def _load(target: str) -> Any:
-    module, _, name = target.partition(":")
-    return getattr(importlib.import_module(f"primal_attention.train.{module}"), name)

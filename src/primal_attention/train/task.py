@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from primal_attention.data.storage import one_line
 from primal_attention.nn.objective import ksvd_loss, primal_layers
 from primal_attention.train import distributed
 from primal_attention.train.batches import Batches, derive_seed
@@ -35,12 +36,19 @@ if TYPE_CHECKING:
 
     from primal_attention.data.uea import Standardizer
 
+NO_LABEL = -1  # of a row that only fills an evaluation batch
 CHECK_EVERY = 50  # steps between two checks of the loss on a device; each check waits for the device
 Batch = tuple[Tensor, ...]
 
 
 class TrainingModule(nn.Module):
-    """A model in training. Subclasses define the loss and the scores of their benchmark."""
+    """A model in training. The base class trains a classifier; other benchmarks override the loss and the scores.
+
+    Args:
+        model: The model.
+        recipe: The resolved recipe.
+        compile_options: Of the model's `compile`.
+    """
 
     ksvd_reduction: ClassVar[Literal["sample", "batch"]] = "sample"
     """Square J per sample or after the mean over the batch; the paper's benchmarks differ."""
@@ -73,19 +81,21 @@ class TrainingModule(nn.Module):
     # What a benchmark defines
 
     def task_loss(self, batch: Batch) -> Tensor:
-        raise NotImplementedError
+        return F.cross_entropy(self.model(*self.inputs(batch)), batch[-1])
 
     def scores(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Return sums over the samples of a batch; the key "samples" counts the samples."""
-        raise NotImplementedError
+        """Return sums over the samples of a batch; the key "samples" counts the samples with a label."""
+        logits, labels = model(*self.inputs(batch)).float(), batch[-1]
+        return {
+            "accuracy": (logits.argmax(dim=-1) == labels).sum(),
+            "loss": F.cross_entropy(logits, labels, ignore_index=NO_LABEL, reduction="sum"),
+            "samples": (labels != NO_LABEL).sum(),
+        }
 
     def inputs(self, batch: Batch) -> tuple[Any, ...]:
         """Return the arguments of the model: a batch without its labels."""
         *inputs, _ = batch
         return tuple(inputs)
-
-    def write_files(self, folder: Path) -> None:
-        """Write what the weights need besides config.yaml into a run folder, once at the start."""
 
     # Several processes
 
@@ -148,7 +158,9 @@ class TrainingModule(nn.Module):
             group = None if self.mesh is None else torch.distributed.group.WORLD
             ksvd = ksvd_loss(self.model, self.ksvd_reduction, group=group, part=self.batch_weight)
             loss = torch.add(task, ksvd, alpha=self.recipe.eta or 0.0)
-            parts |= {"ksvd_loss": ksvd, "J": self._weighted(layer_objectives(self.model))}
+            objectives = {f"J_{name}": layer.objective for name, layer in primal_layers(self.model).items()}
+            by_layer = {n: self._weighted(j.detach().float().mean()) for n, j in objectives.items() if j is not None}
+            parts |= {"ksvd_loss": ksvd, "J": torch.stack(list(by_layer.values())).mean(), **by_layer}
         parts["loss"] = loss
         return parts
 
@@ -172,28 +184,25 @@ class TrainingModule(nn.Module):
         """Count a batch whose losses were added; check from time to time that the loss is finite."""
         self._steps += 1
         total = self._sums["loss"]
-        interval = 1 if total.device.type == "cpu" else CHECK_EVERY
-        # One loss that is not finite keeps the sum from being finite for the rest of the epoch.
-        if self._steps % interval == 0 and not torch.isfinite(total):
-            raise DivergedError(self._explain(interval))
+        if total.device.type == "cpu" or self._steps % CHECK_EVERY == 0:
+            self._check_loss(float(total))
+
+    def _check_loss(self, total: float) -> None:
+        """Raise if a sum of losses is not finite: one loss that is not keeps it so for the rest of the epoch."""
+        if not math.isfinite(total):
+            when = f"step {self.global_step} (epoch {self.current_epoch + 1})"
+            tries = "a smaller --optim.lr, --optim.clip 1, --trainer.precision 32-true, or a smaller --eta"
+            raise DivergedError(f"the loss is not finite by {when}: try {tries}")
 
     def epoch_means(self) -> dict[str, float]:
         """Return the mean over the epoch's batches and the ranks of the losses, of J, and of each layer's J."""
-        totals = torch.cat([t.reshape(-1) for t in self._sums.values()]) / max(self._steps, 1)
+        totals = torch.stack(list(self._sums.values())) / max(self._steps, 1)
         if self.mesh is not None:
             torch.distributed.all_reduce(totals)
             totals /= torch.distributed.get_world_size()
-        values = iter(totals.tolist())  # one wait for the device
-        means: dict[str, float] = {}
-        layers: list[float] = []
-        for key, total in self._sums.items():
-            found = [next(values) for _ in range(total.numel())]
-            means[key] = sum(found) / len(found)
-            layers = found if key == "J" else layers
-        if not math.isfinite(means["loss"]):  # before the weights are evaluated or saved
-            raise DivergedError(self._explain(self._steps % CHECK_EVERY or CHECK_EVERY))
-        names = [name for name, layer in primal_layers(self.model).items() if layer.objective is not None]
-        return means | {f"J_{name}": value for name, value in zip(names, layers, strict=False)}
+        means = dict(zip(self._sums, totals.tolist(), strict=True))  # one wait for the device
+        self._check_loss(means["loss"])  # before the weights are evaluated or saved
+        return means
 
     def epoch_state(self) -> dict[str, Any]:
         """Return this process's state within an epoch: counts, sums and random generators."""
@@ -232,8 +241,9 @@ class TrainingModule(nn.Module):
         was_training = model.training
         model.eval()
         sums: dict[str, list[Tensor]] = {}
-        eager = run_eagerly(self.compiled and not self.evaluates_compiled)
-        with precision_context(self.recipe.trainer.precision, self.device), eager:
+        is_eager = self.compiled and not self.evaluates_compiled
+        stance = torch.compiler.set_stance("force_eager") if is_eager else nullcontext()
+        with precision_context(self.recipe.trainer.precision, self.device), stance:
             for batch in batches:
                 if self.poll is not None:
                     self.poll()
@@ -245,21 +255,6 @@ class TrainingModule(nn.Module):
         samples = totals.pop("samples")
         return {key: total / samples for key, total in totals.items()}
 
-    # Divergence
-
-    def _explain(self, steps: int) -> str:
-        """Return one line: when the loss stopped being finite, and what to try."""
-        now, recipe = self.global_step, self.recipe
-        when = f"step {now}" if steps == 1 else f"one of the steps {max(0, now - steps)} to {now}"
-        tries = [f"a smaller --optim.lr (now {recipe.optim.lr:g})"]
-        if not recipe.optim.clip or recipe.optim.clip > 1:
-            tries.append(f"--optim.clip 1 (now {recipe.optim.clip:g})")
-        if recipe.trainer.precision != "32-true":
-            tries.append("--trainer.precision 32-true")
-        if self.has_primal and recipe.eta:
-            tries.append(f"a smaller --eta (now {recipe.eta:g})")
-        return f"the loss is not finite at {when} (epoch {self.current_epoch + 1}): try {', '.join(tries)}"
-
 
 @dataclass
 class Experiment:
@@ -270,8 +265,9 @@ class Experiment:
         train: Training batches.
         test: Evaluated at the end.
         watched: Sets evaluated during training, by name ("test" or "val").
-        select: The watched set and score that choose an epoch, such as ("val", "accuracy"); None takes the last one.
+        chooses_epoch: The accuracy on "val" chooses the epoch whose weights are saved; else it is the last one.
         facts: Name, sizes and SHA-256 of the data, for the summary.
+        files: Texts by file name that the weights need besides config.yaml, for the run folder.
         standardizer: Applied to the series, where there are any.
     """
 
@@ -279,8 +275,9 @@ class Experiment:
     train: Batches
     test: Batches
     watched: Mapping[str, Batches]
-    select: tuple[str, str] | None = None
+    chooses_epoch: bool = False
     facts: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
     standardizer: Standardizer | None = None
 
 
@@ -310,22 +307,6 @@ def hash_data(data: Any) -> str:
     return digest.hexdigest()
 
 
-def classification_scores(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
-    """Return sums over a batch: correct predictions, cross-entropy, and samples. Labels below zero do not count."""
-    logits = logits.float()
-    return {
-        "accuracy": (logits.argmax(dim=-1) == labels).sum(),
-        "loss": F.cross_entropy(logits, labels, ignore_index=-1, reduction="sum"),
-        "samples": (labels >= 0).sum(),
-    }
-
-
-def layer_objectives(model: nn.Module) -> Tensor:
-    """Return the mean J of each Primal layer over the last batch in training mode, detached, (layers,)."""
-    objectives = (layer.objective for layer in primal_layers(model).values())
-    return torch.stack([j.detach().float().mean() for j in objectives if j is not None])
-
-
 def precision_context(precision: str, device: torch.device, *, cache: bool = True) -> AbstractContextManager[Any]:
     """Return the autocast context of a `trainer.precision`."""
     dtypes = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
@@ -342,15 +323,9 @@ def compiles(config: TrainerConfig) -> bool:
     return one_gpu and config.strategy == "auto"
 
 
-def run_eagerly(compiled: bool = True) -> AbstractContextManager[Any]:
-    """Run compiled parts eagerly: for shapes that occur once, and for hooks inside of them."""
-    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
-
-
 def compile_failure(error: BaseException) -> str | None:
     """Return the cause of a torch.compile error in one line; None for any other error."""
     dynamo = sys.modules.get("torch._dynamo.exc")  # absent if nothing was compiled
     if dynamo is None or not isinstance(error, dynamo.TorchDynamoException):
         return None
-    inner = getattr(error, "inner_exception", error)
-    return (str(inner).strip().splitlines() or [type(inner).__name__])[0]
+    return one_line(getattr(error, "inner_exception", error))

@@ -10,8 +10,8 @@ The loss is cross-entropy, the score is accuracy. A batch is (series (B, N, C), 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -24,34 +24,25 @@ from primal_attention.data.uea import PrincipalChannels, SeriesData, Split, Stan
 from primal_attention.models.uea import modern_classifier, paper_classifier, without_r_scores
 from primal_attention.train.batches import Batches
 from primal_attention.train.config import NetworkConfig, OptimConfig, Recipe, TrainerConfig, require, require_range
-from primal_attention.train.task import Batch, Experiment, TrainingModule, classification_scores, hash_data
+from primal_attention.train.task import Batch, Experiment, TrainingModule, hash_data
 
 EVALUATED_TOKENS = 2**16  # in one evaluation batch
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What the paper tuned per data set: rank s, weight η, and landmarks as a multiple of the rank."""
-
-    rank: int
-    eta: float
-    multiple: int
-
-
-# data set: (PrimalFormer, Primal.+)
-PAPER: dict[str, tuple[Setting, Setting]] = {
-    "EthanolConcentration": (Setting(30, 0.1, 10), Setting(40, 0.2, 10)),
-    "FaceDetection": (Setting(20, 0.1, 5), Setting(40, 0.2, 5)),
-    "Handwriting": (Setting(30, 0.2, 5), Setting(20, 0.5, 5)),
-    "Heartbeat": (Setting(30, 0.5, 10), Setting(40, 0.5, 10)),
-    "JapaneseVowels": (Setting(40, 0.5, 5), Setting(30, 0.2, 5)),
-    "PEMS-SF": (Setting(40, 0.1, 5), Setting(40, 0.0, 5)),
-    "SelfRegulationSCP1": (Setting(30, 0.5, 10), Setting(30, 0.2, 10)),
-    "SelfRegulationSCP2": (Setting(20, 0.0, 10), Setting(20, 0.2, 10)),
-    "SpokenArabicDigits": (Setting(20, 0.1, 5), Setting(30, 0.2, 5)),
-    "UWaveGestureLibrary": (Setting(20, 0.0, 10), Setting(40, 0.1, 10)),
+# What the paper tuned per data set: rank s and weight η of PrimalFormer and of Primal.+, landmarks as multiple of s.
+PAPER = {
+    "EthanolConcentration": ((30, 0.1), (40, 0.2), 10),
+    "FaceDetection": ((20, 0.1), (40, 0.2), 5),
+    "Handwriting": ((30, 0.2), (20, 0.5), 5),
+    "Heartbeat": ((30, 0.5), (40, 0.5), 10),
+    "JapaneseVowels": ((40, 0.5), (30, 0.2), 5),
+    "PEMS-SF": ((40, 0.1), (40, 0.0), 5),
+    "SelfRegulationSCP1": ((30, 0.5), (30, 0.2), 10),
+    "SelfRegulationSCP2": ((20, 0.0), (20, 0.2), 10),
+    "SpokenArabicDigits": ((20, 0.1), (30, 0.2), 5),
+    "UWaveGestureLibrary": ((20, 0.0), (40, 0.1), 10),
 }
-OTHER_SETS = (Setting(30, 0.1, 10), Setting(30, 0.2, 10))
+OTHER_SETS = ((30, 0.1), (30, 0.2), 10)
 
 
 @dataclass(frozen=True)
@@ -71,8 +62,6 @@ class UEAData:
     """Cut test series to the longest training series, as the paper does."""
     principal: bool = False
     """Append the principal directions of the channels, each of unit variance, to the channels."""
-
-    REMOVED: ClassVar[Mapping[str, Any]] = {"held": "random"}
 
     def __post_init__(self) -> None:
         require_range(self, "data", "holdout", "lie between 0 and 1")
@@ -102,9 +91,6 @@ class ClassifierConfig(NetworkConfig):
     attend_to_padding: bool = False
     """Let attention see the padding, as the published research code does (paper)."""
 
-    MAY_BE_ZERO: ClassVar[tuple[str, ...]] = ("local_kernel", "tokens")
-    REMOVED: ClassVar[Mapping[str, Any]] = {"differences": False}
-
 
 @dataclass(frozen=True)
 class AugmentConfig:
@@ -119,8 +105,6 @@ class AugmentConfig:
     mixup: float = 0.0
     """Parameter of the beta distribution of mixup; 0 does not mix."""
     label_smoothing: float = 0.0
-
-    REMOVED: ClassVar[Mapping[str, Any]] = {"crop": 0.1, "unequal": True}
 
     def __post_init__(self) -> None:
         require_range(self, "augment", "warp scale jitter mixup", "not be negative")
@@ -143,18 +127,17 @@ class UEARecipe(Recipe):
     augment: AugmentConfig = field(default_factory=AugmentConfig)
 
     def resolved(self) -> UEARecipe:
-        former, plus = PAPER.get(self.data.name, OTHER_SETS)
-        setting = plus if self.model.is_primal_plus else former
-        rank = self.model.rank or setting.rank
-        model = replace(self.model, rank=rank, landmarks=self.model.landmarks or rank * setting.multiple)
-        return replace(self, eta=setting.eta if self.eta is None else self.eta, model=model)
+        former, plus, landmarks_per_rank = PAPER.get(self.data.name, OTHER_SETS)
+        rank, eta = plus if self.model.is_primal_plus else former
+        rank = self.model.rank or rank
+        model = replace(self.model, rank=rank, landmarks=self.model.landmarks or rank * landmarks_per_rank)
+        return replace(self, eta=eta if self.eta is None else self.eta, model=model)
 
     def phases(self) -> list[tuple[str, Recipe]]:
         if self.protocol != "both":
             return [("", self)]
-        # Early stopping needs a holdout, so it applies to the second training only.
-        last = replace(self, protocol="last", trainer=replace(self.trainer, early_stop=0))
-        return [("", last), ("validation", replace(self, protocol="validation", watch_test=False))]
+        validation = replace(self, protocol="validation", watch_test=False)
+        return [("", replace(self, protocol="last")), ("validation", validation)]
 
     def label(self) -> str:
         own = f"{self.data.file.stem}-" if self.data.file else ""
@@ -169,7 +152,7 @@ class UEARecipe(Recipe):
 
 
 def paper_recipe(name: str) -> UEARecipe:
-    """The paper's settings: RAdam 1e-3, clip 4, batch 16, 100 epochs (Adam on SpokenArabicDigits, 400 on PEMS-SF)."""
+    """Return the paper's: RAdam 1e-3, clip 4, batch 16, 100 epochs (Adam on SpokenArabicDigits, 400 on PEMS-SF)."""
     return UEARecipe(
         data=UEAData(name=name),
         optim=OptimConfig(name="adam" if name == "SpokenArabicDigits" else "radam"),
@@ -178,20 +161,12 @@ def paper_recipe(name: str) -> UEARecipe:
 
 
 def modern_recipe(name: str) -> UEARecipe:
-    """One recipe for every data set, Primal-Attention with the KSVD loss in all layers; nothing is tuned per set."""
+    """Return one recipe for all data sets: Primal-Attention with the KSVD loss in all layers, nothing tuned per set."""
     return UEARecipe(
         eta=0.1,
         data=UEAData(name=name, clip=False, principal=True),
         model=ClassifierConfig(
-            kind="modern",
-            embed_dim=128,
-            num_heads=8,
-            layers=3,
-            ffn_dim=512,
-            dropout=0.2,
-            rank=16,
-            landmarks=64,
-            local_kernel=15,
+            embed_dim=128, layers=3, rank=16, kind="modern", ffn_dim=512, dropout=0.2, landmarks=64, local_kernel=15
         ),
         augment=AugmentConfig(warp=0.4, scale=0.1, jitter=0.03, mixup=0.2, label_smoothing=0.1),
         optim=OptimConfig(name="adamw", lr=1e-3, weight_decay=0.05, schedule="onecycle", clip=1.0),
@@ -200,28 +175,21 @@ def modern_recipe(name: str) -> UEARecipe:
 
 
 def classifier_recipe() -> UEARecipe:
-    """The recipe of the networks of `PrimalClassifier`: smaller and shorter than `modern_recipe`, for two CPU cores."""
+    """Return the recipe of `PrimalClassifier`: smaller and shorter than `modern_recipe`, for two CPU cores."""
     base = modern_recipe("")
-    return replace(
-        base,
-        model=replace(
-            base.model, embed_dim=64, num_heads=4, layers=2, ffn_dim=128, dropout=0.0, landmarks=32, tokens=64
-        ),
-        optim=replace(base.optim, lr=3e-3),
-    )
+    model = replace(base.model, embed_dim=64, num_heads=4, layers=2, ffn_dim=128, dropout=0.0, landmarks=32, tokens=64)
+    return replace(base, model=model, optim=replace(base.optim, lr=3e-3))
 
 
 def make_model(config: ClassifierConfig, channels: int, classes: int, max_length: int) -> nn.Module:
-    """The network of a resolved configuration."""
+    """Return the network of a resolved configuration."""
     stride = -(-max_length // config.tokens) if config.tokens else 1
     tokens = -(-max_length // stride)
     landmarks = min(config.landmarks or tokens, tokens)
     primal = {"rank": config.rank, "landmarks": landmarks, "data_dependent": config.data_dependent}
-    shared: dict[str, Any] = {
-        "attention": config.attention[0] if len(config.attention) == 1 else config.attention,
-        "attention_kwargs": {"primal": primal},
-        **{name: getattr(config, name) for name in ("embed_dim", "num_heads", "layers", "ffn_dim", "dropout")},
-    }
+    names = ("embed_dim", "num_heads", "layers", "ffn_dim", "dropout")
+    shared: dict[str, Any] = {"attention_kwargs": {"primal": primal}, **{name: getattr(config, name) for name in names}}
+    shared["attention"] = config.attention[0] if len(config.attention) == 1 else config.attention
     model: nn.Module
     if config.kind == "paper":
         model = paper_classifier(channels, classes, max_length, attend_to_padding=config.attend_to_padding, **shared)
@@ -232,11 +200,11 @@ def make_model(config: ClassifierConfig, channels: int, classes: int, max_length
 
 
 def build_from(recipe: UEARecipe, data: SeriesData) -> Experiment:
-    """The experiment of a resolved recipe on data in memory; the training samples alone decide the standardisation."""
+    """Return the experiment of a resolved recipe on data in memory; training samples alone decide the scaling."""
     train, validation = data.train, None
     if recipe.protocol == "validation":
-        kept, held_out = stratified_holdout(train.labels, recipe.data.holdout, recipe.seed)
-        train, validation = train.take(kept), train.take(held_out)
+        remaining, holdout = stratified_holdout(train.labels, recipe.data.holdout, recipe.seed)
+        train, validation = train.take(remaining), train.take(holdout)
     standardizer = (PrincipalChannels if recipe.data.principal else Standardizer).fit(train.series)
     size = recipe.trainer.batch_size
     evaluated = max(size, EVALUATED_TOKENS // data.max_length)  # scores do not depend on the evaluation's batches
@@ -258,7 +226,7 @@ def build_from(recipe: UEARecipe, data: SeriesData) -> Experiment:
         train=fit,
         test=test,
         watched=watched,
-        select=None if validation is None else ("val", "accuracy"),
+        chooses_epoch=validation is not None,
         facts={
             "set": data.name if recipe.data.file is None else recipe.data.file.name,
             "sha256": hash_data((data.train, data.test, data.classes)),
@@ -290,26 +258,20 @@ class ClassificationModule(TrainingModule):
         return self.tokens(x, mask if self.padded else None)
 
     def task_loss(self, batch: Batch) -> Tensor:
-        x, mask, y = batch
-        config = self.augment
+        (x, mask, labels), config = batch, self.augment
         if config.warp:
             x = warp_time(x, mask, config.warp)
         if config.scale:
             x = scale_and_shift(x, config.scale)
         if config.jitter:
-            x = jitter(x, config.jitter)
+            x = x + config.jitter * torch.randn_like(x)
+        loss = partial(F.cross_entropy, label_smoothing=config.label_smoothing)
         if not config.mixup:
-            return F.cross_entropy(self.model(*self.inputs((x, mask, y))), y, label_smoothing=config.label_smoothing)
+            return loss(self.model(*self.inputs((x, mask, labels))), labels)
         x, mask, partner, share = mix(x, mask, config.mixup)
-        logits = self.model(*self.inputs((x, mask, y)))
-        own, other = (
-            F.cross_entropy(logits, target, label_smoothing=config.label_smoothing, reduction="none")
-            for target in (y, y[partner])
-        )
+        logits = self.model(*self.inputs((x, mask, labels)))
+        own, other = (loss(logits, target, reduction="none") for target in (labels, labels[partner]))
         return (share * own + (1 - share) * other).mean()
-
-    def scores(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        return classification_scores(model(*self.inputs(batch)), batch[-1])
 
 
 def warp_time(x: Tensor, mask: Tensor, strength: float, knots: int = 4, crop: float = 0.1) -> Tensor:
@@ -335,14 +297,9 @@ def warp_time(x: Tensor, mask: Tensor, strength: float, knots: int = 4, crop: fl
 
 
 def scale_and_shift(x: Tensor, deviation: float) -> Tensor:
-    """A random factor around 1 and a random offset around 0 for each sample and channel."""
+    """Apply a random factor around 1 and a random offset around 0 to each sample and channel."""
     factor, offset = deviation * torch.randn(2, x.shape[0], 1, x.shape[2], device=x.device)
     return x * (1 + factor) + offset
-
-
-def jitter(x: Tensor, deviation: float) -> Tensor:
-    """Independent noise on every value."""
-    return x + deviation * torch.randn_like(x)
 
 
 def mix(x: Tensor, mask: Tensor, beta: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import hostile_data
 from primal_attention.data.lra import tokens
 from primal_attention.utils.errors import DataError
 
@@ -94,11 +95,9 @@ def test_pairs_are_read_as_bytes(tmp_path: Path) -> None:
 
 
 def test_the_binary_files_become_gray(tmp_path: Path) -> None:
-    (tmp_path / "cifar-10-batches-bin").mkdir()
-    records = np.random.default_rng(0).integers(0, 256, (6, 4, tokens.RECORD), dtype=np.uint8)
-    records[:, :, 0] %= 10
-    for name, part in zip((*tokens.BINARY["train"], *tokens.BINARY["test"]), records, strict=True):
-        part.tofile(tmp_path / "cifar-10-batches-bin" / name)
+    home = tmp_path / "cifar-10-batches-bin"
+    home.mkdir()
+    records = hostile_data.make_cifar(home)
     data = tokens.load_image(tmp_path)
     assert [len(s) for s in data.splits.values()] == [18, 2, 4]
     assert (data.length, data.vocabulary, data.classes, data.padded) == (1024, 256, 10, False)

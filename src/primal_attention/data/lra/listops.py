@@ -44,7 +44,7 @@ class Shape:
 
 
 def generate(seed: int, shape: Shape | None = None) -> Iterator[tuple[str, int]]:
-    """Random expressions in the released notation and their values, without end."""
+    """Yield random expressions in the released notation and their values, without end."""
     shape = shape or Shape()
     rng = np.random.default_rng([seed, 0])
     while True:
@@ -57,7 +57,7 @@ def generate(seed: int, shape: Shape | None = None) -> Iterator[tuple[str, int]]
 
 
 def _draw_trees(rng: np.random.Generator, shape: Shape) -> tuple[list[tuple[np.ndarray, ...]], np.ndarray]:
-    """Levels of many random trees, each (tree, operator, arguments, digit) by node, and the trees' lengths in tokens.
+    """Draw many random trees; return levels of (tree, operator, arguments, digit) by node, and lengths in tokens.
 
     A tree beyond the length bound gets no more operators: it will be discarded.
     """
@@ -79,7 +79,7 @@ def _draw_trees(rng: np.random.Generator, shape: Shape) -> tuple[list[tuple[np.n
 
 
 def _read_tree(nodes: Sequence[Iterator[tuple[int, int, int]]], depth: int) -> tuple[str, int]:
-    """The text and the value of the next subtree at `depth`. The released notation pairs: ( ( ( [MAX 2 ) 9 ) ] )."""
+    """Return text and value of the next subtree at `depth`. The released notation pairs: ( ( ( [MAX 2 ) 9 ) ] )."""
     operator, arguments, digit = next(nodes[depth])
     if arguments == 0:
         return str(digit), digit
@@ -123,7 +123,7 @@ def load(folder: str | Path) -> TokenData:
 
 
 def by_operator(data: TokenData) -> float:
-    """Test accuracy of the most frequent label of each outermost operator, a lower bound for models."""
+    """Return the test accuracy of the most frequent label of each outermost operator, a lower bound for models."""
     outermost, labels = data.train.tokens[:, 0], data.train.labels
     answers = {code: np.bincount(labels[outermost == code]).argmax() for code in np.unique(outermost)}
     right = [answers.get(row[0]) == label for row, label in zip(data.test.tokens, data.test.labels, strict=True)]
@@ -131,7 +131,7 @@ def by_operator(data: TokenData) -> float:
 
 
 def read_tsv(file: Path, length: int = LENGTH) -> Arrays:
-    """Codes and labels of a file with the columns Source and Target."""
+    """Read codes and labels of a file with the columns Source and Target."""
     rows, labels = [], []
     with reading(file, "a table of expressions"), file.open(encoding="utf-8") as lines:
         header = next(lines, "").rstrip("\n")
@@ -149,7 +149,7 @@ def read_tsv(file: Path, length: int = LENGTH) -> Arrays:
 
 
 def encode(expression: str, where: str = "expression") -> np.ndarray:
-    """Codes of an expression in either notation; the pairing parentheses are dropped."""
+    """Return the codes of an expression in either notation; the pairing parentheses are dropped."""
     words = expression.replace("(", " ").replace(")", " ").split()
     try:
         codes = np.array([CODES[word] for word in words], dtype=np.uint8)

@@ -16,11 +16,7 @@ from __future__ import annotations
 import io
 import json
 import os
-import zlib
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import nullcontext
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -48,8 +44,8 @@ OUTSIDE = 1e3  # coordinate of points that are not drawn
 SIZES = {"train": 160_000, "valid": 20_000, "test": 20_000}
 FOLDER_SIZE = 1000  # images per folder, as released
 DRAWN_AT_ONCE = 512
-CONTOUR_LENGTH = 14
-DISTRACTORS = 5
+CONTOUR_LENGTH = 14  # dashes of a long contour, as in Long-Range Arena
+DISTRACTORS = 5  # short contours
 MAX_DIFFERENCE = 1.5  # pixels by which the distance between the dots may differ between the labels of one image
 
 
@@ -70,15 +66,15 @@ class Canvas:
         """
         points = np.full((len(self.valid), 2 * length + 1, 2), OUTSIDE, dtype=np.float32)  # nodes and middles in turn
         end_margin = DOT_MARGIN if is_long else 0.0
-        left = np.flatnonzero(self.valid)
+        missing = np.flatnonzero(self.valid)
         for _ in range(ATTEMPTS if is_long else ATTEMPTS // 3):
-            walk, fits = self._walk(left, length, end_margin)
-            points[left[fits]] = walk[fits]
-            left = left[~fits]
-            if len(left) == 0:
+            walk, fits = self._walk(missing, length, end_margin)
+            points[missing[fits]] = walk[fits]
+            missing = missing[~fits]
+            if len(missing) == 0:
                 break
         if is_long:
-            self.valid[left] = False
+            self.valid[missing] = False
         margins = np.zeros(points.shape[:2], dtype=np.float32)
         margins[:, [0, -1]] = end_margin
         self.points = np.concatenate([self.points, points], axis=1)
@@ -90,7 +86,7 @@ class Canvas:
         return nodes[:, [0, -1]]
 
     def _walk(self, rows: np.ndarray, length: int, end_margin: float) -> tuple[np.ndarray, np.ndarray]:
-        """One walk in each of the images `rows`: its nodes and the middles between them, and whether it is complete."""
+        """Walk in each of the images `rows`; return the nodes and their middles, and which walks are complete."""
         points = np.full((len(rows), 2 * length + 1, 2), OUTSIDE, dtype=np.float32)
         nodes, middles = points[:, ::2], points[:, 1::2]
         nodes[:, 0] = self.rng.uniform(BORDER, SIZE - BORDER, (len(rows), 2))
@@ -107,7 +103,7 @@ class Canvas:
             ahead, middle = here + stride * direction, here + stride / 2 * direction  # (walks, headings, 2)
             free = self._is_free(rows[going], ahead, end_margin if last else 0.0)
             if step > 1:
-                free &= _is_apart(ahead, nodes[going, : step - 1], SELF_MARGIN)
+                free &= _is_far(ahead, nodes[going, : step - 1], SELF_MARGIN)
             if not last:  # prefer headings that also allow the next step
                 free = free.astype(np.int8) + (free & self._is_free(rows[going], ahead + STEP * direction, 0.0))
             choice = free.argmax(axis=1)
@@ -119,14 +115,14 @@ class Canvas:
         return points, np.isin(np.arange(len(rows)), going)
 
     def _is_free(self, rows: np.ndarray, places: np.ndarray, margin: float) -> np.ndarray:
-        """Whether places (rows, n, 2) are inside and far enough from all finished contours."""
+        """Return whether places (rows, n, 2) are inside and far enough from all finished contours."""
         inside: np.ndarray = np.all((places > BORDER) & (places < SIZE - BORDER), axis=-1)
         if self.points.shape[1] == 0:
             return inside
-        return inside & _is_apart(places, self.points[rows], self.margins[rows][:, None] + np.float32(MARGIN + margin))
+        return inside & _is_far(places, self.points[rows], self.margins[rows][:, None] + np.float32(MARGIN + margin))
 
     def draw(self, rows: np.ndarray, dots: np.ndarray) -> np.ndarray:
-        """Gray images (rows, SIZE, SIZE) uint8 of all dashes of the images `rows`, and of dots at (rows, n, 2)."""
+        """Draw all dashes of the images `rows`, and dots at (rows, n, 2): gray images (rows, SIZE, SIZE) uint8."""
         dashes = np.concatenate([part[rows] for part in self.dashes], axis=1)
         part = np.linspace(0, 1, round(DASH * SUBPIXELS) + 1, dtype=np.float32)[:, None]
         along = dashes[:, :, :1] + part * (dashes[:, :, 1:] - dashes[:, :, :1])  # (rows, dashes, points, 2)
@@ -137,15 +133,15 @@ class Canvas:
         return np.round(blocks.mean(axis=(2, 4), dtype=np.float32) * 255).astype(np.uint8)
 
 
-def _is_apart(places: np.ndarray, points: np.ndarray, distance: np.ndarray | float) -> np.ndarray:
-    """Whether places (rows, m, 2) are further than `distance` from every one of points (rows, n, 2)."""
+def _is_far(places: np.ndarray, points: np.ndarray, distance: np.ndarray | float) -> np.ndarray:
+    """Return whether places (rows, m, 2) are further than `distance` from every one of points (rows, n, 2)."""
     x = places[:, :, None, 0] - points[:, None, :, 0]
     y = places[:, :, None, 1] - points[:, None, :, 1]
     return (x * x + y * y > np.square(distance)).all(axis=-1)
 
 
 def _draw_discs(light: np.ndarray, centres: np.ndarray, radius: float) -> None:
-    """Discs of `radius` pixels at centres (images, n, 2); those outside the image draw nothing."""
+    """Draw discs of `radius` pixels at centres (images, n, 2); those outside the image draw nothing."""
     reach = round(radius * SUBPIXELS)
     y, x = np.mgrid[-reach : reach + 1, -reach : reach + 1]
     disc = np.stack([y, x], axis=-1)[np.hypot(y, x) <= radius * SUBPIXELS]  # (cells, 2)
@@ -155,54 +151,34 @@ def _draw_discs(light: np.ndarray, centres: np.ndarray, radius: float) -> None:
     light[image[inside], cells[inside][:, 0], cells[inside][:, 1]] = True
 
 
-def generate(
-    samples: int,
-    seed: int,
-    contour_length: int = CONTOUR_LENGTH,
-    distractors: int = DISTRACTORS,
-    progress: Progress = lambda samples: None,
-    workers: int = 1,
-) -> Arrays:
-    """Images (samples, 32, 32) uint8 and labels (samples,) uint8; of images 2i and 2i + 1, one has label 1.
-
-    The number of worker processes does not change the images.
-    """
-    if not 3 <= contour_length <= 18:
-        raise DataError(f"contour_length must lie between 3 and 18 to fit a 32×32 image twice (got {contour_length})")
-    if distractors < 0:
-        raise DataError(f"distractors must not be negative (got {distractors})")
-    if workers < 1:
-        raise DataError(f"workers must be at least 1 (got {workers})")
+def generate(samples: int, seed: int, progress: Progress = lambda samples: None) -> Arrays:
+    """Return images (samples, 32, 32) uint8 and labels (samples,) uint8; of images 2i and 2i + 1, one has label 1."""
     first = np.random.default_rng([seed, 1]).integers(0, 2, -(-samples // 2))
     labels = np.stack([first, 1 - first], axis=1).ravel()[:samples].astype(np.uint8)
     images = np.zeros((samples, SIZE, SIZE), dtype=np.uint8)
-    draw = partial(_draw_batch, seed, contour_length, distractors)
     done = batch = 0
-    with ProcessPoolExecutor(workers, get_context("spawn")) if workers > 1 else nullcontext() as pool:
-        while done < samples:
-            numbers = range(batch, batch + workers)
-            for either in map(draw, numbers) if pool is None else pool.map(draw, numbers):
-                wanted = labels[done : done + either.shape[1]]
-                images[done : done + len(wanted)] = either[wanted, np.arange(len(wanted))]
-                done += len(wanted)
-                progress(len(wanted))
-            batch += workers
+    while done < samples:
+        by_label = _draw_batch(seed, batch)
+        own = labels[done : done + by_label.shape[1]]
+        images[done : done + len(own)] = by_label[own, np.arange(len(own))]
+        done, batch = done + len(own), batch + 1
+        progress(len(own))
     return {"images": images, "labels": labels}
 
 
-def _draw_batch(seed: int, contour_length: int, distractors: int, number: int) -> np.ndarray:
+def _draw_batch(seed: int, number: int) -> np.ndarray:
     """Draw a batch of images, with the dots of label 0 and of label 1, (2, images, …)."""
     canvas = Canvas(DRAWN_AT_ONCE, np.random.default_rng([seed, 2, number]))
-    ends = np.stack([canvas.add_contour(contour_length, is_long=True) for _ in range(2)], axis=1)
-    for _ in range(distractors):
-        canvas.add_contour(max(2, contour_length // 3), is_long=False)
+    ends = np.stack([canvas.add_contour(CONTOUR_LENGTH, is_long=True) for _ in range(2)], axis=1)
+    for _ in range(DISTRACTORS):
+        canvas.add_contour(CONTOUR_LENGTH // 3, is_long=False)
     dots, usable = _place_dots(ends, canvas.rng)
     rows = np.flatnonzero(canvas.valid & usable)
     return np.stack([canvas.draw(rows, dots[rows, label]) for label in range(2)])
 
 
 def _place_dots(ends: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Places of the two dots for either label, (images, 2 labels, 2 dots, 2), and whether the image is usable.
+    """Return places of two dots for either label, (images, 2 labels, 2 dots, 2), and whether the image is usable.
 
     The ends of one contour are further apart than ends of two, so the distance alone would predict the label. An image
     is used, for either label, only where a pair of each kind has nearly the same distance.
@@ -229,51 +205,36 @@ def write(
     valid: int = SIZES["valid"],
     test: int = SIZES["test"],
     seed: int = 0,
-    contour_length: int = CONTOUR_LENGTH,
-    distractors: int = DISTRACTORS,
     progress: Progress = lambda samples: None,
-    workers: int = 1,
 ) -> Path:
     """Write images and metadata in the released layout, and splits.json with the sizes of train, valid and test.
 
     An interruption leaves no set.
     """
+    pillow = import_package("PIL.Image", "writing PNG files")
     sizes = split_sizes(train, valid, test)
     with generated_set(Path(folder)) as place:
-        arrays = generate(sum(sizes.values()), seed, contour_length, distractors, progress, workers)
+        arrays = generate(sum(sizes.values()), seed, progress)
         (place / "metadata").mkdir()
         for number, start in enumerate(range(0, len(arrays["labels"]), FOLDER_SIZE)):
             images, labels = (arrays[key][start : start + FOLDER_SIZE] for key in ("images", "labels"))
             home = place / "imgs" / str(number)
             home.mkdir(parents=True)
             for i, image in enumerate(images):
-                (home / f"sample_{i}.png").write_bytes(to_png(image))
+                pillow.fromarray(image).save(home / f"sample_{i}.png")
             lines = "".join(f"imgs/{number} sample_{i}.png {i} {label}\n" for i, label in enumerate(labels))
             (place / "metadata" / f"{number}.npy").write_bytes(lines.encode())
         (place / "splits.json").write_bytes(f"{json.dumps(sizes)}\n".encode())
     return Path(folder)
 
 
-def to_png(image: np.ndarray) -> bytes:
-    """A gray image as PNG. Pillow's bytes would depend on its version, and a seed must give the same files."""
-
-    def chunk(kind: bytes, body: bytes) -> bytes:
-        return len(body).to_bytes(4, "big") + kind + body + zlib.crc32(kind + body).to_bytes(4, "big")
-
-    height, width = image.shape
-    header = width.to_bytes(4, "big") + height.to_bytes(4, "big") + bytes([8, 0, 0, 0, 0])  # 8 bits, gray
-    rows = np.pad(image, ((0, 0), (1, 0))).tobytes()  # each row begins with its filter: none
-    parts = (chunk(b"IHDR", header), chunk(b"IDAT", zlib.compress(rows)), chunk(b"IEND", b""))
-    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
-
-
-def load(folder: str | Path, contour_length: int = CONTOUR_LENGTH) -> TokenData:
-    """Read a folder with imgs/ and metadata/, or the released archive's folder with one such per contour length.
+def load(folder: str | Path) -> TokenData:
+    """Read a folder with imgs/ and metadata/, or the released archive, which has one such for contours of 14 dashes.
 
     Without a splits.json, 80 % are for training, 10 % for validation and 10 % for test, drawn with a fixed seed.
     """
     folder = Path(folder)
-    inner = folder / f"curv_contour_length_{contour_length}"
+    inner = folder / f"curv_contour_length_{CONTOUR_LENGTH}"
     folder = inner if inner.is_dir() else folder
     metadata = [file for file in (folder / "metadata").glob("*.npy") if file.stem.isdecimal()]
     metadata.sort(key=lambda file: int(file.stem))
@@ -305,7 +266,7 @@ def _split_rows(folder: Path, samples: int) -> dict[str, np.ndarray | slice]:
 
 
 def _read_images(folder: Path, metadata: list[Path]) -> Arrays:
-    """All images that the metadata lists, in their order."""
+    """Return all images that the metadata lists, in their order."""
     pillow = import_package("PIL.Image", "reading PNG files")
     images, labels = [], []
     lines = ((file, number, line) for file in metadata for number, line in enumerate(read_text(file).splitlines(), 1))

@@ -80,12 +80,13 @@ def read_articles(folder: Path) -> Iterator[str]:
 
 def cut(text: str, number: int) -> list[Segment]:
     """Return the complete segments of an article; characters that a cut divides are dropped."""
-    data, segments = text.encode("utf-8"), []  # type: ignore
+    data = text.encode("utf-8")
+    segments: list[Segment] = []
     for start in range(0, len(data) - 2 * TEXT_LENGTH + 1, 2 * TEXT_LENGTH):
-        middle = start + TEXT_LENGTH
-        halves = (data[start:middle], data[middle : middle + TEXT_LENGTH])
-        segments.append((f"{number}.{len(segments)}", *(half.decode("utf-8", errors="ignore") for half in halves)))
-    return segments  # type: ignore
+        halves = (data[i : i + TEXT_LENGTH] for i in (start, start + TEXT_LENGTH))
+        first, second = (half.decode("utf-8", errors="ignore") for half in halves)
+        segments.append((f"{number}.{len(segments)}", first, second))
+    return segments
 
 
 def pair(articles: Sequence[Sequence[Segment]], rng: np.random.Generator) -> list[tuple[int, str, str, str, str]]:

@@ -76,7 +76,7 @@ class TokenData:
 
 
 def select_rows(arrays: Arrays, rows: np.ndarray | slice = slice(None)) -> TokenSplit:
-    """A split from some rows of the arrays `tokens`, `labels` and, for pairs, `second`."""
+    """Return a split from some rows of the arrays `tokens`, `labels` and, for pairs, `second`."""
     second = arrays["second"][rows] if "second" in arrays else None
     return TokenSplit(arrays["tokens"][rows], arrays["labels"][rows].astype(np.int64), second)
 
@@ -94,7 +94,7 @@ def load_tables(
 
 
 def stack(sequences: Sequence[np.ndarray], length: int) -> np.ndarray:
-    """(samples, length) uint8 with zeros on the right; longer sequences are cut."""
+    """Stack to (samples, length) uint8 with zeros on the right; longer sequences are cut."""
     out = np.zeros((len(sequences), length), dtype=np.uint8)
     for row, sequence in zip(out, sequences, strict=True):
         row[: len(sequence)] = sequence[:length]
@@ -102,7 +102,7 @@ def stack(sequences: Sequence[np.ndarray], length: int) -> np.ndarray:
 
 
 def split_sizes(train: int, valid: int, test: int) -> dict[str, int]:
-    """The sizes of a set to generate, by split."""
+    """Return the sizes of a set to generate, by split."""
     if min(train, valid, test) < 1:
         raise DataError(f"every split needs at least one sample (got train {train}, valid {valid}, test {test})")
     return {"train": train, "valid": valid, "test": test}
@@ -121,7 +121,7 @@ def load_text(folder: str | Path, length: int = TEXT_LENGTH) -> TokenData:
 
 
 def encode_bytes(text: str, length: int = TEXT_LENGTH) -> np.ndarray:
-    """The first bytes of a text; a zero byte, which means padding, becomes a space."""
+    """Return the first bytes of a text; a zero byte, which means padding, becomes a space."""
     data = np.frombuffer(text[:length].encode("utf-8")[:length], dtype=np.uint8)
     return np.where(data == 0, np.uint8(ord(" ")), data)
 
