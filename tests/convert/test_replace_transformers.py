@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -9,12 +11,13 @@ hf = pytest.importorskip("transformers", minversion="5")
 safetensors = pytest.importorskip("safetensors.torch")
 
 from closeness import assert_close  # noqa: E402
-from convert.hf_models import DECODERS, ENCODERS, IMAGES, OTHERS, ROTARY, SMALL, SPECIAL, inputs, make, output  # noqa: E402
+from convert.hf_models import DECODERS, ENCODERS, IMAGES, OTHERS, ROTARY, SMALL, inputs, make, output  # noqa: E402
 from primal_attention import PrimalAttention, ksvd_loss, load_primalized, primalize  # noqa: E402
 from primal_attention.nn.objective import primal_layers  # noqa: E402
 
 ALL = ENCODERS + DECODERS + IMAGES + OTHERS
-DECAYS = [{"decay": 0.9, "max_length": 64}, {"decay": "learned", "max_length": 64}]
+TWO_SIDED = {"data_dependent": False, "decay": 0.9}
+DECAYS = [("gpt2", {"decay": 0.9, "max_length": 64}), ("gpt2", {"decay": "learned"}), ("bert", TWO_SIDED)]
 EXACT = 2e-5  # float32, another order of sums
 
 
@@ -176,7 +179,7 @@ def test_folders_of_earlier_versions_without_that_weight_load(tmp_path) -> None:
     assert_close(output(load_primalized(type(model), tmp_path), **call), output(model, **call), EXACT)
 
 
-@pytest.mark.parametrize(("kind", "keywords"), [(kind, {}) for kind in ALL] + [("gpt2", d) for d in DECAYS])
+@pytest.mark.parametrize(("kind", "keywords"), [*((kind, {}) for kind in ALL), *DECAYS])
 def test_a_saved_folder_loads_unchanged_and_the_plain_classes_refuse_it(kind, keywords, tmp_path) -> None:
     model, call = make(kind), inputs(kind)
     primalize(model, [0, 2], **SMALL, **keywords)
@@ -225,8 +228,6 @@ SIZES = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 1, "num_atten
 T5 = {"vocab_size": 50, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
 REFUSED = [
     ("T5Encoder", "T5", T5, r"SelfAttention \(T5Attention\) cannot be replaced: it adds a bias .*relative"),
-    ("ModernBert", "ModernBert", SIZES | SPECIAL | {"layer_types": ["sliding_attention"]}, "window of 65 tokens"),
-    ("Mistral", "Mistral", {**SIZES, "num_key_value_heads": 2, "sliding_window": 8}, "window of 8 tokens"),
     ("Llama", "Llama", {**SIZES, "head_dim": 16}, "heads have 64 features and its input 32"),
     ("Qwen3", "Qwen3", {**SIZES, "num_key_value_heads": 2, "head_dim": 8}, "no adapter knows Qwen3Attention"),
 ]
@@ -236,6 +237,30 @@ REFUSED = [
 def test_unsupported_attentions_are_refused(model, config, sizes, message) -> None:
     with pytest.raises(ValueError, match=message):
         primalize(getattr(hf, f"{model}Model")(getattr(hf, f"{config}Config")(**sizes)), **SMALL)
+
+
+@pytest.mark.parametrize(
+    ("kind", "windowed", "full"),
+    [
+        ("mistral", {"sliding_window": 4}, {"sliding_window": None}),
+        ("modernbert", {"global_attn_every_n_layers": 3}, {"layer_types": ["full_attention"] * 3}),
+    ],
+)
+def test_layers_with_a_window_are_replaced_after_the_window_is_switched_off(kind, windowed, full, tmp_path) -> None:
+    model, call = make(kind, **windowed), inputs(kind)
+    window = "it attends within a window of .* tokens.*" + re.escape(f"from_pretrained(…, {next(iter(full))}=")
+    with pytest.raises(ValueError, match=window):
+        primalize(model, lambda *_: True, **SMALL)
+    if kind == "modernbert":  # every third layer is global
+        replaced = primalize(model, "all", copy=True, **SMALL)
+        assert replaced == ["layers.0.attn"]
+        assert [name for name, _ in replaced.report.left] == ["layers.1.attn", "layers.2.attn"]
+        assert output(replaced.model, **call).shape == (2, 9, 32)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, **full)
+    assert len(primalize(loaded, "all", **SMALL)) == 3
+    swapped = {"input_ids": call["input_ids"][:, [1, 0, *range(2, 9)]]}
+    assert (output(loaded, **call) - output(loaded, **swapped))[:, -1].abs().max() > 1e-3  # beyond the window
 
 
 def test_a_mask_that_is_no_padding_is_refused_not_ignored() -> None:
@@ -259,5 +284,5 @@ def test_missing_biases_are_zero() -> None:
 def test_arguments_that_contradict_the_model_are_errors() -> None:
     with pytest.raises(ValueError, match=r"causal=True contradicts encoder\.layer\.2"):
         primalize(make("bert"), causal=True, **SMALL)
-    with pytest.raises(ValueError, match="decay is for causal attention"):
+    with pytest.raises(ValueError, match=r"encoder\.layer\.2\.attention: decay needs causal=True"):
         primalize(make("bert"), decay=0.9, **SMALL)

@@ -34,6 +34,13 @@ def test_a_padded_batch_generates_what_its_prompts_generate(mode: str) -> None:
     assert torch.equal(uncached, together)
 
 
+def test_embeddings_generate_what_their_tokens_generate() -> None:
+    model, (tokens, mask) = make("default"), batch()
+    settings = {"attention_mask": mask, "max_new_tokens": 5, **GREEDY}
+    embeds = model.get_input_embeddings()(tokens)
+    assert torch.equal(model.generate(inputs_embeds=embeds, **settings), model.generate(tokens, **settings)[:, 9:])
+
+
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "flow"])
 @torch.no_grad()
 def test_the_cache_gives_the_logits_of_the_full_pass(mode: str) -> None:

@@ -422,7 +422,8 @@ def _read_projected(module: Any) -> Reading:
 def _read_llama(module: Any) -> Reading:
     """Decoders with rotary positions, whose key heads may be shared."""
     check_parts(module, {"q_proj", "k_proj", "v_proj", "o_proj"})
-    _check_window(getattr(module, "sliding_window", getattr(module.config, "sliding_window", None)))
+    window = getattr(module, "sliding_window", getattr(module.config, "sliding_window", None))
+    _check_window(window, "sliding_window=None")
     heads, dropout = module.config.num_attention_heads, float(module.attention_dropout)
     maps = read_maps(module.q_proj, module.k_proj, module.o_proj)
     projections = Projections(
@@ -433,7 +434,7 @@ def _read_llama(module: Any) -> Reading:
 
 def _read_modernbert(module: Any) -> Reading:
     check_parts(module, {"Wqkv", "Wo", "out_drop"})
-    _check_window(module.sliding_window)
+    _check_window(module.sliding_window, 'layer_types=["full_attention"] * num_hidden_layers')
     heads, qk = module.config.num_attention_heads, read_qk(*read_linear(module.Wqkv))
     projections = Projections(
         heads, *qk, read_linear(module.Wo), heads, float(module.attention_dropout), False, rotary=True
@@ -441,9 +442,12 @@ def _read_modernbert(module: Any) -> Reading:
     return projections, lambda primal: PrimalHF(primal, module.layer_idx, module.out_drop)
 
 
-def _check_window(window: int | None) -> None:
+def _check_window(window: int | None, setting: str) -> None:
     if window is not None:
-        raise UnsupportedError(f"it attends within a window of {window} tokens, which Primal-Attention cannot do")
+        raise UnsupportedError(
+            f"it attends within a window of {window} tokens, and Primal-Attention has no window: "
+            f"load the model with from_pretrained(…, {setting}) to replace it by a layer without one"
+        )
 
 
 # By class, or by class name for those of transformers.

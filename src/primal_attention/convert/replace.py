@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from ..nn.objective import primal_layers
 from ..nn.primal import PrimalAttention
 from .adapters import PrimalHF, Projections, Refusal, Replacement, Site, TorchAdapter, find_site, known_names
 
@@ -211,12 +212,11 @@ def _build(site: Site, primal_kwargs: dict[str, Any]) -> tuple[PrimalAttention, 
         raise ValueError(f"causal={arguments['causal']} contradicts {site.name}, which has causal={projections.causal}")
     if arguments.get("causal"):
         arguments.setdefault("data_dependent", arguments.get("max_length") is not None)
-    else:
-        for name in ("decay", "max_length"):
-            if arguments.get(name) is not None:
-                raise ValueError(f"{name} is for causal attention, and {site.name} is not causal")
     arguments.setdefault("dropout", projections.dropout)
-    return projections.build(**arguments), arguments
+    try:
+        return projections.build(**arguments), arguments
+    except ValueError as error:
+        raise ValueError(f"{site.name}: {error}") from None
 
 
 def _replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
@@ -320,11 +320,9 @@ def load_primalized(model_class: Any, folder: str | Path, **from_pretrained_kwar
         raise ValueError(
             f"the weights in {folder} do not fit {model_class.__name__}: {len(wrong)} names, first {wrong[0]}"
         )
-    for name, arguments in settings.items():
-        decay, layer = arguments.get("decay"), model.get_submodule(_find_module(model, name)).primal
-        if decay is not None and not isinstance(decay, str):  # a fixed decay is not saved, and its buffer is empty
-            with torch.no_grad():
-                layer.decay_logit.copy_(torch.as_tensor(decay, dtype=torch.float64).expand(layer.num_heads).logit())
+    for layer in primal_layers(model).values():  # the buffer of a fixed decay is not saved
+        if layer._fixed_decay is not None and layer.decay_logit is not None:
+            layer.decay_logit.copy_(torch.tensor(layer._fixed_decay, dtype=torch.float64).logit())
     return model
 
 

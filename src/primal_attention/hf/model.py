@@ -252,22 +252,12 @@ class PrimalForCausalLM(PrimalPreTrainedModel, GenerationMixin):
         return F.linear(hidden, self.model.embedding.weight)
 
     def prepare_inputs_for_generation(  # type: ignore[override]
-        self,
-        input_ids: Tensor,
-        next_sequence_length: int | None = None,
-        past_key_values: PrimalCache | None = None,
-        is_first_iteration: bool | None = False,
-        **kwargs: Any,
+        self, input_ids: Tensor, inputs_embeds: Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        inputs = super().prepare_inputs_for_generation(  # type: ignore[misc]
-            input_ids,  # type: ignore[arg-type]
-            next_sequence_length=next_sequence_length,
-            past_key_values=past_key_values,
-            is_first_iteration=is_first_iteration,
-            **kwargs,
-        )
-        inputs.pop("position_ids", None)  # the state counts the tokens
-        if past_key_values is not None and next_sequence_length == 1 and not is_first_iteration:
+        # transformers reads from the signature that generation from `inputs_embeds` is supported.
+        inputs = super().prepare_inputs_for_generation(input_ids, inputs_embeds=inputs_embeds, **kwargs)  # type: ignore[misc, arg-type]
+        is_one_token = kwargs.get("next_sequence_length") == 1 and not kwargs.get("is_first_iteration")
+        if is_one_token and kwargs.get("past_key_values") is not None:
             inputs.pop("attention_mask", None)  # a generated token is never padding
         return inputs
 
