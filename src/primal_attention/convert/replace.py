@@ -21,7 +21,7 @@ from torch import nn
 
 from ..nn.objective import primal_layers
 from ..nn.primal import PrimalAttention
-from .adapters import PrimalHF, Projections, Refusal, Replacement, Site, TorchAdapter, find_site, known_names
+from .adapters import PrimalHF, Projections, Refusal, Replacement, Site, find_site, known_names
 
 Layers = Literal["last", "all"] | int | Sequence[int] | Callable[[str, nn.Module], bool]
 READ_FROM_MODULE = ("embed_dim", "num_heads", "bias", "device", "dtype")
@@ -140,7 +140,9 @@ def primalize(model: nn.Module, layers: Layers = "last", *, copy: bool = False, 
         key_width = projections.embed_dim // projections.num_heads * projections.key_heads
         kind, width = type(site.module).__name__, projections.embed_dim
         rows.append(Row(site.name, kind, width, key_width, size, _count(replacement), layer))
-    TorchAdapter.prepare(model)
+    for module in model.modules():  # nested tensors have no mask, which the new layers need
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor &= not any(isinstance(m, Replacement) for m in module.modules())
     left = tuple((refusal.name, refusal.reason) for refusal in refusals)
     return Primalized([row.name for row in rows], model, Report(tuple(rows), before, _count(model), left))
 
@@ -166,17 +168,13 @@ def _choose(model: nn.Module, sites: list[Site], refusals: list[Refusal], layers
                 raise ValueError(_describe(refusal))
         chosen = [site for site in sites if layers(site.name, site.module)]
         if not chosen:
-            names = ", ".join(site.name for site in sites[:3]) + (", …" if len(sites) > 3 else "")
-            raise ValueError(
-                f"the predicate layers accepts none of the model's {len(sites)} attention modules ({names})"
-            )
+            names = ", ".join(site.name for site in sites)
+            raise ValueError(f"the predicate layers accepts none of the model's attention modules ({names})")
     elif not sites:
         if refusals:
             raise ValueError(_describe(refusals[0]))
-        already = sum(isinstance(m, PrimalAttention) for m in model.modules())
-        reason = (
-            f"its {already} attention modules are Primal-Attention already" if already else "no attention was found"
-        )
+        count = len(primal_layers(model))
+        reason = f"its {count} attention modules are Primal-Attention already" if count else "no attention was found"
         known = f"nn.MultiheadAttention, timm's Attention, and of transformers {known_names()}"
         raise ValueError(f"nothing to replace in {type(model).__name__}: {reason} (known: {known})")
     elif layers in ("last", "all"):
@@ -187,16 +185,13 @@ def _choose(model: nn.Module, sites: list[Site], refusals: list[Refusal], layers
             if not isinstance(index, int) or isinstance(index, bool):
                 raise ValueError(f"layers must be 'last', 'all', indices or a predicate (got {layers!r})")
             if not -len(sites) <= index < len(sites):
-                raise ValueError(
-                    f"layers has {index}, but the model has {len(sites)} replaceable attention modules, from 0"
-                )
+                raise ValueError(f"layers has {index}, and the model has {len(sites)} replaceable attention modules")
         if not indices:
             raise ValueError("layers is empty: nothing to replace")
         chosen = [sites[i] for i in sorted({index % len(sites) for index in indices})]
-    for site in chosen:
-        if not site.name:
-            kind = type(site.module).__name__
-            raise ValueError(f"the model is itself an attention ({kind}): a module cannot be replaced in itself")
+    if chosen[0].name == "":
+        kind = type(model).__name__
+        raise ValueError(f"the model is itself an attention ({kind}): a module cannot be replaced in itself")
     return chosen
 
 
