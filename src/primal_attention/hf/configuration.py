@@ -111,12 +111,8 @@ class PrimalConfig(PreTrainedConfig):
         for own, name in NAMES.items():
             setattr(self, name, getattr(language, own))
         self.attention = list(names)
-        self.eta = eta
-        self.use_cache = use_cache
-        self.bos_token_id = bos_token_id
-        self.eos_token_id = eos_token_id
-        self.pad_token_id = pad_token_id
-        self.tie_word_embeddings = tie_word_embeddings
+        self.eta, self.use_cache, self.tie_word_embeddings = eta, use_cache, tie_word_embeddings
+        self.bos_token_id, self.eos_token_id, self.pad_token_id = bos_token_id, eos_token_id, pad_token_id
         super().__init__(**kwargs)
         self.auto_map = {name: f"{Path(CODE_FILE).stem}.{value}" for name, value in AUTO_CLASSES.items()}
 
@@ -143,8 +139,3 @@ class PrimalConfig(PreTrainedConfig):
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
         """Do nothing: `save_pretrained` writes the code file itself, no copy of this module."""
-
-    @classmethod
-    def from_language(cls, config: LanguageConfig, **settings: Any) -> PrimalConfig:
-        """Return the configuration of a `LanguageModel`; settings: fields of transformers."""
-        return cls(**{name: getattr(config, own) for own, name in NAMES.items()}, **settings)

@@ -156,12 +156,10 @@ class PrimalPreTrainedModel(PreTrainedModel):
         streams = past_key_values is not None or (use_cache and self.model.streams)
         cache = past_key_values or (PrimalCache(self.config) if streams else None)
         every_layer = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        padding = padding_mask(attention_mask, tokens)
+        past = None if cache is None else cache.state
         hidden, state = self.model.hidden(
-            tokens,
-            padding_mask(attention_mask, tokens),
-            state=None if cache is None else cache.state,
-            return_state=streams,
-            every_layer=bool(every_layer),
+            tokens, padding, state=past, return_state=streams, every_layer=bool(every_layer)
         )
         if cache is not None and state is not None:
             cache.store(state, tokens.shape[1])
@@ -270,7 +268,7 @@ class PrimalForCausalLM(PrimalPreTrainedModel, GenerationMixin):
         if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
             if self.model.streams:
                 model_kwargs["past_key_values"] = PrimalCache(self.config)
-            else:  # a layer without a streaming state: every step reads the whole text again
+            else:  # a layer without a streaming state: every step reads the complete text again
                 generation_config.use_cache = False
 
 
