@@ -100,10 +100,7 @@ class StreamedQR:
 
 
 def _extend(triangle: Array, features: Callable[[Array], Array], rows: Array) -> Array:
-    width = triangle.shape[1]
-    for block in row_blocks(len(rows), width, entries=max(QR_BLOCK_ENTRIES, 8 * width * width)):
-        triangle = np.asarray(np.linalg.qr(np.vstack([triangle, features(rows[block])]), mode="r"))
-    return triangle
+    return np.asarray(np.linalg.qr(np.vstack([triangle, TallQR(features, rows).R]), mode="r"))
 
 
 def _in_parallel(work: Callable[[Any], T], tasks: list[Any]) -> list[T]:

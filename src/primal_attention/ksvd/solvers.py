@@ -26,11 +26,7 @@ FORM_UP_TO = 10**8
 
 
 def choose_solver(shape: tuple[int, int], n_components: int, *, explicit: bool, precomputed: bool) -> str:
-    """Return the solver that `solver="auto"` stands for.
-
-    Explicit features: primal. Otherwise a kernel matrix of more than 10⁸ entries that is not precomputed: nystrom.
-    Otherwise dense when min(N, M) ≤ 500 or more than a tenth of the spectrum is wanted, else lanczos.
-    """
+    """Return the solver that `solver="auto"` stands for; `KernelSVD` documents the rule."""
     if explicit:
         return "primal"
     if shape[0] * shape[1] > FORM_UP_TO and not precomputed:
