@@ -8,7 +8,6 @@ import pytest
 import torch
 
 hf = pytest.importorskip("transformers", minversion="5")
-safetensors = pytest.importorskip("safetensors.torch")
 
 from closeness import assert_close  # noqa: E402
 from convert.hf_models import DECODERS, ENCODERS, IMAGES, OTHERS, ROTARY, SMALL, inputs, make, output  # noqa: E402
@@ -48,9 +47,9 @@ MAPS = {
 }
 
 
-@pytest.mark.parametrize("kind", ALL)
-def test_query_key_and_output_weights_are_kept(kind) -> None:
-    original, model = make(kind), make(kind)
+@pytest.mark.parametrize(("kind", "settings"), [*((kind, {}) for kind in ALL), ("vit", {"qkv_bias": False})])
+def test_query_key_and_output_weights_are_kept(kind, settings) -> None:
+    original, model = make(kind, **settings), make(kind, **settings)
     (name,) = primalize(model, **SMALL)
     old, new = original.get_submodule(name), model.get_submodule(name).primal
     x = torch.randn(2, 5, 32)
@@ -117,10 +116,10 @@ def test_a_static_cache_is_refused_in_one_line() -> None:
         model.generate(inputs("gpt2")["input_ids"], max_new_tokens=2, cache_implementation="static", pad_token_id=0)
 
 
-CAUSAL_MODES = [("llama", {}), ("llama", {"max_length": 32}), ("mistral", {"decay": "learned"})]
+ROTARY_MODES = [("llama", {}), ("llama", {"max_length": 32}), ("mistral", {"decay": "learned"}), ("modernbert", {})]
 
 
-@pytest.mark.parametrize(("kind", "keywords"), [*CAUSAL_MODES, ("modernbert", {})])
+@pytest.mark.parametrize(("kind", "keywords"), ROTARY_MODES)
 def test_rotary_positions_are_applied_to_q_and_k(kind, keywords) -> None:
     """The layer equals one without positions whose q and k are those that the replaced attention compares."""
     original, model = make(kind), make(kind)
@@ -167,16 +166,6 @@ def test_order_matters_after_all_layers_are_replaced(kind) -> None:
     layer = next(iter(primal_layers(model).values()))
     with pytest.raises(ValueError, match=r"rotary positions, and its call has none \(position_embeddings\)"):
         layer(torch.randn(2, 9, 32))
-
-
-def test_folders_of_earlier_versions_without_that_weight_load(tmp_path) -> None:
-    model, call = make("bert"), inputs("bert")
-    primalize(model, **SMALL)
-    model.save_pretrained(tmp_path)
-    weights = safetensors.load_file(tmp_path / "model.safetensors")
-    assert weights.pop("encoder.layer.2.attention.self.query.weight").shape == (1,)
-    safetensors.save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    assert_close(output(load_primalized(type(model), tmp_path), **call), output(model, **call), EXACT)
 
 
 @pytest.mark.parametrize(("kind", "keywords"), [*((kind, {}) for kind in ALL), *DECAYS])
@@ -270,15 +259,6 @@ def test_a_mask_that_is_no_padding_is_refused_not_ignored() -> None:
     pattern = torch.ones(2, 1, 9, 9, dtype=torch.bool).tril().triu(-3)
     with pytest.raises(ValueError, match="neither padding nor the causal order"):
         output(model, input_ids=ids, attention_mask=pattern)
-
-
-def test_missing_biases_are_zero() -> None:
-    model = make("vit", qkv_bias=False)
-    (name,) = primalize(model, **SMALL)
-    layer = model.get_submodule(name).primal
-    assert isinstance(layer, PrimalAttention)
-    assert not layer.qk_proj.bias.any()
-    assert layer.out_proj.bias is not None
 
 
 def test_arguments_that_contradict_the_model_are_errors() -> None:

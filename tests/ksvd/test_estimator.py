@@ -78,7 +78,7 @@ def test_single_precision_stays_single(points, kernel) -> None:
     np.testing.assert_allclose(ksvd.singular_values_, exact.singular_values_, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kernel", ["cosine", "sne"])
+@pytest.mark.parametrize("kernel", ["cosine", "sne", (np.tanh, np.exp)])
 def test_pickles_and_overwritten_data_keep_the_scores(points, kernel) -> None:
     X, Z = (A.copy() for A in points)
     ksvd = KernelSVD(2, kernel=kernel).fit(X, Z=Z)
