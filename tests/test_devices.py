@@ -54,7 +54,7 @@ def unguarded(path: Path) -> list[str]:
         return []
     lines, tree = text.splitlines(), ast.parse(text)
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    found = []
+    uses = []
     for node in ast.walk(tree):
         name = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
         is_move = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "cuda"
@@ -65,8 +65,8 @@ def unguarded(path: Path) -> list[str]:
         start = max((f.lineno for f in around), default=node.lineno)
         is_guarded = GUARD.search("\n".join(lines[start - 1 : node.lineno]))
         if not is_guarded and not GUARDED_BY_CALLER & {f.name for f in around}:
-            found.append(f"{path.relative_to(SOURCE)}:{node.lineno}: {lines[node.lineno - 1].strip()}")
-    return found
+            uses.append(f"{path.relative_to(SOURCE)}:{node.lineno}: {lines[node.lineno - 1].strip()}")
+    return uses
 
 
 def test_cuda_is_used_only_where_the_device_is_one() -> None:

@@ -196,17 +196,17 @@ BLOCKS = [slice(0, 40), slice(40, 47), slice(47, 48), slice(48, 120)]
 def test_blocks_of_rows_give_the_decomposition_of_all_rows(settings, sources) -> None:
     X, Z = two_sources(120, 120, 5)
     Z = Z if sources == 2 else X
-    whole = KernelSVD(**{"n_components": 3, **settings}).fit(X, Z=Z)
+    at_once = KernelSVD(**{"n_components": 3, **settings}).fit(X, Z=Z)
     streamed = KernelSVD(**{"n_components": 3, **settings})
     for block in BLOCKS:
         streamed.partial_fit(X[block], Z=None if sources == 1 else Z[block])
-    np.testing.assert_allclose(streamed.singular_values_, whole.singular_values_, atol=1e-12)
+    np.testing.assert_allclose(streamed.singular_values_, at_once.singular_values_, atol=1e-12)
     assert abs(streamed.objective_) < 1e-10
-    e, expected = streamed.transform(X), whole.transform(X)
-    signs = np.sign(np.einsum("is,is->s", e, expected)) + (whole.singular_values_ < 1e-9)
+    e, expected = streamed.transform(X), at_once.transform(X)
+    signs = np.sign(np.einsum("is,is->s", e, expected)) + (at_once.singular_values_ < 1e-9)
     np.testing.assert_allclose(e, expected * signs, atol=1e-10)
-    np.testing.assert_allclose(streamed.transform_keys(Z), whole.transform_keys(Z) * signs, atol=1e-10)
-    np.testing.assert_allclose(streamed.primal_weights_.w_e, whole.primal_weights_.w_e * signs, atol=1e-9)
+    np.testing.assert_allclose(streamed.transform_keys(Z), at_once.transform_keys(Z) * signs, atol=1e-10)
+    np.testing.assert_allclose(streamed.primal_weights_.w_e, at_once.primal_weights_.w_e * signs, atol=1e-9)
 
 
 def test_memory_of_partial_fit_is_that_of_one_block() -> None:

@@ -56,9 +56,9 @@ except ImportError as missing:
 class PrimalConfig(PreTrainedConfig):
     """Configuration of the models: the fields of `LanguageConfig` under the names of transformers.
 
-    Without `primal_mode` the Primal layers have the best setting that was measured without softmax attention: the
-    delta rule with convolution 4, a gate, half the heads and a rank of half the head width (see `LanguageConfig`).
-    Attributes whose argument is None have the value that it stands for.
+    Without `primal_mode` the Primal layers use the setting with the best score of all models without softmax attention:
+    the delta rule with convolution 4, a gate, half the heads and a rank of half the head width (see `LanguageConfig`).
+    Attributes whose argument is None are set to the value that it stands for.
 
     Args:
         vocab_size: number of tokens.
@@ -69,7 +69,7 @@ class PrimalConfig(PreTrainedConfig):
         intermediate_size: hidden width of the MLPs.
         hidden_act: activation of the MLPs, "gelu" or "relu".
         dropout: as in `LanguageConfig`.
-        primal_mode: "mean", "landmarks", "decay" or "delta"; None is the setting above, except for values given.
+        primal_mode: "mean", "landmarks", "decay" or "delta"; None is the setting above.
         primal_heads: heads of the Primal layers; None is `num_attention_heads`.
         rank: directions of the Primal layers; None is 30.
         landmarks: landmarks of the mode "landmarks".
