@@ -30,12 +30,12 @@ Map = tuple[Tensor, Tensor | None]  # weight (out, in) and bias
 
 
 class UnsupportedError(ValueError):
-    """An attention that Primal-Attention cannot replace; the message is the reason."""
+    """An attention module that Primal-Attention cannot replace; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class Projections:
-    """The maps of a softmax attention that Primal-Attention keeps."""
+    """The linear maps of a softmax attention that its replacement keeps."""
 
     num_heads: int
     q: Map
@@ -43,8 +43,8 @@ class Projections:
     out: Map
     key_heads: int
     dropout: float = 0.0
-    causal: bool | None = None  # None: it depends on the call, so primalize needs the argument
-    rotary: bool = False  # calls have cos and sin of the positions as `position_embeddings`
+    causal: bool | None = None  # None: it depends on the call, and primalize needs the argument
+    rotary: bool = False  # calls pass cos and sin of the positions as `position_embeddings`
 
     def __post_init__(self) -> None:
         width, heads, key_heads = self.embed_dim, self.num_heads, self.key_heads
@@ -94,7 +94,7 @@ def _copy_maps(target: nn.Linear, *maps: Map) -> None:
 
 @dataclass(frozen=True)
 class Site:
-    """An attention that can be replaced: its kept maps, and the function that wraps the new layer."""
+    """An attention module that can be replaced, its maps, and the function that wraps the new layer."""
 
     name: str
     module: nn.Module
@@ -104,11 +104,14 @@ class Site:
 
 @dataclass(frozen=True)
 class Refusal:
-    """An attention that cannot be replaced, and why."""
+    """An attention module that cannot be replaced, and the reason."""
 
     name: str
     module: nn.Module
     reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name or 'the model'} ({type(self.module).__name__}) cannot be replaced: {self.reason}"
 
 
 Rotation = tuple[Tensor, Tensor]  # cos and sin of the angles, (B or 1, N, head_dim) each

@@ -85,8 +85,8 @@ def distill(
         lr: highest learning rate of the new weights, block by block.
         end_lr: highest learning rate of the new weights, end to end.
         kept_rate: learning rate of pretrained weights relative to these: a number, or a function of a weight's name in
-            the model, where 0 freezes the weight.
-        train: what is trained end to end: the replaced layers, the blocks around them, or everything.
+            the model; 0 freezes the weight.
+        train: the weights that are trained end to end: the replaced layers, the blocks around them, or all weights.
         match: returns the tensor or tensors to compare from a model's output and the batch; None is the first tensor.
         ksvd: weight of the KSVD loss beside the error.
         precision: "bf16-mixed" is much faster on a GPU.
@@ -99,7 +99,10 @@ def distill(
         raise ValueError(f"precision must be '32-true' or 'bf16-mixed' (got {precision!r})")
     pairs = _match_layers(model, teacher)
     layers = nn.ModuleList(student for student, _ in pairs.values())
-    trained = _select_trained(model, layers, pairs, train)
+    blocks_around = nn.ModuleList(model.get_submodule(name.rpartition(".")[0]) for name in pairs)
+    parts = {"layers": layers, "blocks": blocks_around, "all": model}
+    if train not in parts:
+        raise ValueError(f"train must be 'layers', 'blocks' or 'all' (got {train!r})")
     result = Distilled(model)
     names = {parameter: name for name, parameter in model.named_parameters()}
     grads = {p: p.requires_grad for top in (model, teacher) for p in top.parameters()}
@@ -128,7 +131,7 @@ def distill(
                 result.started = initialise(teacher, pairs, _cycle(data, start_batches))
             blocks, end = block_error(teacher, pairs), end_error(model, teacher, match)
             result.block_errors = fit_stage("block by block", layers, blocks, block_steps, lr)
-            result.end_errors = fit_stage("end to end", trained, end, end_steps, end_lr)
+            result.end_errors = fit_stage("end to end", parts[train], end, end_steps, end_lr)
         finally:
             for parameter, requires_grad in grads.items():
                 parameter.requires_grad_(requires_grad)
@@ -147,14 +150,6 @@ def _match_layers(model: nn.Module, teacher: nn.Module) -> Pairs:
         if isinstance(originals[name], Replacement):
             raise ValueError(f"teacher's {name} is Primal-Attention too: it must be the model before primalize")
     return {name: (student, originals[name]) for name, student in students.items()}
-
-
-def _select_trained(model: nn.Module, layers: nn.Module, pairs: Pairs, train: str) -> nn.Module:
-    if train == "blocks":
-        return nn.ModuleList(model.get_submodule(name.rpartition(".")[0]) for name in pairs)
-    if train not in ("layers", "all"):
-        raise ValueError(f"train must be 'layers', 'blocks' or 'all' (got {train!r})")
-    return model if train == "all" else layers
 
 
 def _cycle(data: Iterable[Any], steps: int) -> Iterator[Any]:

@@ -30,7 +30,7 @@ CONFIG_KEY = "primal_attention"
 
 @dataclass(frozen=True)
 class Row:
-    """One replaced attention."""
+    """One replaced attention module."""
 
     name: str
     kind: str
@@ -52,13 +52,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """What primalize did; str() is a table.
+    """The replaced modules and their cost; str() is a table.
 
     Attributes:
-        rows: one per replaced attention.
-        parameters_before: of the model.
-        parameters_after: of the model.
-        left: names of attention modules that cannot be replaced, and why.
+        rows: one per replaced attention module.
+        parameters_before: number of parameters of the model.
+        parameters_after: number of parameters of the changed model.
+        left: names of the attention modules that cannot be replaced, with the reasons.
     """
 
     rows: tuple[Row, ...]
@@ -102,8 +102,8 @@ def primalize(model: nn.Module, layers: Layers = "last", *, copy: bool = False, 
         layers: "last", "all", one or several indices among the replaceable attention modules (negative ones
             count from the end), or a predicate of a module's name and the module.
         copy: change a copy instead, which is `.model` of the result.
-        primal_kwargs: of `PrimalAttention`. `causal` is read from modules of transformers. Those of torch and timm do
-            not know it, so pass it for them. Causal layers are data-dependent only if `max_length` is given.
+        primal_kwargs: arguments of `PrimalAttention`. `causal` is read from modules of transformers; pass it for those
+            of torch and timm, which have no such attribute. Causal layers are data-dependent only with `max_length`.
 
     Returns:
         The names of the replaced modules: a list with `.report` (parameters and FLOPs before and after) and `.model`.
@@ -165,14 +165,14 @@ def _choose(model: nn.Module, sites: list[Site], refusals: list[Refusal], layers
     if callable(layers):
         for refusal in refusals:
             if layers(refusal.name, refusal.module):
-                raise ValueError(_describe(refusal))
+                raise ValueError(str(refusal))
         chosen = [site for site in sites if layers(site.name, site.module)]
         if not chosen:
             names = ", ".join(site.name for site in sites)
             raise ValueError(f"the predicate layers accepts none of the model's attention modules ({names})")
     elif not sites:
         if refusals:
-            raise ValueError(_describe(refusals[0]))
+            raise ValueError(str(refusals[0]))
         count = len(primal_layers(model))
         reason = f"its {count} attention modules are Primal-Attention already" if count else "no attention was found"
         known = f"nn.MultiheadAttention, timm's Attention, and of transformers {known_names()}"
@@ -193,10 +193,6 @@ def _choose(model: nn.Module, sites: list[Site], refusals: list[Refusal], layers
         kind = type(model).__name__
         raise ValueError(f"the model is itself an attention ({kind}): a module cannot be replaced in itself")
     return chosen
-
-
-def _describe(refusal: Refusal) -> str:
-    return f"{refusal.name or 'the model'} ({type(refusal.module).__name__}) cannot be replaced: {refusal.reason}"
 
 
 def _build(site: Site, primal_kwargs: dict[str, Any]) -> tuple[PrimalAttention, dict[str, Any]]:

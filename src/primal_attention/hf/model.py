@@ -59,7 +59,7 @@ class PrimalCache(Cache):
 
 
 class PrimalPreTrainedModel(PreTrainedModel):
-    """What the models share: the language model, loading, the pass through it, and the loss."""
+    """Base class of the models: the language model, loading, the forward pass and the loss."""
 
     config: PrimalConfig
     config_class = PrimalConfig
@@ -194,7 +194,7 @@ class PrimalPreTrainedModel(PreTrainedModel):
 
 
 class PrimalModel(PrimalPreTrainedModel):
-    """Tokens to hidden states (B, N, hidden_size): `AutoModel`.
+    """The hidden states (B, N, hidden_size) of the tokens: `AutoModel`.
 
     Args:
         config: the configuration.
@@ -202,7 +202,7 @@ class PrimalModel(PrimalPreTrainedModel):
 
 
 class PrimalForSequenceClassification(PrimalPreTrainedModel):
-    """A class of each sequence, from the hidden state of its last token. Logits are (B, num_labels).
+    """A classifier of sequences, by the hidden state of the last token. Logits are (B, num_labels).
 
     Args:
         config: the configuration.
@@ -220,7 +220,7 @@ class PrimalForSequenceClassification(PrimalPreTrainedModel):
 
 
 class PrimalForTokenClassification(PrimalPreTrainedModel):
-    """A class of each token, from the tokens up to it. Logits are (B, N, num_labels).
+    """A classifier of tokens, by the tokens up to each of them. Logits are (B, N, num_labels).
 
     Args:
         config: the configuration.
@@ -234,7 +234,7 @@ class PrimalForTokenClassification(PrimalPreTrainedModel):
 
 
 class PrimalForCausalLM(PrimalPreTrainedModel, GenerationMixin):
-    """The next token: logits are (B, N, vocabulary). Input and output embeddings are the same tensor.
+    """A language model: logits (B, N, vocab_size) of the next token. Input and output embeddings are one tensor.
 
     Args:
         config: the configuration.
