@@ -41,8 +41,9 @@ model-index:
 
 # primal-uea-japanesevowels
 
-A `PrimalClassifier` with {parameters:,} parameters (float32), fitted on JapaneseVowels: nine speakers, 12 LPC cepstrum
-coefficients per time step, 7 to 29 steps, 270 series for training and 370 for testing.
+A `PrimalClassifier` (float32): three networks with {parameters:,} parameters together, and a ridge classifier on random
+convolution features. It was fitted on JapaneseVowels: nine speakers, 12 LPC cepstrum coefficients per time step, 7 to
+29 steps, 270 series for training and 370 for testing.
 
 ```python
 from primal_attention import PrimalClassifier
@@ -50,7 +51,7 @@ from primal_attention import PrimalClassifier
 classifier = PrimalClassifier.load("primal-uea-japanesevowels")
 ```
 
-- **Accuracy on the test split**: {accuracy:.4f} ({right} of {count}), one seed. The test split chose nothing.
+- **Accuracy on the test split**: {accuracy:.4f} ({right} of {count}), one seed. No choice used the test split.
 - **Training data**: M. Kudo, J. Toyama, M. Shimbo, "Multidimensional curve classification using passing-through
   regions", Pattern Recognition Letters 20, 1999, in the version of the UEA archive that comes with aeon.
 - **Command**: `python examples/make_pretrained.py classifier`, at commit

@@ -124,18 +124,6 @@ def test_the_command_generates_what_transformers_generates(
     assert capsys.readouterr().out == f"{text}\n"
 
 
-def test_a_pipeline_draws_a_batch_of_texts(model: torch.nn.Module) -> None:
-    from transformers import AutoTokenizer, pipeline
-
-    tokenizer = AutoTokenizer.from_pretrained(pretrained_path(LM))
-    write = pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu")
-    prompts = ["The", "In the north of the country, the river"]
-    outputs = write(prompts, batch_size=2, max_new_tokens=10, do_sample=True, top_p=0.9, num_return_sequences=2)
-    for prompt, texts in zip(prompts, outputs, strict=True):
-        assert len({text["generated_text"] for text in texts}) == 2
-        assert all(text["generated_text"].startswith(prompt) for text in texts)
-
-
 # The classifier
 
 

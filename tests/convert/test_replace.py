@@ -193,10 +193,14 @@ def test_report_counts_parameters_and_operations() -> None:
     ("model", "arguments", "message"),
     [
         (lambda: nn.Linear(3, 3), {}, "nothing to replace in Linear: no attention was found"),
-        (encoder, {"layers": 3}, "layers has 3, but the model has 3 replaceable attention modules, from 0"),
+        (encoder, {"layers": 3}, "layers has 3, and the model has 3 replaceable attention modules"),
         (encoder, {"layers": []}, "layers is empty"),
         (encoder, {"layers": "first"}, "layers must be 'last', 'all', indices or a predicate"),
-        (encoder, {"layers": lambda *_: False}, "accepts none of the model's 3 attention modules"),
+        (
+            encoder,
+            {"layers": lambda *_: False},
+            r"accepts none of the model's attention modules \(layers\.0\.self_attn, ",
+        ),
         (encoder, {"num_heads": 3}, "num_heads is read from the replaced module"),
         (lambda: nn.MultiheadAttention(32, 4), {}, "the model is itself an attention"),
         (lambda: nn.ModuleList([nn.MultiheadAttention(32, 4, kdim=16)]), {}, "0 .* cross-attention"),

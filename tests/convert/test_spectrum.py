@@ -1,4 +1,4 @@
-"""Spectra equal the SVD of explicitly formed matrices; known ranks are found."""
+"""Spectra equal the SVD of explicitly formed matrices; known ranks are recovered."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def test_torch_layers_are_not_changed():
     assert model.training
     _, weights = model.eval().layers[0].self_attn(x[:1], x[:1], x[:1], average_attn_weights=False)
     assert_close(result["layers.0.self_attn"].singular_values[:1], svd(weights), EXACT)
-    single = spectrum(model, x[1:, :6])
+    unpadded = spectrum(model, x[1:, :6])
     for name, layer in result.items():
-        assert_close(layer.singular_values[1:, :, :6], single[name].singular_values, EXACT)
+        assert_close(layer.singular_values[1:, :, :6], unpadded[name].singular_values, EXACT)
 
 
 def test_timm_structure():
@@ -93,10 +93,10 @@ def test_padding_of_transformers_adds_zeros(kind):
     mask = torch.ones_like(ids)
     mask[1, 6:] = 0
     both = spectrum(model, {"input_ids": ids, "attention_mask": mask})
-    single = spectrum(model, {"input_ids": ids[1:, :6]})
+    unpadded = spectrum(model, {"input_ids": ids[1:, :6]})
     assert [layer.kind for layer in both.values()] == ["softmax", "softmax", "primal"]
     for name, layer in both.items():
-        assert_close(layer.singular_values[1:, :, :6], single[name].singular_values, EXACT)
+        assert_close(layer.singular_values[1:, :, :6], unpadded[name].singular_values, EXACT)
         assert float(layer.singular_values[1, :, 6:].max()) < 1e-6
 
 

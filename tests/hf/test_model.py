@@ -20,7 +20,7 @@ from primal_attention.models.lm import LanguageConfig, LanguageModel  # noqa: E4
 
 def test_the_configuration_converts_both_ways() -> None:
     config = LanguageConfig(50, attention=("softmax", "primal"), layers=2, primal_mode="delta", conv=3, max_length=77)
-    assert PrimalConfig.from_language(config).language() == config.resolved()
+    assert from_model(LanguageModel(config)).config.language() == config.resolved()
     default = LanguageConfig().resolved()
     assert PrimalConfig().language() == default
     assert (default.primal_mode, default.conv, default.gate) == ("delta", 4, True)

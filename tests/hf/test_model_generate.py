@@ -28,10 +28,17 @@ def test_a_padded_batch_generates_what_its_prompts_generate(mode: str) -> None:
     together = model.generate(tokens, attention_mask=mask, max_new_tokens=5, **GREEDY)
     prompts = [row[row_mask == 1].tolist() for row, row_mask in zip(tokens, mask, strict=True)]
     assert torch.equal(together[:, 9:], torch.tensor(list(generate(model.model, prompts, 5))).T)
-    single = model.generate(torch.tensor([prompts[0]]), max_new_tokens=5, **GREEDY)
-    assert torch.equal(single[0, len(prompts[0]) :], together[0, 9:])
+    alone = model.generate(torch.tensor([prompts[0]]), max_new_tokens=5, **GREEDY)
+    assert torch.equal(alone[0, len(prompts[0]) :], together[0, 9:])
     uncached = model.generate(tokens, attention_mask=mask, max_new_tokens=5, use_cache=False, **GREEDY)
     assert torch.equal(uncached, together)
+
+
+def test_embeddings_generate_what_their_tokens_generate() -> None:
+    model, (tokens, mask) = make("default"), batch()
+    settings = {"attention_mask": mask, "max_new_tokens": 5, **GREEDY}
+    embeds = model.get_input_embeddings()(tokens)
+    assert torch.equal(model.generate(inputs_embeds=embeds, **settings), model.generate(tokens, **settings)[:, 9:])
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "flow"])
@@ -59,15 +66,15 @@ def test_beam_search_with_and_without_the_cache_agrees(mode: str) -> None:
 
 def test_a_cache_can_be_continued_chunked_and_repeated() -> None:
     model, (tokens, mask) = make("hybrid"), batch()
-    whole = model.generate(tokens, attention_mask=mask, max_new_tokens=6, **GREEDY)
+    expected = model.generate(tokens, attention_mask=mask, max_new_tokens=6, **GREEDY)
     first = model.generate(tokens, attention_mask=mask, max_new_tokens=3, return_dict_in_generate=True, **GREEDY)
     cache = first.past_key_values
     assert isinstance(cache, PrimalCache)
     longer = torch.cat([mask, torch.ones_like(mask[:, :3])], dim=1)
     again = model.generate(first.sequences, attention_mask=longer, past_key_values=cache, max_new_tokens=3, **GREEDY)
-    assert torch.equal(again, whole)
+    assert torch.equal(again, expected)
     chunks = model.generate(tokens, attention_mask=mask, max_new_tokens=6, prefill_chunk_size=4, **GREEDY)
-    assert torch.equal(chunks, whole)
+    assert torch.equal(chunks, expected)
     draw = {"do_sample": True, "num_return_sequences": 2, "pad_token_id": 0}
     assert model.generate(tokens, attention_mask=mask, max_new_tokens=3, **draw).shape == (6, 12)
     cache.batch_select_indices(torch.tensor([2, 0]))

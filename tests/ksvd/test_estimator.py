@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
@@ -48,25 +47,6 @@ def test_one_source_is_the_same_source_twice(points) -> None:
     np.testing.assert_allclose(once.left_vectors_, once.right_vectors_, atol=1e-10)
 
 
-@pytest.mark.parametrize("kernel", ["cosine", "rbf", "sne"])
-@pytest.mark.parametrize("solver", ["dense", "lanczos", "randomized", "nystrom"])
-def test_fit_transform_equals_fit_then_transform(points, kernel, solver) -> None:
-    X, Z = points
-    ksvd = KernelSVD(3, kernel=kernel, solver=solver, random_state=0)
-    together = ksvd.fit_transform(X, Z=Z)
-    np.testing.assert_allclose(together, clone(ksvd).fit(X, Z=Z).transform(X), atol=1e-8)
-
-
-@pytest.mark.parametrize("solver", ["lanczos", "randomized", "nystrom"])
-def test_random_state_fixes_everything(points, solver) -> None:
-    X, Z = points
-    first, second = (
-        KernelSVD(3, kernel="sne", solver=solver, n_landmarks=8, random_state=7).fit(X, Z=Z) for _ in range(2)
-    )
-    np.testing.assert_array_equal(first.left_vectors_, second.left_vectors_)
-    np.testing.assert_array_equal(first.transform(X), second.transform(X))
-
-
 @pytest.mark.parametrize("kernel", ["cosine", "sne"])
 def test_single_precision_stays_single(points, kernel) -> None:
     X, Z = (A.astype(np.float32) for A in points)
@@ -78,7 +58,7 @@ def test_single_precision_stays_single(points, kernel) -> None:
     np.testing.assert_allclose(ksvd.singular_values_, exact.singular_values_, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kernel", ["cosine", "sne"])
+@pytest.mark.parametrize("kernel", ["cosine", "sne", (np.tanh, np.exp)])
 def test_pickles_and_overwritten_data_keep_the_scores(points, kernel) -> None:
     X, Z = (A.copy() for A in points)
     ksvd = KernelSVD(2, kernel=kernel).fit(X, Z=Z)

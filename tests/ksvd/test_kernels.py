@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-
 import numpy as np
 import pytest
 from sklearn.metrics.pairwise import cosine_similarity, rbf_kernel
@@ -62,30 +60,23 @@ def test_precomputed_kernel_equals_the_kernel_itself(points) -> None:
     assert precomputed.kernel_ is None
 
 
-def test_callable_kernel_of_two_matrices(points) -> None:
-    X, Z = points
-    ksvd = KernelSVD(3, kernel=lambda A, B: np.tanh(A @ B.T + 0.1)).fit(X, Z=Z)
-    K = np.tanh(X @ Z.T + 0.1)
+@pytest.mark.parametrize(
+    ("kernel", "formed", "width"),
+    [
+        (lambda A, B: np.tanh(A @ B.T + 0.1), lambda X, Z: np.tanh(X @ Z.T + 0.1), 4),
+        (lambda A, B: (A[:, :2] @ B.T > 0).astype(int), lambda X, Z: 1.0 * (X[:, :2] @ Z.T > 0), 2),
+        ((np.tanh, np.exp), lambda X, Z: np.tanh(X) @ np.exp(Z).T, 4),
+    ],
+    ids=["callable", "integer values of keys of another width", "feature maps"],
+)
+def test_kernels_of_the_caller(points, kernel, formed, width) -> None:
+    X, Z = points[0], points[1][:, :width]
+    ksvd, K = KernelSVD(3, kernel=kernel).fit(X, Z=Z), formed(X, Z)
+    assert ksvd.singular_values_.dtype == np.float64
+    assert (ksvd.n_features_in_, ksvd.n_features_keys_) == (4, width)
     np.testing.assert_allclose(ksvd.singular_values_, np.linalg.svd(K, compute_uv=False)[:3])
     np.testing.assert_allclose(ksvd.transform(X), K @ ksvd.right_vectors_, atol=1e-12)
     np.testing.assert_allclose(ksvd.transform_keys(Z), K.T @ ksvd.left_vectors_, atol=1e-12)
-
-
-def test_callable_kernel_of_different_widths_and_integer_values(points) -> None:
-    X, Z = points[0], points[1][:, :2]
-    ksvd = KernelSVD(2, kernel=lambda A, B: (A[:, :2] @ B.T > 0).astype(int)).fit(X, Z=Z)
-    assert ksvd.singular_values_.dtype == np.float64
-    assert (ksvd.n_features_in_, ksvd.n_features_keys_) == (4, 2)
-    assert ksvd.transform_keys(Z).shape == (18, 2)
-
-
-def test_pair_of_feature_maps(points) -> None:
-    X, Z = points
-    ksvd = KernelSVD(3, kernel=(np.tanh, np.exp)).fit(X, Z=Z)
-    assert ksvd.solver_ == "primal"
-    expected = np.linalg.svd(np.tanh(X) @ np.exp(Z).T, compute_uv=False)[:3]
-    np.testing.assert_allclose(ksvd.singular_values_, expected)
-    assert pickle.loads(pickle.dumps(ksvd)).transform(X).shape == (25, 3)
 
 
 @pytest.mark.parametrize("as_callable", [False, True])

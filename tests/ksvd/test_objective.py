@@ -66,20 +66,6 @@ def near(actual: np.ndarray, expected: np.ndarray, what: str = "result") -> None
 # Theorem 3.2
 
 
-@TRANSFORMATIONS
-@SOLVERS
-def test_solution_solves_the_shifted_eigenvalue_problem(data, f, solver) -> None:
-    X, Z = data
-    ksvd = fitted(data, f, solver)
-    K = formed_kernel(X, Z, ksvd.transformation_)
-    H_e, sigma, H_r = ksvd.left_vectors_, ksvd.singular_values_, ksvd.right_vectors_
-    near(K @ H_r, H_e * sigma, "K H_r")
-    near(K.T @ H_e, H_r * sigma, "Kᵀ H_e")
-    near(H_e.T @ H_e, np.eye(RANK), "H_eᵀ H_e")
-    near(H_r.T @ H_r, np.eye(RANK), "H_rᵀ H_r")
-    assert (sigma > 0).all()
-
-
 def lagrangian_gradients(data, ksvd: KernelSVD) -> dict[str, torch.Tensor]:
     """∂L of the proof with respect to every primal and dual variable, by automatic differentiation."""
     X, Z = data

@@ -12,6 +12,7 @@ pytest.importorskip("onnxscript")
 from primal_attention import PrimalAttention  # noqa: E402
 from primal_attention.models.export import Standardized, export_onnx, export_streaming  # noqa: E402
 from primal_attention.models.lm import LanguageConfig, LanguageModel  # noqa: E402
+from primal_attention.ops import reference  # noqa: E402
 
 TYPES = {"tensor(float)": np.float32, "tensor(int64)": np.int64, "tensor(bool)": np.bool_}
 
@@ -56,16 +57,22 @@ def test_a_layer_with_a_mask_takes_any_batch_size_and_length(tmp_path) -> None:
 
 
 LANDMARKS = {"data_dependent": True, "landmarks": 6, "max_length": 40}
-# The running mean is tested with a language model in tests/cli/test_export.py.
-MODES = {"landmarks": (LANDMARKS, [7, 1, 1, 11]), "decay": ({"decay": 0.9}, [1] * 20)}
+MODES = {
+    "mean": ({}, [3, 1, 16]),
+    "landmarks": (LANDMARKS, [7, 1, 1, 11]),
+    "decay": ({"decay": 0.9}, [1, 2, 17]),
+    "decay, single tokens": ({"decay": 0.9}, [1] * 20),
+}
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_causal_layer_streams_with_its_state_as_data(mode, tmp_path) -> None:
+def test_a_causal_layer_streams_with_its_state_as_data(mode, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(reference, "CHUNK", 4)  # a call of 17 tokens has chunks of chunks, the exported one has not
+    monkeypatch.setattr(reference, "MAX_LEVELS", 3)  # a smaller graph
     keywords, lengths = MODES[mode]
     layer = PrimalAttention(16, 2, rank=4, causal=True, **({"data_dependent": False} | keywords)).eval()
-    x, single = torch.randn(3, 20, 16), set(lengths) == {1}
-    export_streaming(layer, tmp_path / "layer.onnx", x[:2, :3], name="x", single=single)
+    x, is_single = torch.randn(3, 20, 16), set(lengths) == {1}
+    export_streaming(layer, tmp_path / "layer.onnx", x[:2, :3], name="x", single_token=is_single)
     assert_near(stream(tmp_path / "layer.onnx", x, lengths), layer(x))
 
 

@@ -1,15 +1,16 @@
 """Adapters that turn attention modules of torch, timm and transformers into Primal-Attention.
 
-An adapter finds a module that it knows (`find`), reads the q, k and output weights that are kept (`Projections`), and
-builds the replacement (`Replacement`), which takes the calls of the replaced module and reads their masks and rotary
-positions. Modules are recognised by structure and class name, so nothing here imports timm or transformers. `READERS`
-takes further classes.
+An adapter (`find_torch`, `find_timm`, `find_transformers`) recognises a module, reads the q, k and output weights that
+are kept (`Projections`), and wraps the new layer in a `Replacement`, which takes the calls of the replaced module and
+reads their masks and rotary positions. Modules are recognised by structure and class name, so nothing here imports timm
+or transformers. `READERS` takes further classes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,12 +30,12 @@ Map = tuple[Tensor, Tensor | None]  # weight (out, in) and bias
 
 
 class UnsupportedError(ValueError):
-    """An attention that Primal-Attention cannot replace; the message is the reason."""
+    """An attention module that Primal-Attention cannot replace; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class Projections:
-    """The maps of a softmax attention that Primal-Attention keeps."""
+    """The linear maps of a softmax attention that its replacement keeps."""
 
     num_heads: int
     q: Map
@@ -42,8 +43,8 @@ class Projections:
     out: Map
     key_heads: int
     dropout: float = 0.0
-    causal: bool | None = None  # None: it depends on the call, so primalize needs the argument
-    rotary: bool = False  # calls have cos and sin of the positions as `position_embeddings`
+    causal: bool | None = None  # None: it depends on the call, and primalize needs the argument
+    rotary: bool = False  # calls pass cos and sin of the positions as `position_embeddings`
 
     def __post_init__(self) -> None:
         width, heads, key_heads = self.embed_dim, self.num_heads, self.key_heads
@@ -93,7 +94,7 @@ def _copy_maps(target: nn.Linear, *maps: Map) -> None:
 
 @dataclass(frozen=True)
 class Site:
-    """An attention that can be replaced: its kept maps, and the function that wraps the new layer."""
+    """An attention module that can be replaced, its maps, and the function that wraps the new layer."""
 
     name: str
     module: nn.Module
@@ -103,11 +104,14 @@ class Site:
 
 @dataclass(frozen=True)
 class Refusal:
-    """An attention that cannot be replaced, and why."""
+    """An attention module that cannot be replaced, and the reason."""
 
     name: str
     module: nn.Module
     reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name or 'the model'} ({type(self.module).__name__}) cannot be replaced: {self.reason}"
 
 
 Rotation = tuple[Tensor, Tensor]  # cos and sin of the angles, (B or 1, N, head_dim) each
@@ -132,12 +136,9 @@ class RotaryPrimalAttention(PrimalAttention):
     def kernel_factors(
         self, x: Tensor, key_padding_mask: Tensor | None = None, rotation: Rotation | None = None
     ) -> tuple[Tensor, Tensor]:
-        self._rotation = self._check_rotation(rotation)
-        try:
-            with self.qk_proj.register_forward_hook(lambda module, inputs, qk: self._rotate(qk)):
-                return super().kernel_factors(x, key_padding_mask)
-        finally:
-            self._rotation = None
+        angles = self._check_rotation(rotation)
+        with self.qk_proj.register_forward_hook(lambda module, inputs, qk: self._rotate(qk, angles)):
+            return super().kernel_factors(x, key_padding_mask)
 
     def _check_rotation(self, rotation: Rotation | None) -> Rotation:
         self._check_not_sharded("a rotary position")
@@ -152,13 +153,13 @@ class RotaryPrimalAttention(PrimalAttention):
         return Weights(None, None, *weights[2:]), applies_output  # `forward` then calls the map and passes q and k
 
     def _attend(self, x: Tensor, *args: Any, dropout: float, **keywords: Any) -> Output:
-        keywords["qk"] = self._rotate(keywords["qk"])
+        assert self._rotation is not None
+        keywords["qk"] = self._rotate(keywords["qk"], self._rotation)
         return super()._attend(x, *args, dropout=dropout, **keywords)
 
-    def _rotate(self, qk: Tensor) -> Tensor:
+    def _rotate(self, qk: Tensor, rotation: Rotation) -> Tensor:
         """Rotate coordinates m and m + p/2 of every head of q and k, (B, N, 2d)."""
-        assert self._rotation is not None
-        cos, sin = (t.unsqueeze(-2) for t in self._rotation)
+        cos, sin = (t.unsqueeze(-2) for t in rotation)
         z = qk.unflatten(-1, (2 * self.num_heads, -1))
         first, second = z.chunk(2, dim=-1)
         return (z * cos + torch.cat([-second, first], dim=-1) * sin).to(qk.dtype).flatten(-2)
@@ -189,9 +190,9 @@ class Replacement(nn.Module):
 
 def find_site(name: str, module: nn.Module, parent: nn.Module | None) -> Site | Refusal | None:
     """Return the site of an attention that an adapter knows, the reason against it, or None for other modules."""
-    for adapter in (TorchAdapter, TransformersAdapter, TimmAdapter):
+    for find in (find_torch, find_transformers, find_timm):
         try:
-            site = adapter.find(name, module, parent)
+            site = find(name, module, parent)
         except UnsupportedError as reason:
             return Refusal(name, module, str(reason))
         if site is not None:
@@ -234,31 +235,20 @@ def has_relative_positions(module: object) -> bool:
 # torch
 
 
-class TorchAdapter:
+def find_torch(name: str, module: nn.Module, parent: nn.Module | None) -> Site | None:
     """nn.MultiheadAttention, alone or inside nn.TransformerEncoderLayer and nn.TransformerDecoderLayer."""
-
-    @staticmethod
-    def find(name: str, module: nn.Module, parent: nn.Module | None) -> Site | None:
-        if not isinstance(module, nn.MultiheadAttention):
-            return None
-        is_cross = isinstance(parent, nn.TransformerDecoderLayer) and module is parent.multihead_attn
-        if is_cross or not module._qkv_same_embed_dim:
-            raise UnsupportedError(CROSS)
-        if module.bias_k is not None or module.add_zero_attn:
-            raise UnsupportedError("it appends keys without tokens (add_bias_kv, add_zero_attn)")
-        if type(module) is not nn.MultiheadAttention:
-            raise UnsupportedError(f"{type(module).__name__} may change what nn.MultiheadAttention computes")
-        heads, out = module.num_heads, (module.out_proj.weight, module.out_proj.bias)
-        q, k = read_qk(module.in_proj_weight, module.in_proj_bias)
-        projections = Projections(heads, q, k, out, heads, module.dropout)
-        return Site(name, module, projections, lambda primal: PrimalMultihead(primal, module.batch_first))
-
-    @staticmethod
-    def prepare(model: nn.Module) -> None:
-        """Keep nn.TransformerEncoder from turning padded batches into nested tensors."""
-        for module in model.modules():
-            if isinstance(module, nn.TransformerEncoder):
-                module.use_nested_tensor &= not any(isinstance(m, PrimalMultihead) for m in module.modules())
+    if not isinstance(module, nn.MultiheadAttention):
+        return None
+    is_cross = isinstance(parent, nn.TransformerDecoderLayer) and module is parent.multihead_attn
+    if is_cross or not module._qkv_same_embed_dim:
+        raise UnsupportedError(CROSS)
+    if module.bias_k is not None or module.add_zero_attn:
+        raise UnsupportedError("it appends keys without tokens (add_bias_kv, add_zero_attn)")
+    if type(module) is not nn.MultiheadAttention:
+        raise UnsupportedError(f"{type(module).__name__} may change what nn.MultiheadAttention computes")
+    heads, qk = module.num_heads, read_qk(module.in_proj_weight, module.in_proj_bias)
+    projections = Projections(heads, *qk, read_linear(module.out_proj), heads, module.dropout)
+    return Site(name, module, projections, lambda primal: PrimalMultihead(primal, module.batch_first))
 
 
 class PrimalMultihead(Replacement):
@@ -308,23 +298,20 @@ def _is_same(a: Tensor, b: Tensor) -> bool:
 # timm
 
 
-class TimmAdapter:
+def find_timm(name: str, module: nn.Module, parent: nn.Module | None) -> Site | None:
     """timm's ViT and DeiT family, by structure: one map `qkv`, one map `proj`, `num_heads`."""
-
-    @staticmethod
-    def find(name: str, module: nn.Module, parent: nn.Module | None) -> Site | None:
-        qkv, proj, heads = (getattr(module, part, None) for part in ("qkv", "proj", "num_heads"))
-        if not (isinstance(qkv, nn.Linear) and isinstance(proj, nn.Linear) and isinstance(heads, int)):
-            return None
-        if "rope" in type(module).__name__.lower():
-            raise UnsupportedError("its calls have rotary positions, which this adapter does not read")
-        check_parts(module, {"qkv", "proj", "attn_drop", "proj_drop", "softmax"})
-        if qkv.out_features != 3 * qkv.in_features:
-            raise UnsupportedError(f"its qkv maps {qkv.in_features} to {qkv.out_features} features, not to three times")
-        dropout = float(getattr(getattr(module, "attn_drop", None), "p", 0.0))
-        projections = Projections(heads, *read_qk(*read_linear(qkv)), read_linear(proj), heads, dropout)
-        proj_drop = getattr(module, "proj_drop", None) or nn.Identity()
-        return Site(name, module, projections, lambda primal: PrimalImageAttention(primal, proj_drop))
+    qkv, proj, heads = (getattr(module, part, None) for part in ("qkv", "proj", "num_heads"))
+    if not (isinstance(qkv, nn.Linear) and isinstance(proj, nn.Linear) and isinstance(heads, int)):
+        return None
+    if "rope" in type(module).__name__.lower():
+        raise UnsupportedError("its calls have rotary positions, which this adapter does not read")
+    check_parts(module, {"qkv", "proj", "attn_drop", "proj_drop", "softmax"})
+    if qkv.out_features != 3 * qkv.in_features:
+        raise UnsupportedError(f"its qkv maps {qkv.in_features} to {qkv.out_features} features, not to three times")
+    dropout = float(getattr(getattr(module, "attn_drop", None), "p", 0.0))
+    projections = Projections(heads, *read_qk(*read_linear(qkv)), read_linear(proj), heads, dropout)
+    proj_drop = getattr(module, "proj_drop", None) or nn.Identity()
+    return Site(name, module, projections, lambda primal: PrimalImageAttention(primal, proj_drop))
 
 
 class PrimalImageAttention(Replacement):
@@ -340,11 +327,9 @@ class PrimalImageAttention(Replacement):
     ) -> tuple[Tensor, Tensor | None]:
         if is_causal and not self.primal.causal:
             raise ValueError("is_causal=True needs a causal layer: primalize(…, causal=True)")
-        if attn_mask is None:
-            return x, None
-        visible = visible_pairs(attn_mask)
-        visible = visible[:, 0] if visible.ndim == 4 else visible.reshape(-1, *visible.shape[-2:])
-        return x, padding_from_pairs(visible.expand(x.shape[0], -1, -1), self.primal.causal)
+        if attn_mask is not None:
+            attn_mask = attn_mask[(None,) * (4 - attn_mask.ndim)].expand(len(x), -1, x.shape[1], -1)
+        return x, padding_from_transformers(attn_mask, x.shape[1], self.primal.causal)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return self.proj_drop(self.primal(*self.tokens(x, *args, **kwargs)))
@@ -353,30 +338,27 @@ class PrimalImageAttention(Replacement):
 # transformers
 
 
-class TransformersAdapter:
-    """Attentions of transformers by class name, and the classes that a caller has added to `READERS`."""
-
-    @staticmethod
-    def find(name: str, module: Any, parent: nn.Module | None) -> Site | None:
-        kind = type(module)
-        is_known = kind.__module__.startswith("transformers.") and "Attention" in kind.__name__
-        if not is_known and kind not in READERS:
-            return None
-        is_cross = getattr(module, "is_cross_attention", False) or "Cross" in kind.__name__
-        if is_cross or name.rpartition(".")[2].lower() == "encoder_attn":
-            raise UnsupportedError(CROSS)
-        read = READERS.get(kind) or READERS.get(kind.__name__)
-        if read is None:
-            if not any(hasattr(child, "weight") and child.weight.ndim == 2 for child in module.children()):
-                return None  # a container of the attention itself
-            if has_relative_positions(module) or has_relative_positions(getattr(module, "config", None)):
-                raise UnsupportedError(RELATIVE)
-            raise UnsupportedError(f"no adapter knows {kind.__name__} (known: {known_names()})")
-        try:
-            projections, wrap = read(module)
-        except AttributeError as missing:
-            raise UnsupportedError(f"this version of transformers builds it differently ({missing})") from None
-        return Site(name, module, projections, wrap)
+def find_transformers(name: str, module: Any, parent: nn.Module | None) -> Site | None:
+    """Attention modules of transformers by class name, and the classes that a caller has added to `READERS`."""
+    kind = type(module)
+    is_attention = kind.__module__.startswith("transformers.") and "Attention" in kind.__name__
+    if not is_attention and kind not in READERS:
+        return None
+    is_cross = getattr(module, "is_cross_attention", False) or "Cross" in kind.__name__
+    if is_cross or name.rpartition(".")[2].lower() == "encoder_attn":
+        raise UnsupportedError(CROSS)
+    read = READERS.get(kind) or READERS.get(kind.__name__)
+    if read is None:
+        if not any(hasattr(child, "weight") and child.weight.ndim == 2 for child in module.children()):
+            return None  # a container of the attention itself
+        if has_relative_positions(module) or has_relative_positions(getattr(module, "config", None)):
+            raise UnsupportedError(RELATIVE)
+        raise UnsupportedError(f"no adapter knows {kind.__name__} (known: {known_names()})")
+    try:
+        projections, wrap = read(module)
+    except AttributeError as missing:
+        raise UnsupportedError(f"this version of transformers builds it differently ({missing})") from None
+    return Site(name, module, projections, wrap)
 
 
 Reading = tuple[Projections, Callable[[PrimalAttention], nn.Module]]
@@ -403,37 +385,28 @@ def _read_gpt2(module: Any) -> Reading:
     check_parts(module, {"c_attn", "c_proj", "attn_dropout", "resid_dropout"})
     heads, qk = module.num_heads, read_qk(*read_linear(module.c_attn))
     projections = Projections(heads, *qk, read_linear(module.c_proj), heads, module.attn_dropout.p, True)
-    return projections, lambda primal: PrimalGPT2(primal, module.layer_idx, module.resid_dropout)
+    return projections, lambda primal: PrimalHF(primal, module.layer_idx, module.resid_dropout)
 
 
-def _read_projected(module: Any) -> Reading:
-    """ViT, DeiT, CLIP and Whisper, by the names of their maps."""
+def _read_projected(module: Any, *, rotary: bool = False) -> Reading:
+    """Modules with q_proj, k_proj, v_proj, and out_proj or o_proj. Key heads may be shared by query heads."""
     out = "out_proj" if hasattr(module, "out_proj") else "o_proj"
     check_parts(module, {"q_proj", "k_proj", "v_proj", out})
+    window = getattr(module, "sliding_window", getattr(module.config, "sliding_window", None))
+    _check_window(window, "sliding_window=None")
     heads = getattr(module, "num_heads", None) or module.config.num_attention_heads
+    key_heads = heads // getattr(module, "num_key_value_groups", 1)
     dropout = float(getattr(module, "attention_dropout", getattr(module, "dropout", 0.0)))
     is_clip_text = getattr(module.config, "model_type", "") == "clip_text_model"  # its layers have no such attribute
     causal = is_clip_text or bool(getattr(module, "is_causal", False))
     maps = read_maps(module.q_proj, module.k_proj, getattr(module, out))
-    projections = Projections(heads, *maps, heads, dropout, causal)
+    projections = Projections(heads, *maps, key_heads, dropout, causal, rotary)
     return projections, lambda primal: PrimalHF(primal, getattr(module, "layer_idx", None))
-
-
-def _read_llama(module: Any) -> Reading:
-    """Decoders with rotary positions, whose key heads may be shared."""
-    check_parts(module, {"q_proj", "k_proj", "v_proj", "o_proj"})
-    _check_window(getattr(module, "sliding_window", getattr(module.config, "sliding_window", None)))
-    heads, dropout = module.config.num_attention_heads, float(module.attention_dropout)
-    maps = read_maps(module.q_proj, module.k_proj, module.o_proj)
-    projections = Projections(
-        heads, *maps, heads // module.num_key_value_groups, dropout, bool(module.is_causal), rotary=True
-    )
-    return projections, lambda primal: PrimalHF(primal, module.layer_idx)
 
 
 def _read_modernbert(module: Any) -> Reading:
     check_parts(module, {"Wqkv", "Wo", "out_drop"})
-    _check_window(module.sliding_window)
+    _check_window(module.sliding_window, 'layer_types=["full_attention"] * num_hidden_layers')
     heads, qk = module.config.num_attention_heads, read_qk(*read_linear(module.Wqkv))
     projections = Projections(
         heads, *qk, read_linear(module.Wo), heads, float(module.attention_dropout), False, rotary=True
@@ -441,9 +414,12 @@ def _read_modernbert(module: Any) -> Reading:
     return projections, lambda primal: PrimalHF(primal, module.layer_idx, module.out_drop)
 
 
-def _check_window(window: int | None) -> None:
+def _check_window(window: int | None, setting: str) -> None:
     if window is not None:
-        raise UnsupportedError(f"it attends within a window of {window} tokens, which Primal-Attention cannot do")
+        raise UnsupportedError(
+            f"it attends within a window of {window} tokens, and Primal-Attention has no window: "
+            f"load the model with from_pretrained(…, {setting}) to replace it by a layer without one"
+        )
 
 
 # By class, or by class name for those of transformers.
@@ -453,7 +429,7 @@ READERS: dict[str | type, Callable[[Any], Reading]] = {
     "DistilBertSelfAttention": _read_distilbert,
     "GPT2Attention": _read_gpt2,
     **dict.fromkeys(("ViTAttention", "DeiTAttention", "CLIPAttention", "WhisperAttention"), _read_projected),
-    **dict.fromkeys(("LlamaAttention", "MistralAttention", "Qwen2Attention"), _read_llama),
+    **dict.fromkeys(("LlamaAttention", "MistralAttention", "Qwen2Attention"), partial(_read_projected, rotary=True)),
     "ModernBertAttention": _read_modernbert,
 }
 
@@ -515,20 +491,6 @@ class PrimalBert(PrimalHF):
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         y, _ = super().forward(hidden_states, *args, **kwargs)
         return self.output(y, hidden_states), None
-
-
-class PrimalGPT2(PrimalHF):
-    """Replaces GPT2Attention, whose second argument is the cache."""
-
-    def tokens(  # type: ignore[override]
-        self, hidden_states: Tensor, past_key_values: Any = None, attention_mask: Any = None, **kwargs: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        return super().tokens(hidden_states, attention_mask, **kwargs)
-
-    def forward(  # type: ignore[override]
-        self, hidden_states: Tensor, past_key_values: Any = None, attention_mask: Any = None, **kwargs: Any
-    ) -> tuple[Tensor, None]:
-        return super().forward(hidden_states, attention_mask, past_key_values, **kwargs)
 
 
 # Masks. Primal-Attention has no pairs of tokens: a mask must be padding, the causal order, or both. Others are refused.

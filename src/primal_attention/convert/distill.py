@@ -18,6 +18,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -27,7 +28,7 @@ from ..nn.objective import ksvd_loss, primal_layers
 from ..nn.primal import PrimalAttention
 from ..utils.progress import Progress
 from .adapters import Replacement
-from .spectrum import run_model
+from .spectrum import evaluation_mode, run_model
 
 Match = Callable[[Any, Any], Tensor | Sequence[Tensor]]
 Error = Callable[[Any], Tensor]
@@ -36,7 +37,6 @@ RIDGES = (1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0, 1e4)  # times the mean variance of
 NEW_PARAMETERS = ("w_e", "w_r", "sqrt_lambda", "score_proj", "decay_logit")
 WARM_UP = 0.1  # share of the steps
 BETAS = (0.9, 0.98)  # errors fall so fast at first that old squares mislead
-ERRORS_AT_ONCE = 20  # steps between two reads of the errors on a GPU, which synchronise
 
 
 @dataclass
@@ -85,8 +85,8 @@ def distill(
         lr: highest learning rate of the new weights, block by block.
         end_lr: highest learning rate of the new weights, end to end.
         kept_rate: learning rate of pretrained weights relative to these: a number, or a function of a weight's name in
-            the model, where 0 freezes the weight.
-        train: what is trained end to end: the replaced layers, the blocks around them, or everything.
+            the model; 0 freezes the weight.
+        train: the weights that are trained end to end: the replaced layers, the blocks around them, or all weights.
         match: returns the tensor or tensors to compare from a model's output and the batch; None is the first tensor.
         ksvd: weight of the KSVD loss beside the error.
         precision: "bf16-mixed" is much faster on a GPU.
@@ -99,44 +99,42 @@ def distill(
         raise ValueError(f"precision must be '32-true' or 'bf16-mixed' (got {precision!r})")
     pairs = _match_layers(model, teacher)
     layers = nn.ModuleList(student for student, _ in pairs.values())
-    trained = _select_trained(model, layers, pairs, train)
+    blocks_around = nn.ModuleList(model.get_submodule(name.rpartition(".")[0]) for name in pairs)
+    parts = {"layers": layers, "blocks": blocks_around, "all": model}
+    if train not in parts:
+        raise ValueError(f"train must be 'layers', 'blocks' or 'all' (got {train!r})")
     result = Distilled(model)
     names = {parameter: name for name, parameter in model.named_parameters()}
-    modes = {m: m.training for top in (model, teacher) for m in top.modules()}
     grads = {p: p.requires_grad for top in (model, teacher) for p in top.parameters()}
-    teacher.eval()
-    model.eval()  # the targets have no dropout
-    if ksvd:
-        for layer in primal_layers(model).values():
+
+    def fit_stage(stage: str, part: nn.Module, error: Error, steps: int, lr: float) -> list[float]:
+        model.requires_grad_(False)
+        groups: dict[float, list[nn.Parameter]] = {}  # by learning rate
+        for name, parameter in part.named_parameters():
+            is_new = any(piece in NEW_PARAMETERS for piece in name.split("."))
+            factor = kept_rate(names[parameter]) if callable(kept_rate) else kept_rate
+            rate = lr if is_new else lr * factor
+            if grads[parameter] and rate > 0:
+                parameter.requires_grad_(True)
+                groups.setdefault(rate, []).append(parameter)
+        if steps > 0 and not groups:
+            raise ValueError(f"nothing to train {stage}: every weight has requires_grad False or rate 0")
+        loss = error if not ksvd else lambda batch: error(batch) + ksvd * ksvd_loss(model)
+        return _fit(groups, data, loss, steps, stage, precision == "bf16-mixed", progress)
+
+    with evaluation_mode(model, teacher):  # the targets have no dropout
+        for layer in primal_layers(model).values() if ksvd else ():
             layer.train()  # J exists in training mode only
-    try:
-        teacher.requires_grad_(False)
-        if start_batches > 1:
-            result.started = initialise(teacher, pairs, _cycle(data, start_batches))
-
-        def fit_stage(stage: str, part: nn.Module, error: Error, steps: int, lr: float) -> list[float]:
-            model.requires_grad_(False)
-            groups: dict[float, list[nn.Parameter]] = {}  # by learning rate
-            for name, parameter in part.named_parameters():
-                is_new = any(piece in NEW_PARAMETERS for piece in name.split("."))
-                factor = kept_rate(names[parameter]) if callable(kept_rate) else kept_rate
-                rate = lr if is_new else lr * factor
-                if grads[parameter] and rate > 0:
-                    parameter.requires_grad_(True)
-                    groups.setdefault(rate, []).append(parameter)
-            if steps > 0 and not groups:
-                raise ValueError(f"nothing to train {stage}: every weight has requires_grad False or rate 0")
-            loss = error if not ksvd else lambda batch: error(batch) + ksvd * ksvd_loss(model)
-            return _fit(groups, data, loss, steps, stage, precision == "bf16-mixed", progress)
-
-        blocks, end = block_error(teacher, pairs), end_error(model, teacher, match)
-        result.block_errors = fit_stage("block by block", layers, blocks, block_steps, lr)
-        result.end_errors = fit_stage("end to end", trained, end, end_steps, end_lr)
-    finally:
-        for module, training in modes.items():
-            module.training = training
-        for parameter, needed in grads.items():
-            parameter.requires_grad_(needed)
+        try:
+            teacher.requires_grad_(False)
+            if start_batches > 1:
+                result.started = initialise(teacher, pairs, _cycle(data, start_batches))
+            blocks, end = block_error(teacher, pairs), end_error(model, teacher, match)
+            result.block_errors = fit_stage("block by block", layers, blocks, block_steps, lr)
+            result.end_errors = fit_stage("end to end", parts[train], end, end_steps, end_lr)
+        finally:
+            for parameter, requires_grad in grads.items():
+                parameter.requires_grad_(requires_grad)
     return result
 
 
@@ -152,14 +150,6 @@ def _match_layers(model: nn.Module, teacher: nn.Module) -> Pairs:
         if isinstance(originals[name], Replacement):
             raise ValueError(f"teacher's {name} is Primal-Attention too: it must be the model before primalize")
     return {name: (student, originals[name]) for name, student in students.items()}
-
-
-def _select_trained(model: nn.Module, layers: nn.Module, pairs: Pairs, train: str) -> nn.Module:
-    if train == "blocks":
-        return nn.ModuleList(model.get_submodule(name.rpartition(".")[0]) for name in pairs)
-    if train not in ("layers", "all"):
-        raise ValueError(f"train must be 'layers', 'blocks' or 'all' (got {train!r})")
-    return model if train == "all" else layers
 
 
 def _cycle(data: Iterable[Any], steps: int) -> Iterator[Any]:
@@ -214,14 +204,12 @@ def _fit(
                     optimizer.step()
                     schedule.step()
                 errors.append(loss.detach())
-                if step in shown or step % ERRORS_AT_ONCE == 0 or device.type == "cpu":
-                    for value in torch.stack(errors).tolist():
-                        history.append(value)
-                        if not math.isfinite(value):
-                            where = f"step {len(history)} {stage}"
-                            raise ValueError(f"the error is no longer a finite number at {where}: lower lr")
-                    errors.clear()
-                if lines is not None and step in shown:
+                if step not in shown:
+                    continue
+                history = torch.stack(errors).tolist()  # synchronises with a GPU
+                if broken := [number for number, value in enumerate(history, 1) if not math.isfinite(value)]:
+                    raise ValueError(f"the error is no longer a finite number at step {broken[0]} {stage}: lower lr")
+                if lines is not None:
                     lines.advance(f"{stage}: step {step} of {steps}, error {history[-1]:.4f}")
     except ValueError:
         with torch.no_grad():
@@ -254,17 +242,15 @@ def relative_error(output: Tensor, target: Tensor, padding: Tensor | None = None
     if output.ndim != 3:
         return _relative_square(output.flatten(0, -2), target.flatten(0, -2))
     if padding is None:
-        tokens = _relative_square(output.flatten(0, 1), target.flatten(0, 1))
-        means = output.mean(1), target.mean(1)
-    else:
-        # Sums with zeros at padding; indexing the valid rows would synchronise with the device.
-        weight = (~padding)[..., None].to(output.dtype)
-        output, target = (t.masked_fill(padding[..., None], 0.0) for t in (output, target))
-        centre = target.sum((0, 1)) / weight.sum()
-        variance = ((target - centre) * weight).square().sum()
-        tokens = (output - target).square().sum() / variance.clamp(min=1e-12)
-        count = weight.sum(1).clamp(min=1)
-        means = output.sum(1) / count, target.sum(1) / count
+        padding = torch.zeros(output.shape[:2], dtype=torch.bool, device=output.device)
+    # Sums with zeros at padding; indexing the valid rows would synchronise with the device.
+    weight = (~padding)[..., None].to(output.dtype)
+    output, target = (t.masked_fill(padding[..., None], 0.0) for t in (output, target))
+    centre = target.sum((0, 1)) / weight.sum()
+    variance = ((target - centre) * weight).square().sum()
+    tokens = (output - target).square().sum() / variance.clamp(min=1e-12)
+    count = weight.sum(1).clamp(min=1)
+    means = output.sum(1) / count, target.sum(1) / count
     return tokens if len(target) < 2 else tokens + _relative_square(*means)
 
 
@@ -329,16 +315,13 @@ def _record_calls(teacher: nn.Module, batch: Any, modules: Mapping[str, nn.Modul
     """Run the teacher and return arguments, keywords and output of each module's call, without the cache."""
     calls: dict[str, Any] = {}
 
-    def record(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            own = {key: value for key, value in kwargs.items() if key != "past_key_values"}
-            calls[name] = args, own, first_tensor(output)
-
-        return hook
+    def record(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        own = {key: value for key, value in kwargs.items() if key != "past_key_values"}
+        calls[name] = args, own, first_tensor(output)
 
     with contextlib.ExitStack() as stack:
         for name, module in modules.items():
-            stack.callback(module.register_forward_hook(record(name), with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(partial(record, name), with_kwargs=True).remove)
         run_model(teacher, batch)
     return calls
 
@@ -346,11 +329,13 @@ def _record_calls(teacher: nn.Module, batch: Any, modules: Mapping[str, nn.Modul
 # Initialisation
 
 
+@dataclass(frozen=True)
 class Moments:
     """Sums over tokens, per head, of [z; 1][z; 1]ᵀ and [z; 1] oᵀ."""
 
-    def __init__(self, zz: Tensor, zo: Tensor, count: int) -> None:
-        self.zz, self.zo, self.count = zz, zo, count
+    zz: Tensor
+    zo: Tensor
+    count: int
 
     @classmethod
     def of(cls, z: Tensor, o: Tensor) -> Moments:
@@ -384,12 +369,11 @@ class Moments:
         return (square - 2 * (maps * self.zo).sum((1, 2))) / self.count
 
 
-def best_ridge(halves: tuple[Moments, Moments]) -> Tensor:
+def best_ridge(first: Moments, second: Moments) -> Tensor:
     """Return the ridge of each head whose fit on one half has the least error on the other, (H,).
 
     Tokens of a sequence share their landmarks, so the effective number of samples is below the number of tokens.
     """
-    first, second = halves
     ridges = first.zz.new_tensor(RIDGES)
     errors = []
     for ridge in ridges:
@@ -401,14 +385,15 @@ def best_ridge(halves: tuple[Moments, Moments]) -> Tensor:
 @torch.no_grad()
 def initialise(teacher: nn.Module, pairs: Pairs, batches: Iterable[Any]) -> list[str]:
     """Set the new weights by regression; return the names of the layers where the teacher shows its heads' outputs."""
-    moments: dict[str, list[Moments | None]] = {name: [None, None] for name in pairs}
+    moments: dict[str, dict[int, Moments]] = {name: {} for name in pairs}  # of even and of odd batches
     maps = {name: _find_output_map(original, student.primal) for name, (student, original) in pairs.items()}
     for number, batch in enumerate(batches):
         heads: dict[str, Tensor] = {}
         with contextlib.ExitStack() as stack:
             for name, module in maps.items():
                 if module is not None:  # its input is the output of the heads
-                    stack.callback(module.register_forward_pre_hook(_store_input(heads, name)).remove)
+                    hook = partial(_store_input, heads, name)
+                    stack.callback(module.register_forward_pre_hook(hook).remove)
             calls = _record_calls(teacher, batch, {name: original for name, (_, original) in pairs.items()})
         for name in heads.keys() & calls.keys():
             student, (args, kwargs, _) = pairs[name][0], calls[name]
@@ -416,22 +401,17 @@ def initialise(teacher: nn.Module, pairs: Pairs, batches: Iterable[Any]) -> list
             if x.shape == heads[name].shape:
                 factors = student.kernel_factors(*args, **kwargs)
                 half, new = number % 2, _compute_moments(factors, padding, heads[name])
-                old = moments[name][half]
-                moments[name][half] = new if old is None else old + new
-    fitted = []
-    for name, (first, second) in moments.items():
-        if first is not None and second is not None:
-            both = first + second
-            _set_weights(pairs[name][0].primal, both.solve(best_ridge((first, second))), both.covariance)
-            fitted.append(name)
+                moments[name][half] = moments[name][half] + new if half in moments[name] else new
+    fitted = [name for name, halves in moments.items() if len(halves) == 2]
+    for name in fitted:
+        both = moments[name][0] + moments[name][1]
+        ridge = best_ridge(moments[name][0], moments[name][1])
+        _set_weights(pairs[name][0].primal, both.solve(ridge), both.covariance)
     return fitted
 
 
-def _store_input(inputs: dict[str, Tensor], name: str) -> Callable[..., None]:
-    def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-        inputs[name] = args[0]
-
-    return hook
+def _store_input(inputs: dict[str, Tensor], name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+    inputs[name] = args[0]
 
 
 def _compute_moments(factors: tuple[Tensor, Tensor], padding: Tensor | None, heads: Tensor) -> Moments:
@@ -447,9 +427,8 @@ def _set_weights(layer: PrimalAttention, fit: Tensor, covariance: Tensor) -> Non
     layer.score_proj.weight.zero_()
     for weights, part, columns in ((layer.w_e, slice(0, half), 0), (layer.w_r, slice(half, None), rank)):
         m, c = maps[:, part], covariance[:, part, part]
-        basis = torch.linalg.eigh(torch.einsum("hfp,hfg,hgq->pq", m, c, m))[1].flip(-1)[
-            :, :directions
-        ]  # (p, directions)
+        vectors = torch.linalg.eigh(torch.einsum("hfp,hfg,hgq->pq", m, c, m))[1]
+        basis = vectors.flip(-1)[:, :directions]  # (p, directions)
         weights[..., :directions].copy_(m @ basis)
         layer.score_proj.weight[:, columns : columns + directions].copy_(basis)
     if layer.score_proj.bias is not None and layer.out_proj.bias is not None:

@@ -19,8 +19,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from ..nn.objective import primal_layers
 from ..nn.primal import PrimalAttention
-from .adapters import PrimalHF, Projections, Refusal, Replacement, Site, TorchAdapter, find_site, known_names
+from .adapters import PrimalHF, Projections, Refusal, Replacement, Site, find_site, known_names
 
 Layers = Literal["last", "all"] | int | Sequence[int] | Callable[[str, nn.Module], bool]
 READ_FROM_MODULE = ("embed_dim", "num_heads", "bias", "device", "dtype")
@@ -29,7 +30,7 @@ CONFIG_KEY = "primal_attention"
 
 @dataclass(frozen=True)
 class Row:
-    """One replaced attention."""
+    """One replaced attention module."""
 
     name: str
     kind: str
@@ -51,13 +52,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """What primalize did; str() is a table.
+    """The replaced modules and their cost; str() is a table.
 
     Attributes:
-        rows: one per replaced attention.
-        parameters_before: of the model.
-        parameters_after: of the model.
-        left: names of attention modules that cannot be replaced, and why.
+        rows: one per replaced attention module.
+        parameters_before: number of parameters of the model.
+        parameters_after: number of parameters of the changed model.
+        left: names of the attention modules that cannot be replaced, with the reasons.
     """
 
     rows: tuple[Row, ...]
@@ -101,8 +102,8 @@ def primalize(model: nn.Module, layers: Layers = "last", *, copy: bool = False, 
         layers: "last", "all", one or several indices among the replaceable attention modules (negative ones
             count from the end), or a predicate of a module's name and the module.
         copy: change a copy instead, which is `.model` of the result.
-        primal_kwargs: of `PrimalAttention`. `causal` is read from modules of transformers. Those of torch and timm do
-            not know it, so pass it for them. Causal layers are data-dependent only if `max_length` is given.
+        primal_kwargs: arguments of `PrimalAttention`. `causal` is read from modules of transformers; pass it for those
+            of torch and timm, which have no such attribute. Causal layers are data-dependent only with `max_length`.
 
     Returns:
         The names of the replaced modules: a list with `.report` (parameters and FLOPs before and after) and `.model`.
@@ -139,7 +140,9 @@ def primalize(model: nn.Module, layers: Layers = "last", *, copy: bool = False, 
         key_width = projections.embed_dim // projections.num_heads * projections.key_heads
         kind, width = type(site.module).__name__, projections.embed_dim
         rows.append(Row(site.name, kind, width, key_width, size, _count(replacement), layer))
-    TorchAdapter.prepare(model)
+    for module in model.modules():  # nested tensors have no mask, which the new layers need
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor &= not any(isinstance(m, Replacement) for m in module.modules())
     left = tuple((refusal.name, refusal.reason) for refusal in refusals)
     return Primalized([row.name for row in rows], model, Report(tuple(rows), before, _count(model), left))
 
@@ -162,20 +165,16 @@ def _choose(model: nn.Module, sites: list[Site], refusals: list[Refusal], layers
     if callable(layers):
         for refusal in refusals:
             if layers(refusal.name, refusal.module):
-                raise ValueError(_describe(refusal))
+                raise ValueError(str(refusal))
         chosen = [site for site in sites if layers(site.name, site.module)]
         if not chosen:
-            names = ", ".join(site.name for site in sites[:3]) + (", …" if len(sites) > 3 else "")
-            raise ValueError(
-                f"the predicate layers accepts none of the model's {len(sites)} attention modules ({names})"
-            )
+            names = ", ".join(site.name for site in sites)
+            raise ValueError(f"the predicate layers accepts none of the model's attention modules ({names})")
     elif not sites:
         if refusals:
-            raise ValueError(_describe(refusals[0]))
-        already = sum(isinstance(m, PrimalAttention) for m in model.modules())
-        reason = (
-            f"its {already} attention modules are Primal-Attention already" if already else "no attention was found"
-        )
+            raise ValueError(str(refusals[0]))
+        count = len(primal_layers(model))
+        reason = f"its {count} attention modules are Primal-Attention already" if count else "no attention was found"
         known = f"nn.MultiheadAttention, timm's Attention, and of transformers {known_names()}"
         raise ValueError(f"nothing to replace in {type(model).__name__}: {reason} (known: {known})")
     elif layers in ("last", "all"):
@@ -186,21 +185,14 @@ def _choose(model: nn.Module, sites: list[Site], refusals: list[Refusal], layers
             if not isinstance(index, int) or isinstance(index, bool):
                 raise ValueError(f"layers must be 'last', 'all', indices or a predicate (got {layers!r})")
             if not -len(sites) <= index < len(sites):
-                raise ValueError(
-                    f"layers has {index}, but the model has {len(sites)} replaceable attention modules, from 0"
-                )
+                raise ValueError(f"layers has {index}, and the model has {len(sites)} replaceable attention modules")
         if not indices:
             raise ValueError("layers is empty: nothing to replace")
         chosen = [sites[i] for i in sorted({index % len(sites) for index in indices})]
-    for site in chosen:
-        if not site.name:
-            kind = type(site.module).__name__
-            raise ValueError(f"the model is itself an attention ({kind}): a module cannot be replaced in itself")
+    if chosen[0].name == "":
+        kind = type(model).__name__
+        raise ValueError(f"the model is itself an attention ({kind}): a module cannot be replaced in itself")
     return chosen
-
-
-def _describe(refusal: Refusal) -> str:
-    return f"{refusal.name or 'the model'} ({type(refusal.module).__name__}) cannot be replaced: {refusal.reason}"
 
 
 def _build(site: Site, primal_kwargs: dict[str, Any]) -> tuple[PrimalAttention, dict[str, Any]]:
@@ -211,12 +203,11 @@ def _build(site: Site, primal_kwargs: dict[str, Any]) -> tuple[PrimalAttention, 
         raise ValueError(f"causal={arguments['causal']} contradicts {site.name}, which has causal={projections.causal}")
     if arguments.get("causal"):
         arguments.setdefault("data_dependent", arguments.get("max_length") is not None)
-    else:
-        for name in ("decay", "max_length"):
-            if arguments.get(name) is not None:
-                raise ValueError(f"{name} is for causal attention, and {site.name} is not causal")
     arguments.setdefault("dropout", projections.dropout)
-    return projections.build(**arguments), arguments
+    try:
+        return projections.build(**arguments), arguments
+    except ValueError as error:
+        raise ValueError(f"{site.name}: {error}") from None
 
 
 def _replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
@@ -320,11 +311,9 @@ def load_primalized(model_class: Any, folder: str | Path, **from_pretrained_kwar
         raise ValueError(
             f"the weights in {folder} do not fit {model_class.__name__}: {len(wrong)} names, first {wrong[0]}"
         )
-    for name, arguments in settings.items():
-        decay, layer = arguments.get("decay"), model.get_submodule(_find_module(model, name)).primal
-        if decay is not None and not isinstance(decay, str):  # a fixed decay is not saved, and its buffer is empty
-            with torch.no_grad():
-                layer.decay_logit.copy_(torch.as_tensor(decay, dtype=torch.float64).expand(layer.num_heads).logit())
+    for layer in primal_layers(model).values():  # the buffer of a fixed decay is not saved
+        if layer._fixed_decay is not None and layer.decay_logit is not None:
+            layer.decay_logit.copy_(torch.tensor(layer._fixed_decay, dtype=torch.float64).logit())
     return model
 
 

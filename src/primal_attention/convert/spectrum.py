@@ -10,7 +10,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -100,31 +100,43 @@ def spectrum(
         ...     print(layer.kind, tuple(layer.singular_values.shape))  # (samples, heads, tokens)
         primal (2, 4, 50)
     """
-    values: dict[str, list[Tensor]] = {}
+    attentions = list(_find_attentions("", model))
+    if not attentions:
+        raise ValueError(f"{type(model).__name__} has no softmax attention or Primal-Attention")
+    batches: Iterable[Any] = [inputs] if isinstance(inputs, (Tensor, Mapping, tuple)) else inputs
+    values: dict[str, list[Tensor]] = {name: [] for name, _, _ in attentions}
     kinds: dict[str, str] = {}
 
-    def collect(name: str, layer: nn.Module, matrix: Matrix) -> None:
-        values.setdefault(name, []).append(matrix.singular_values(dtype).cpu())
-        kinds[name] = matrix.kind
+    def record(name: str, kind: str, *matrix: Tensor) -> None:
+        values[name].append(_singular_values(matrix, dtype).cpu())
+        kinds[name] = kind
 
-    with record_matrices(model, collect) as names:
-        if not names:
-            raise ValueError(f"{type(model).__name__} has no softmax attention or Primal-Attention")
-        for batch in _batches(inputs):
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    with evaluation_mode(model), torch.no_grad(), _eager_attention(model), contextlib.ExitStack() as stack:
+        stack.callback(torch.backends.mha.set_fastpath_enabled, fast_path)
+        torch.backends.mha.set_fastpath_enabled(False)  # torch's fused encoder layer does not call the attention
+        for name, module, register in attentions:
+            stack.callback(register(name, module, record).remove)
+        for batch in batches:
             run_model(model, batch)
             step()
-    if not values:
+    if not kinds:
         raise ValueError("inputs has no batch, or the model's attention modules were not called")
-    return Spectrum({name: LayerSpectrum(name, kinds[name], _stack(values[name])) for name in names if name in values})
+    return Spectrum({name: LayerSpectrum(name, kinds[name], _stack(values[name])) for name in values if name in kinds})
+
+
+def _singular_values(matrix: tuple[Tensor, ...], dtype: torch.dtype | None) -> Tensor:
+    """Return the singular values (B, H, N) of K (B, H, N, N), or of two factors (B, H, N, p), K = left @ right.mT."""
+    tensors = [t.to(dtype or accumulation_dtype(t.dtype)) for t in matrix]
+    if len(tensors) == 1:
+        return torch.linalg.svdvals(tensors[0])
+    sigma = low_rank_singular_values(*tensors)
+    return F.pad(sigma, (0, tensors[0].shape[-2] - sigma.shape[-1]))  # zeros beyond the rank that the factors allow
 
 
 def _stack(parts: list[Tensor]) -> Tensor:
     longest = max(part.shape[-1] for part in parts)
     return torch.cat([F.pad(part, (0, longest - part.shape[-1])) for part in parts])
-
-
-def _batches(inputs: Any) -> Iterable[Any]:
-    return [inputs] if isinstance(inputs, (Tensor, Mapping, tuple)) else inputs
 
 
 def run_model(model: nn.Module, batch: Any) -> Any:
@@ -139,49 +151,22 @@ def run_model(model: nn.Module, batch: Any) -> Any:
     return model(*map(move, batch)) if isinstance(batch, tuple) else model(move(batch))
 
 
+@contextlib.contextmanager
+def evaluation_mode(*models: nn.Module) -> Iterator[None]:
+    """Put models into evaluation mode; restore the mode of every module afterwards."""
+    modes = {module: module.training for model in models for module in model.modules()}
+    for model in models:
+        model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
 # Attention matrices, recorded by hooks
 
-
-class Matrix(NamedTuple):
-    """An attention matrix (B, H, N, N), formed or as factors (B, H, N, p) of K = left @ right.mT."""
-
-    kind: str
-    formed: Any = None
-    left: Any = None
-    right: Any = None
-
-    def singular_values(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the singular values, (B, H, N); zeros beyond the rank that the factors allow."""
-        tensors = [t.to(dtype or accumulation_dtype(t.dtype)) for t in self[1:] if t is not None]
-        if self.formed is not None:
-            return torch.linalg.svdvals(tensors[0])
-        sigma = low_rank_singular_values(*tensors)
-        return F.pad(sigma, (0, tensors[0].shape[-2] - sigma.shape[-1]))
-
-
-Record = Callable[[str, nn.Module, Matrix], None]
-
-
-@contextlib.contextmanager
-def record_matrices(model: nn.Module, record: Record) -> Iterator[list[str]]:
-    """Call `record` with every attention matrix inside the context, without gradients and in evaluation mode.
-
-    Yields the names of the attention modules.
-    """
-    attentions = list(_find_attentions("", model))
-    modes = {module: module.training for module in model.modules()}
-    fast_path = torch.backends.mha.get_fastpath_enabled()
-    with contextlib.ExitStack() as stack:
-        stack.callback(torch.backends.mha.set_fastpath_enabled, fast_path)
-        torch.backends.mha.set_fastpath_enabled(False)  # torch's fused encoder layer does not call the attention
-        for module, training in modes.items():
-            stack.callback(setattr, module, "training", training)
-        model.eval()
-        stack.enter_context(torch.no_grad())
-        for name, module, register in attentions:
-            stack.callback(register(name, module, record).remove)
-        stack.enter_context(_eager_attention(model))
-        yield [name for name, _, _ in attentions]
+Record = Callable[..., None]  # name, kind, and a matrix or two factors of it
 
 
 def _find_attentions(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, Callable[..., Any]]]:
@@ -200,8 +185,8 @@ def _hook_primal(name: str, module: PrimalAttention, record: Record) -> Any:
             raise ValueError(f"{name}: a packed batch has no single matrix; pass padded batches")
         mask = args[1] if len(args) > 1 else kwargs.get("key_padding_mask")
         rotary = {key: value for key, value in kwargs.items() if key == "rotation"}
-        left, right = layer.kernel_factors(args[0], mask, **rotary)
-        record(name, layer, Matrix("primal", left=left, right=right))
+        left, right = layer.kernel_factors(args[0], mask, **rotary)  # K = left @ right.mT
+        record(name, "primal", left, right)
 
     return module.register_forward_pre_hook(hook, with_kwargs=True)
 
@@ -211,14 +196,10 @@ def _hook_softmax(name: str, module: SoftmaxAttention, record: Record) -> Any:
         mask = args[1] if len(args) > 1 else kwargs.get("key_padding_mask")
         x = args[0] if mask is None else args[0].masked_fill(mask[..., None], 0.0)
         q, k, _ = layer.project_in(x)
-        scores = q @ k.mT / q.shape[-1] ** 0.5
-        if mask is not None:
-            scores = scores.masked_fill(mask[:, None, None, :], -torch.inf)
-        if layer.causal:
-            later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-            scores = scores.masked_fill(later, -torch.inf)
-        weights = scores.to(accumulation_dtype(scores.dtype)).softmax(-1).nan_to_num(0.0)  # NaN: rows of padding
-        record(name, layer, Matrix("softmax", _zero_padding(weights, mask)))
+        visible = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device)
+        visible = visible.tril() if layer.causal else visible
+        visible = visible if mask is None else visible & ~mask[:, None, None, :]
+        record(name, "softmax", _zero_padding(_softmax_weights(q, k, q.shape[-1] ** -0.5, visible), mask))
 
     return module.register_forward_pre_hook(hook, with_kwargs=True)
 
@@ -231,7 +212,7 @@ def _hook_torch(name: str, module: nn.MultiheadAttention, record: Record) -> Any
         assert weights is not None
         mask = call.get("key_padding_mask")
         padding = None if mask is None else mask if mask.dtype == torch.bool else ~visible_pairs(mask)
-        record(name, layer, Matrix("softmax", _zero_padding(weights if weights.ndim == 4 else weights[None], padding)))
+        record(name, "softmax", _zero_padding(weights if weights.ndim == 4 else weights[None], padding))
 
     return module.register_forward_pre_hook(hook, with_kwargs=True)
 
@@ -242,13 +223,18 @@ def _hook_timm(name: str, module: Any, record: Record) -> Any:
     def hook(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         q, k, _ = layer.qkv(args[0]).unflatten(-1, (3, layer.num_heads, -1)).permute(2, 0, 3, 1, 4)
         q, k = (getattr(layer, n, nn.Identity())(t) for n, t in (("q_norm", q), ("k_norm", k)))
-        scores = q @ k.mT * getattr(layer, "scale", q.shape[-1] ** -0.5)
         mask = args[1] if len(args) > 1 else kwargs.get("attn_mask")
-        if mask is not None:
-            scores = scores.masked_fill(~visible_pairs(mask), -torch.inf)
-        record(name, layer, Matrix("softmax", scores.softmax(-1).nan_to_num(0.0)))
+        scale, visible = getattr(layer, "scale", q.shape[-1] ** -0.5), None if mask is None else visible_pairs(mask)
+        record(name, "softmax", _softmax_weights(q, k, scale, visible))
 
     return module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _softmax_weights(q: Tensor, k: Tensor, scale: float, visible: Tensor | None) -> Tensor:
+    scores = (q @ k.mT * scale).to(accumulation_dtype(q.dtype))
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -torch.inf)
+    return scores.softmax(-1).nan_to_num(0.0)  # NaN: rows of padding
 
 
 def _hook_transformers(name: str, module: nn.Module, record: Record) -> Any:
@@ -262,7 +248,7 @@ def _hook_transformers(name: str, module: nn.Module, record: Record) -> Any:
         call = signature.bind(*args, **kwargs).arguments
         mask = call.get("attention_mask", call.get("kwargs", {}).get("attention_mask"))
         padding = None if mask is None else ~visible_pairs(mask)[:, 0, -1] if mask.ndim == 4 else ~mask.bool()
-        record(name, layer, Matrix("softmax", _zero_padding(weights, padding)))
+        record(name, "softmax", _zero_padding(weights, padding))
 
     return module.register_forward_hook(hook, with_kwargs=True)
 

@@ -56,9 +56,9 @@ except ImportError as missing:
 class PrimalConfig(PreTrainedConfig):
     """Configuration of the models: the fields of `LanguageConfig` under the names of transformers.
 
-    Without `primal_mode` the Primal layers have the best setting that was measured without softmax attention: the
-    delta rule with convolution 4, a gate, half the heads and a rank of half the head width (see `LanguageConfig`).
-    Attributes whose argument is None have the value that it stands for.
+    Without `primal_mode` the Primal layers use the setting with the best score of all models without softmax attention:
+    the delta rule with convolution 4, a gate, half the heads and a rank of half the head width (see `LanguageConfig`).
+    Attributes whose argument is None are set to the value that it stands for.
 
     Args:
         vocab_size: number of tokens.
@@ -69,7 +69,7 @@ class PrimalConfig(PreTrainedConfig):
         intermediate_size: hidden width of the MLPs.
         hidden_act: activation of the MLPs, "gelu" or "relu".
         dropout: as in `LanguageConfig`.
-        primal_mode: "mean", "landmarks", "decay" or "delta"; None is the setting above, except for values given.
+        primal_mode: "mean", "landmarks", "decay" or "delta"; None is the setting above.
         primal_heads: heads of the Primal layers; None is `num_attention_heads`.
         rank: directions of the Primal layers; None is 30.
         landmarks: landmarks of the mode "landmarks".
@@ -111,12 +111,8 @@ class PrimalConfig(PreTrainedConfig):
         for own, name in NAMES.items():
             setattr(self, name, getattr(language, own))
         self.attention = list(names)
-        self.eta = eta
-        self.use_cache = use_cache
-        self.bos_token_id = bos_token_id
-        self.eos_token_id = eos_token_id
-        self.pad_token_id = pad_token_id
-        self.tie_word_embeddings = tie_word_embeddings
+        self.eta, self.use_cache, self.tie_word_embeddings = eta, use_cache, tie_word_embeddings
+        self.bos_token_id, self.eos_token_id, self.pad_token_id = bos_token_id, eos_token_id, pad_token_id
         super().__init__(**kwargs)
         self.auto_map = {name: f"{Path(CODE_FILE).stem}.{value}" for name, value in AUTO_CLASSES.items()}
 
@@ -143,8 +139,3 @@ class PrimalConfig(PreTrainedConfig):
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
         """Do nothing: `save_pretrained` writes the code file itself, no copy of this module."""
-
-    @classmethod
-    def from_language(cls, config: LanguageConfig, **settings: Any) -> PrimalConfig:
-        """Return the configuration of a `LanguageModel`; settings: fields of transformers."""
-        return cls(**{name: getattr(config, own) for own, name in NAMES.items()}, **settings)

@@ -59,7 +59,7 @@ class PrimalCache(Cache):
 
 
 class PrimalPreTrainedModel(PreTrainedModel):
-    """What the models share: the language model, loading, the pass through it, and the loss."""
+    """Base class of the models: the language model, loading, the forward pass and the loss."""
 
     config: PrimalConfig
     config_class = PrimalConfig
@@ -156,12 +156,10 @@ class PrimalPreTrainedModel(PreTrainedModel):
         streams = past_key_values is not None or (use_cache and self.model.streams)
         cache = past_key_values or (PrimalCache(self.config) if streams else None)
         every_layer = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        padding = padding_mask(attention_mask, tokens)
+        past = None if cache is None else cache.state
         hidden, state = self.model.hidden(
-            tokens,
-            padding_mask(attention_mask, tokens),
-            state=None if cache is None else cache.state,
-            return_state=streams,
-            every_layer=bool(every_layer),
+            tokens, padding, state=past, return_state=streams, every_layer=bool(every_layer)
         )
         if cache is not None and state is not None:
             cache.store(state, tokens.shape[1])
@@ -196,7 +194,7 @@ class PrimalPreTrainedModel(PreTrainedModel):
 
 
 class PrimalModel(PrimalPreTrainedModel):
-    """Tokens to hidden states (B, N, hidden_size): `AutoModel`.
+    """The hidden states (B, N, hidden_size) of the tokens: `AutoModel`.
 
     Args:
         config: the configuration.
@@ -204,7 +202,7 @@ class PrimalModel(PrimalPreTrainedModel):
 
 
 class PrimalForSequenceClassification(PrimalPreTrainedModel):
-    """A class of each sequence, from the hidden state of its last token. Logits are (B, num_labels).
+    """A classifier of sequences, by the hidden state of the last token. Logits are (B, num_labels).
 
     Args:
         config: the configuration.
@@ -222,7 +220,7 @@ class PrimalForSequenceClassification(PrimalPreTrainedModel):
 
 
 class PrimalForTokenClassification(PrimalPreTrainedModel):
-    """A class of each token, from the tokens up to it. Logits are (B, N, num_labels).
+    """A classifier of tokens, by the tokens up to each of them. Logits are (B, N, num_labels).
 
     Args:
         config: the configuration.
@@ -236,7 +234,7 @@ class PrimalForTokenClassification(PrimalPreTrainedModel):
 
 
 class PrimalForCausalLM(PrimalPreTrainedModel, GenerationMixin):
-    """The next token: logits are (B, N, vocabulary). Input and output embeddings are the same tensor.
+    """A language model: logits (B, N, vocab_size) of the next token. Input and output embeddings are one tensor.
 
     Args:
         config: the configuration.
@@ -252,22 +250,12 @@ class PrimalForCausalLM(PrimalPreTrainedModel, GenerationMixin):
         return F.linear(hidden, self.model.embedding.weight)
 
     def prepare_inputs_for_generation(  # type: ignore[override]
-        self,
-        input_ids: Tensor,
-        next_sequence_length: int | None = None,
-        past_key_values: PrimalCache | None = None,
-        is_first_iteration: bool | None = False,
-        **kwargs: Any,
+        self, input_ids: Tensor, inputs_embeds: Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        inputs = super().prepare_inputs_for_generation(  # type: ignore[misc]
-            input_ids,  # type: ignore[arg-type]
-            next_sequence_length=next_sequence_length,
-            past_key_values=past_key_values,
-            is_first_iteration=is_first_iteration,
-            **kwargs,
-        )
-        inputs.pop("position_ids", None)  # the state counts the tokens
-        if past_key_values is not None and next_sequence_length == 1 and not is_first_iteration:
+        # transformers reads from the signature that generation from `inputs_embeds` is supported.
+        inputs = super().prepare_inputs_for_generation(input_ids, inputs_embeds=inputs_embeds, **kwargs)  # type: ignore[misc, arg-type]
+        is_one_token = kwargs.get("next_sequence_length") == 1 and not kwargs.get("is_first_iteration")
+        if is_one_token and kwargs.get("past_key_values") is not None:
             inputs.pop("attention_mask", None)  # a generated token is never padding
         return inputs
 
@@ -280,7 +268,7 @@ class PrimalForCausalLM(PrimalPreTrainedModel, GenerationMixin):
         if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
             if self.model.streams:
                 model_kwargs["past_key_values"] = PrimalCache(self.config)
-            else:  # a layer without a streaming state: every step reads the whole text again
+            else:  # a layer without a streaming state: every step reads the complete text again
                 generation_config.use_cache = False
 
 

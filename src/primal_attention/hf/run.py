@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from primal_attention.data.lm import END_OF_DOCUMENT, END_OF_LINE, UNKNOWN, Vocabulary, load_vocabulary
-from primal_attention.hf.configuration import PrimalConfig
+from primal_attention.hf.configuration import NAMES, PrimalConfig
 from primal_attention.hf.model import PrimalForCausalLM
 from primal_attention.models.lm import LanguageModel
 from primal_attention.utils.files import read_json
@@ -36,7 +36,8 @@ def from_run(folder: str | Path) -> tuple[PrimalForCausalLM, PreTrainedTokenizer
 
 def from_model(model: LanguageModel, **settings: Any) -> PrimalForCausalLM:
     """Return a `LanguageModel` for transformers, with the same weights; settings: fields of the configuration."""
-    wrapped = PrimalForCausalLM(PrimalConfig.from_language(model.config, **settings))
+    fields = {name: getattr(model.config, own) for own, name in NAMES.items()}
+    wrapped = PrimalForCausalLM(PrimalConfig(**fields, **settings))
     wrapped.model.load_state_dict(model.state_dict())
     weight = model.embedding.weight
     return wrapped.to(device=weight.device, dtype=weight.dtype).eval()  # type: ignore[call-arg]
@@ -63,11 +64,5 @@ def make_tokenizer(vocabulary: Vocabulary) -> PreTrainedTokenizerFast:
     tokens = {} if has_words else {"eos_token": end}  # the end of a line does not end a text
     if has_words and fast.token_to_id(UNKNOWN) is not None:
         tokens["unk_token"] = UNKNOWN
-    return PreTrainedTokenizerFast(
-        tokenizer_object=fast,
-        bos_token=end,
-        pad_token=end,
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-        **tokens,
-    )
+    tokens |= {"bos_token": end, "pad_token": end, "padding_side": "left"}
+    return PreTrainedTokenizerFast(tokenizer_object=fast, clean_up_tokenization_spaces=False, **tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,17 @@ from sklearn.utils import check_array, check_random_state
 from sklearn.utils.metaestimators import available_if
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from primal_attention.ksvd.kernels import CallableKernel, ExplicitKernel, Kernel, is_explicit, make_kernel, row_blocks
+from primal_attention.ksvd.kernels import (
+    CallableKernel,
+    ExplicitKernel,
+    Kernel,
+    check_kernel,
+    is_explicit,
+    make_kernel,
+    row_blocks,
+)
 from primal_attention.ksvd.nystrom import ErrorBound, Sample, bound_errors, draw_samples, nystrom
 from primal_attention.ksvd.objective import ksvd_objective, positive_singular_values
-from primal_attention.ksvd.primal import StreamedQR, primal
 from primal_attention.ksvd.representation import (
     DualRepresentation,
     PrecomputedRepresentation,
@@ -23,17 +31,22 @@ from primal_attention.ksvd.representation import (
     PrimalWeights,
     Representation,
 )
-from primal_attention.ksvd.solvers import Triplets, choose_signs, choose_solver, dense, lanczos, randomized
-from primal_attention.ksvd.validation import (
-    FLOATS,
-    check_features,
-    check_keys,
-    check_parameters,
-    check_size,
-    evaluate_transformation,
+from primal_attention.ksvd.solvers import (
+    SOLVERS,
+    StreamedQR,
+    Triplets,
+    choose_signs,
+    choose_solver,
+    dense,
+    lanczos,
+    primal,
+    randomized,
 )
 
 Array = NDArray[Any]
+
+FLOATS = (np.float64, np.float32)
+ALL = slice(None)
 
 
 def _has_explicit_features(estimator: KernelSVD) -> bool:
@@ -269,12 +282,15 @@ class KernelSVD(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
         queries = validate_data(self, X, dtype=FLOATS, reset=stream is None)
         keys = queries if Z is None or Z is X else check_keys(Z, queries, self.kernel, copy=False)
         if stream is None:
-            self._begin_stream(queries, keys)
-            stream = StreamedQR.empty(self.kernel_.query_map(queries[:1]).shape[1], queries.dtype)  # type: ignore[union-attr]
+            for name in ("left_vectors_", "right_vectors_"):
+                self.__dict__.pop(name, None)
+            self._set_kernel(queries, keys)
+            self.solver_ = "primal"
         elif keys.shape[1] != self.n_features_keys_:
             raise ValueError(f"Z has {keys.shape[1]} features, but earlier blocks had {self.n_features_keys_}")
         kernel = self.kernel_
         assert isinstance(kernel, ExplicitKernel)
+        stream = stream or StreamedQR.empty(kernel.query_map(queries[:1]).shape[1], queries.dtype)
         stream = stream.add(kernel, queries, keys)
         check_size(self.n_components, stream.shape)
         query_sums, values, key_sums = stream.solve(kernel, self.n_components)
@@ -309,7 +325,7 @@ class KernelSVD(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
             raise ValueError(f"error_bound needs solver='nystrom' (solver_={self.solver_!r})")
         queries = validate_data(self, X, dtype=FLOATS, reset=False)
         keys = queries if Z is None or Z is X else check_keys(Z, queries, self.kernel, copy=False)
-        shape = queries.shape if self.kernel_ is None else (len(queries), len(keys))
+        shape = self._shape(queries, keys)
         fitted = len(self.left_vectors_), len(self.right_vectors_)
         if shape != fitted:
             raise ValueError(f"X and Z must be those of fit, {fitted[0]} queries and {fitted[1]} keys (got {shape})")
@@ -318,10 +334,7 @@ class KernelSVD(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
         triplets = nystrom(*self._sampled_parts(queries, keys), self._samples, count, rng).triplets
         # A callable kernel gets all rows at once.
         rows = row_blocks(shape[0], 0 if isinstance(self.kernel_, CallableKernel) else shape[1])
-        if self.kernel_ is None:
-            blocks = ((block, queries[block]) for block in rows)
-        else:
-            blocks = ((block, self.kernel_(queries[block], keys)) for block in rows)
+        blocks = ((block, self._values(queries, keys, block, ALL)) for block in rows)
         return bound_errors(blocks, triplets, self.n_components)
 
     @property
@@ -356,80 +369,71 @@ class KernelSVD(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
     def _fit(self, X: ArrayLike, Z: ArrayLike | None) -> Array:
         check_parameters(self)
         self._stream = None
-        precomputed = isinstance(self.kernel, str) and self.kernel == "precomputed"
         # The dual form stores the fitted points, which a caller may overwrite; the primal form stores weights only.
-        keeps_points = not precomputed and not is_explicit(self.kernel)
-        queries = validate_data(self, X, dtype=FLOATS, copy=keeps_points)
-        if precomputed:
+        stores_points = not self._is_precomputed and not is_explicit(self.kernel)
+        queries = validate_data(self, X, dtype=FLOATS, copy=stores_points)
+        if self._is_precomputed:
             if Z is not None:
                 raise ValueError("Z must be absent when kernel='precomputed': X already holds every κ(x_i, z_j)")
-            return self._fit_precomputed(queries)
-        keys = queries if Z is None or Z is X else check_keys(Z, queries, self.kernel, copy=keeps_points)
-        self.n_features_keys_ = keys.shape[1]
-        return self._fit_kernel(queries, keys)
+            self.kernel_, self.transformation_, self.n_features_keys_ = None, None, len(queries)
+            return self._solve(queries, queries)
+        keys = queries if Z is None or Z is X else check_keys(Z, queries, self.kernel, copy=stores_points)
+        self._set_kernel(queries, keys)
+        return self._solve(queries, keys)
 
-    def _fit_precomputed(self, K: Array) -> Array:
-        self.kernel_, self.transformation_ = None, None
-        self.n_features_keys_ = len(K)
-        self.solver_ = self._choose_solver(K.shape)
-        rng = check_random_state(self.random_state)
-        if self.solver_ == "nystrom":
-            self._samples = draw_samples(K.shape, self._sample_size(), rng, paired=K.shape[0] == K.shape[1])
-            rows, columns = (sample.landmarks for sample in self._samples)
-            solution = nystrom(*self._sampled_parts(K, K), self._samples, self.n_components, rng)
-            left, values, right = solution.triplets
-            # Coefficients on the sample are coefficients on everything, zero elsewhere.
-            query_coefficients, key_coefficients = np.zeros_like(left), np.zeros_like(right)
-            query_coefficients[rows] = solution.query_coefficients
-            key_coefficients[columns] = solution.key_coefficients
-        else:
-            left, values, right = self._decompose(K, rng)
-            query_coefficients, key_coefficients = left, right
-        representation = PrecomputedRepresentation(query_coefficients, key_coefficients)
-        return self._finish((left, values, right), representation, representation.e(K), representation.r(K.T))
-
-    def _fit_kernel(self, X: Array, Z: Array) -> Array:
+    def _set_kernel(self, X: Array, Z: Array) -> None:
+        """Set the attributes that follow from the kernel and the data."""
+        self.n_features_keys_ = Z.shape[1]
         self.transformation_ = evaluate_transformation(self.transformation, X)
         gamma = 1.0 / X.shape[1] if self.gamma is None else float(self.gamma)
-        kernel = make_kernel(self.kernel, gamma=gamma, keys=Z, transformation=self.transformation_)
-        check_features(kernel, X, Z)
-        self.kernel_ = kernel
-        self.solver_ = self._choose_solver((len(X), len(Z)))
+        self.kernel_ = make_kernel(self.kernel, gamma=gamma, keys=Z, transformation=self.transformation_)
+        check_features(self.kernel_, X, Z)
+
+    def _solve(self, X: Array, Z: Array) -> Array:
+        """Decompose the kernel between X and Z and return the e-scores of X; X is K when precomputed."""
+        shape, kernel = self._shape(X, Z), self.kernel_
+        self.solver_ = self._choose_solver(shape)
         rng = check_random_state(self.random_state)
         if self.solver_ == "nystrom":
-            self._samples = draw_samples((len(X), len(Z)), self._sample_size(), rng, paired=X is Z)
+            is_paired = X is Z and shape[0] == shape[1]
+            self._samples = draw_samples(shape, self._sample_size(), rng, paired=is_paired)
             rows, columns = (sample.landmarks for sample in self._samples)
             C, R, core = self._sampled_parts(X, Z)
             solution = nystrom(C, R, core, self._samples, self.n_components, rng)
-            representation = self._represent(
-                kernel, X[rows], solution.query_coefficients, Z[columns], solution.key_coefficients
-            )
-            e_scores, r_scores = C @ solution.key_coefficients, R.T @ solution.query_coefficients
-            return self._finish(solution.triplets, representation, e_scores, r_scores)
+            coefficients = solution.query_coefficients, solution.key_coefficients
+            representation = self._represent(X, rows, coefficients[0], Z, columns, coefficients[1])
+            return self._finish(solution.triplets, representation, C @ coefficients[1], R.T @ coefficients[0])
         if self.solver_ == "primal":
             assert isinstance(kernel, ExplicitKernel)
             left, values, right = primal(kernel, X, Z, self.n_components, rng)
-            representation = self._represent(kernel, X, left, Z, right)
+            representation = self._represent(X, ALL, left, Z, ALL, right)
             return self._finish((left, values, right), representation, representation.e(X), representation.r(Z))
-        K = self._operator(kernel, X, Z)
+        if isinstance(kernel, ExplicitKernel) and self.solver_ != "dense":  # products with K are enough
+            K = aslinearoperator(kernel.query_features(X)) @ aslinearoperator(kernel.key_features(Z)).T
+        else:
+            K = self._values(X, Z, ALL, ALL)
         left, values, right = self._decompose(K, rng)
-        representation = self._represent(kernel, X, left, Z, right)
+        representation = self._represent(X, ALL, left, Z, ALL, right)
         return self._finish((left, values, right), representation, K @ right, K.T @ left)
 
-    def _sampled_parts(self, X: Array, Z: Array) -> tuple[Array, Array, Array]:
-        """C = K[:, J], R = K[I, :] and K[I', J'] of Nyström; X is K when precomputed."""
-        rows, columns = (sample.landmarks for sample in self._samples)
-        core_rows, core_columns = (sample.core for sample in self._samples)
-        if self.kernel_ is None:
-            return X[:, columns], X[rows], X[np.ix_(core_rows, core_columns)]
-        kernel = self.kernel_
-        return kernel(X, Z[columns]), kernel(X[rows], Z), kernel(X[core_rows], Z[core_columns])
+    @property
+    def _is_precomputed(self) -> bool:
+        return isinstance(self.kernel, str) and self.kernel == "precomputed"
 
-    def _operator(self, kernel: Kernel, X: Array, Z: Array) -> Array | LinearOperator:
-        """K itself, or its products where features and an iterative solver make K unnecessary."""
-        if isinstance(kernel, ExplicitKernel) and self.solver_ != "dense":
-            return aslinearoperator(kernel.query_features(X)) @ aslinearoperator(kernel.key_features(Z)).T
-        return kernel(X, Z)
+    def _shape(self, X: Array, Z: Array) -> tuple[int, int]:
+        """The shape of K; X is K when precomputed."""
+        return X.shape if self.kernel_ is None else (len(X), len(Z))
+
+    def _values(self, X: Array, Z: Array, rows: Any, columns: Any) -> Array:
+        """K[rows, columns]; X is K when precomputed."""
+        return X[rows][:, columns] if self.kernel_ is None else self.kernel_(X[rows], Z[columns])
+
+    def _sampled_parts(self, X: Array, Z: Array) -> tuple[Array, Array, Array]:
+        """C = K[:, J], R = K[I, :] and K[I', J'] of Nyström."""
+        queries, keys = self._samples
+        pairs = (ALL, keys.landmarks), (queries.landmarks, ALL), (queries.core, keys.core)
+        C, R, core = (self._values(X, Z, *pair) for pair in pairs)
+        return C, R, core
 
     def _decompose(self, K: Array | LinearOperator, rng: np.random.RandomState) -> Triplets:
         if self.solver_ == "lanczos":
@@ -447,29 +451,25 @@ class KernelSVD(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
         check_size(self.n_components, shape)
         if self.solver != "auto":
             return self.solver
-        precomputed = isinstance(self.kernel, str) and self.kernel == "precomputed"
-        return choose_solver(shape, self.n_components, explicit=is_explicit(self.kernel), precomputed=precomputed)
+        explicit, precomputed = is_explicit(self.kernel), self._is_precomputed
+        return choose_solver(shape, self.n_components, explicit=explicit, precomputed=precomputed)
 
     def _sample_size(self) -> int:
         return max(100, 4 * self.n_components) if self.n_landmarks is None else self.n_landmarks
 
-    @staticmethod
     def _represent(
-        kernel: Kernel, queries: Array, query_coefficients: Array, keys: Array, key_coefficients: Array
+        self, X: Array, rows: Any, query_coefficients: Array, Z: Array, columns: Any, key_coefficients: Array
     ) -> Representation:
-        args = (queries, query_coefficients, keys, key_coefficients)
+        """The scores of new points from coefficients on some queries and keys."""
+        kernel, shape = self.kernel_, self._shape(X, Z)
+        if kernel is None:  # rows of values at all points; the coefficients of the others are zero
+            coefficients = [np.zeros((n, self.n_components), X.dtype) for n in shape]
+            coefficients[0][rows], coefficients[1][columns] = query_coefficients, key_coefficients
+            return PrecomputedRepresentation(*coefficients)
+        args = (X[rows], query_coefficients, Z[columns], key_coefficients)
         if isinstance(kernel, ExplicitKernel):
             return PrimalRepresentation.from_dual(kernel, *args)
         return DualRepresentation(kernel, *args)
-
-    def _begin_stream(self, X: Array, Z: Array) -> None:
-        """Set the attributes that the first block of `partial_fit` determines."""
-        for name in ("left_vectors_", "right_vectors_"):
-            self.__dict__.pop(name, None)
-        self.n_features_keys_, self.solver_ = Z.shape[1], "primal"
-        self.transformation_ = evaluate_transformation(self.transformation, X)
-        self.kernel_ = make_kernel(self.kernel, gamma=1.0, keys=Z, transformation=self.transformation_)
-        check_features(self.kernel_, X, Z)
 
     def _finish(self, triplets: Triplets, representation: Representation, e_scores: Array, r_scores: Array) -> Array:
         """Store the fitted attributes, evaluate the objective on the scores and return the e-scores."""
@@ -492,3 +492,87 @@ class KernelSVD(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
             lam=1 / self.singular_values_[positive],
             coupling=couplings[positive].sum(),
         )
+
+
+# Checks. A message names the argument, its value and the accepted values in one line.
+
+
+def check_count(name: str, value: object, *, smallest: int) -> None:
+    """Check that `value` is an integer of at least `smallest`."""
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an integer of at least {smallest} ({name}={value!r})")
+    if value < smallest:
+        raise ValueError(f"{name} must be an integer of at least {smallest} ({name}={value!r})")
+
+
+def check_parameters(estimator: Any) -> None:
+    """Check all parameters that do not depend on the data."""
+    check_count("n_components", estimator.n_components, smallest=1)
+    check_count("n_oversamples", estimator.n_oversamples, smallest=0)
+    check_count("n_iter", estimator.n_iter, smallest=0)
+    if estimator.n_landmarks is not None:
+        check_count("n_landmarks", estimator.n_landmarks, smallest=1)
+        if estimator.n_landmarks < estimator.n_components:
+            raise ValueError(
+                "n_landmarks must be at least n_components "
+                f"(n_landmarks={estimator.n_landmarks}, n_components={estimator.n_components})"
+            )
+    check_kernel(estimator.kernel)
+    check_gamma(estimator.gamma)
+    if not isinstance(estimator.solver, str) or estimator.solver not in SOLVERS:
+        raise ValueError(f"solver must be one of {', '.join(SOLVERS)} (solver={estimator.solver!r})")
+    if not is_explicit(estimator.kernel):
+        remedy = "use 'cosine', 'linear' or a pair of feature maps"
+        if estimator.solver == "primal":
+            raise ValueError(f"solver='primal' needs explicit features (kernel={estimator.kernel!r}); {remedy}")
+        if estimator.transformation is not None:
+            raise ValueError(f"transformation needs explicit features (kernel={estimator.kernel!r}); {remedy}")
+
+
+def check_gamma(gamma: object) -> None:
+    """Check that gamma is None or a positive, finite number."""
+    if gamma is None:
+        return
+    if not isinstance(gamma, Real) or isinstance(gamma, bool):
+        raise TypeError(f"gamma must be a positive number or None (gamma={gamma!r})")
+    if not 0 < float(gamma) < np.inf:
+        raise ValueError(f"gamma must be a positive number or None (gamma={gamma!r})")
+
+
+def check_size(n_components: int, shape: tuple[int, int]) -> None:
+    """Check that the kernel matrix has as many singular triplets as requested."""
+    if n_components > min(shape):
+        raise ValueError(
+            f"n_components must be at most {min(shape)}, the smaller side of the kernel matrix "
+            f"(n_components={n_components}, n_samples={shape[0]}, keys={shape[1]})"
+        )
+
+
+def check_keys(Z: ArrayLike, queries: Array, kernel: object, *, copy: bool) -> Array:
+    """Return Z as a matrix. Named kernels compare a query with a key, so both need the same width."""
+    keys = check_array(Z, dtype=queries.dtype, copy=copy, input_name="Z")
+    if isinstance(kernel, str) and keys.shape[1] != queries.shape[1]:
+        raise ValueError(f"Z must have as many columns as X for kernel={kernel!r} (X {queries.shape}, Z {keys.shape})")
+    return keys
+
+
+def check_features(kernel: Kernel, X: Array, Z: Array) -> None:
+    """Check that the two feature maps and the transformation have matching widths."""
+    if not isinstance(kernel, ExplicitKernel):
+        return
+    widths = kernel.query_map(X[:1]).shape[1], kernel.key_map(Z[:1]).shape[1]
+    if widths[0] != widths[1]:
+        raise ValueError(f"kernel's two feature maps must have the same width (query {widths[0]}, key {widths[1]})")
+    F = kernel.transformation
+    if F is not None and F.shape[1] != widths[0]:
+        raise ValueError(
+            f"transformation must have {widths[0]} columns, one per feature (transformation of shape {F.shape})"
+        )
+
+
+def evaluate_transformation(transformation: Any, X: Array) -> Array | None:
+    """Return F = f(X) as a matrix of X's dtype, or None for the identity."""
+    if transformation is None:
+        return None
+    F = transformation(X) if callable(transformation) else transformation
+    return check_array(F, dtype=X.dtype, copy=True, input_name="transformation")

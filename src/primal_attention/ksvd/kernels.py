@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from sklearn.metrics.pairwise import euclidean_distances, rbf_kernel
 
 Array = NDArray[Any]
 FeatureMap = Callable[[Array], Array]
+Kernel = Callable[[Array, Array], Array]  # returns the matrix [κ(x_i, z_j)]
 
 NAMED_KERNELS = ("cosine", "linear", "rbf", "sne", "precomputed")
 # Entries of a temporary block. 2**24 are 128 MiB in float64: large enough for full BLAS speed, small next to the data.
@@ -28,12 +29,6 @@ def row_blocks(n_rows: int, width: int, *, entries: int = BLOCK_ENTRIES) -> Iter
     step = max(1, entries // max(1, width))
     for start in range(0, n_rows, step):
         yield slice(start, min(start + step, n_rows))
-
-
-class Kernel(Protocol):
-    """A function that returns the matrix [κ(x_i, z_j)]."""
-
-    def __call__(self, X: Array, Z: Array, /) -> Array: ...
 
 
 def unit_rows(X: Array) -> Array:

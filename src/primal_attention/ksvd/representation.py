@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,14 +23,6 @@ class PrimalWeights(NamedTuple):
 
     w_e: Array
     w_r: Array
-
-
-class Representation(Protocol):
-    """Scores of queries and of keys, fitted or new."""
-
-    def e(self, X: Array) -> Array: ...
-
-    def r(self, Z: Array) -> Array: ...
 
 
 def _by_blocks(scores: Callable[[Array], Array], rows: Array, width: int) -> Array:
@@ -118,3 +110,6 @@ class PrecomputedRepresentation:
 
     def r(self, Z: Array) -> Array:
         return Z @ self.query_coefficients
+
+
+Representation = PrimalRepresentation | DualRepresentation | PrecomputedRepresentation

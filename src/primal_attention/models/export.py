@@ -46,13 +46,13 @@ def export_onnx(
 
 
 def export_streaming(
-    model: nn.Module, file: str | Path, tokens: Tensor, *, name: str = "tokens", single: bool = False
+    model: nn.Module, file: str | Path, tokens: Tensor, *, name: str = "tokens", single_token: bool = False
 ) -> list[str]:
     """Write a causal model with its state as inputs and outputs.
 
     The inputs are the tokens and one tensor per part of the state, named `state.…`; the outputs are `output` and the
     state after the tokens, named `next.…`. Before the first token every part of the state is zero. The batch size is
-    dynamic, and so is the number of tokens of a call, unless `single` is set.
+    dynamic, and so is the number of tokens of a call, unless `single_token` is set.
 
     Args:
         model: a causal model with `initial_state` and `model(tokens, state=…, return_state=True)`, such as
@@ -60,18 +60,18 @@ def export_streaming(
         file: the ONNX file.
         tokens: an example of the first input, (B, N, …), with B and N at least 2.
         name: of the first input.
-        single: one token per call, which is a smaller graph. Models with the delta rule are always exported so.
+        single_token: read one token per call, which is a smaller graph. Models with the delta rule always do.
 
     Returns:
         The names of the inputs that are parts of the state.
     """
     model = _prepare(model)
-    single = single or any(isinstance(layer, DeltaPrimalAttention) for layer in model.modules())
+    single_token = single_token or any(isinstance(layer, DeltaPrimalAttention) for layer in model.modules())
     parts, examples, shapes = _describe_state(model, tokens)
     step = StatefulStep(model, model.initial_state(len(tokens)))  # type: ignore[operator]
     dynamic = torch.export.Dim.DYNAMIC
-    token_shape = {0: dynamic} if single else {0: dynamic, 1: dynamic}
-    example = tokens[:, :1] if single else tokens
+    token_shape = {0: dynamic} if single_token else {0: dynamic, 1: dynamic}
+    example = tokens[:, :1] if single_token else tokens
     names = [f"state.{part}" for part in parts]
     after = ["output", *(f"next.{part}" for part in parts)]
     _write(Path(file), step, (example, examples), {}, (token_shape, shapes), [name, *names], after)

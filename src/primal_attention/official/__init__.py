@@ -10,12 +10,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from primal_attention.official.d4rl import load_d4rl
-from primal_attention.official.image import load_image
-from primal_attention.official.lm import load_lm
-from primal_attention.official.lra import load_lra
-from primal_attention.official.state import State
-from primal_attention.official.uea import load_uea
+from primal_attention.official.checkpoints import State, load_d4rl, load_image, load_lm, load_lra, load_uea
 
 # The kinds have the names of the published code bases.
 LOADERS: dict[str, Callable[[State, int | None], nn.Module]] = {

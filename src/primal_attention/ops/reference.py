@@ -243,7 +243,7 @@ def linear_recurrence(s: Tensor, a: Tensor, level: int = 1) -> tuple[Tensor, Ten
     no branch depends on N, so that one graph serves all lengths.
     """
     n = s.shape[2]
-    if n == 1:
+    if isinstance(n, int) and n == 1:  # not a symbol of torch.export, whose graph serves all lengths
         return s, a
     chunks = (n + CHUNK - 1) // CHUNK
     spare = (0, 0, 0, chunks * CHUNK - n)
