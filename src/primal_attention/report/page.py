@@ -109,7 +109,7 @@ def score_charts(groups: Sequence[Group]) -> Iterator[Any]:
         stats["paper"] = Stat.over([group.paper])
         name = escape(group.name)
         rows += [(name, protocol, stat.mean, stat.std or 0.0) for protocol, stat in stats.items() if stat]
-    if not any(group.finished() for group in groups):
+    if not any(group.score(protocol) for group in groups for protocol in PROTOCOLS):
         return
     frame = pd.DataFrame(rows, columns=["variant", "protocol", title, "std"])
     symbols = {"LAST": "circle", "VALIDATION-CHOSEN": "square", "BEST-ON-TEST": "circle-open", "paper": "diamond-open"}
@@ -200,7 +200,7 @@ def write_page(file: Path, content: Collection, *, command: str = "", inline: bo
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     template = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True).get_template("page.html.j2")
     finished = [run for run in content.runs if run.scores]
-    hours = sum(run.seconds_per_epoch * (run.epochs or 0) for run in finished) / 3600
+    hours = sum(run.seconds_per_epoch * run.epochs for run in finished if run.epochs) / 3600
     facts = {
         "runs": len(content.runs),
         "not finished": len(content.runs) - len(finished),

@@ -1,7 +1,7 @@
 """Results on disk, read into one dataclass: run folders and the summaries that grids store.
 
     run folder      config.yaml, metrics.csv, summary.json, validation/metrics.csv, spectrum.csv
-    summary         one JSON file per run (results/uea/…)
+    summary         one JSON file per run (results/uea/…) or fit of a classifier
     benchmark       the JSON file of `primal bench`; step costs of Long-Range Arena
 
 Tables, the report page and the commands read runs through this module only. Nothing that is read is executed. A file
@@ -20,6 +20,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from primal_attention.bench import classifiers
+from primal_attention.bench.classifiers import Fit
 from primal_attention.train import registry
 from primal_attention.train.checkpoint import FREE, check_format, read_metrics
 from primal_attention.train.config import Recipe, from_plain, override, to_plain
@@ -38,14 +40,14 @@ SUMMARY = {
     "benchmark": str,
     "label": str,
     "seed": SIZE,
-    "seconds_per_epoch": Number(above=0),
     "device": str,
+    "seconds_per_epoch?": Number(above=0),
     "config?": (dict, None),
     "objective?": ({...: (Number(finite=False), None)}, None),
     **{f"{name}?": (str, None) for name in ("recipe", "torch", "version", "command", "commit")},
     **{f"{name}?": (SIZE, None) for name in ("epochs", "parameters", "primal_layers", "peak_memory_bytes")},
     "data?": {
-        "set?": str,
+        **dict.fromkeys(("set?", "refused?"), str),
         **{f"{name}?": SIZE for name in ("max_length", "test_cases", "test_samples", "transitions", "bytes_seen")},
         **{f"{name}?": SIZE for name in ("tokens_per_epoch", "images_per_epoch")},
     },
@@ -86,7 +88,7 @@ class Run:
     seed: int
     scores: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
-    """The recipe's fields as they were stored."""
+    """The fields of the recipe, or the settings of a classifier's fit, as they were stored."""
     command: str = ""
     commit: str = ""
     device: str = ""
@@ -147,6 +149,29 @@ class Stat:
         return f"{self.mean:{form}}" + ("" if self.std is None else f" ± {self.std:{form}}")
 
 
+@dataclass(frozen=True)
+class Difference:
+    """Mean of differences that are paired over seeds, and half of its 95 % interval by Student's t."""
+
+    mean: float
+    half_interval: float | None
+    seeds: int
+
+    @classmethod
+    def between(cls, values: Mapping[int, float], others: Mapping[int, float]) -> Difference | None:
+        """The difference over the common seeds of two mappings from seed to value; None where there are none."""
+        stat = Stat.over(values[seed] - others[seed] for seed in sorted(values.keys() & others.keys()))
+        if stat is None or stat.std is None:
+            return None if stat is None else cls(stat.mean, None, 1)
+        from scipy.stats import t
+
+        return cls(stat.mean, float(t.ppf(0.975, stat.seeds - 1)) * stat.std / math.sqrt(stat.seeds), stat.seeds)
+
+    def show(self, digits: int = 1) -> str:
+        half = "" if self.half_interval is None else f" ± {self.half_interval:.{digits}f}"
+        return f"{self.mean:+.{digits}f}{half}"
+
+
 def in_full(score: Mapping[str, Any]) -> str:
     """The numbers of a score as text."""
     if "accuracy" in score:
@@ -177,18 +202,6 @@ def read_summaries(folder: Path) -> list[Run]:
         if isinstance(content, dict) and {"scores", "recipe", "label", "config"} <= content.keys():
             runs.append(_summary(content, file))
     return runs
-
-
-def read_step_cost(folder: Path, task: str, variant: Variant) -> list[Run]:
-    """The stored cost of a training step on Long-Range Arena as a run, if there is one."""
-    file = folder / "lra-efficiency" / task / f"{variant.name}.json"
-    if not file.exists():
-        return []
-    cost = read_json(file, STEP_COST)
-    fields = {key: cost[key] for key in ("device", "torch", "commit") if cost.get(key)}
-    fields |= {"peak_memory_bytes": cost["peak_bytes"], "data": {"max_length": cost["length"]}}
-    scores = {"step": {key: cost[key] for key in ("eager", "graph")}}
-    return [Run(file, "lra", f"lra/{task}", variant.name, 0, scores, **fields)]
 
 
 def read_folder(folder: Path) -> Run:
@@ -399,3 +412,53 @@ class ResultIndex:
         name = next((name for name, value in new.items() if old.get(name) != value), "protocol")
         old, new = {**stored.config, **old}, {"protocol": "last", **job.changes, **new}
         return f"was run with {name} {old.get(name)}, not {new[name]}"
+
+
+class FitIndex:
+    """The stored fits of a plan by set, model and seed. A fit belongs to a cell if its settings are the plan's."""
+
+    def __init__(self, plan: Plan, runs: Iterable[Run]) -> None:
+        self.plan = plan
+        self.runs = {(run.task, run.label, run.seed): run for run in runs}
+
+    def settings(self, model: str) -> dict[str, Any]:
+        """The settings of a fit: those of the plan; classifiers of aeon have no parameters of PrimalClassifier."""
+        return {k: v for k, v in self.plan.changes.items() if model in classifiers.PRIMAL or k == "holdout"}
+
+    def find(self, name: str, variant: Variant) -> list[Run]:
+        """The fits of a set and a variant, in the order of the plan's seeds; refused ones have no scores."""
+        runs = [run for seed in self.plan.seeds if (run := self.runs.get((name, variant.model, seed)))]
+        return [run for run in runs if run.config == self.settings(variant.model)]
+
+    def missing_fits(self, results: Path, folder: Path | None, threads: int) -> list[Fit]:
+        """Fits of the plan without a file, the first seed of everything first."""
+        fits: dict[Path, Fit] = {}
+        for seed in self.plan.seeds:
+            for name, variant in self.plan.cells():
+                file, settings = results / self.plan.place / name, self.settings(variant.model)
+                file = file / f"{variant.model}-seed{seed}.json"
+                run = self.runs.get((name, variant.model, seed))
+                if run is not None and run.config != settings:
+                    raise RunError(f"{run.path} was fitted with {run.config}, not {settings}: choose another --results")
+                if run is None:
+                    fits[file] = Fit(name, variant.model, seed, settings, file, folder, threads)
+        return list(fits.values())
+
+
+class StepIndex:
+    """The stored costs of a training step on Long-Range Arena by task and attention."""
+
+    def __init__(self, plan: Plan, results: Path) -> None:
+        cells = {(name, v.name): results / "lra-efficiency" / name / f"{v.name}.json" for name, v in plan.cells()}
+        self.runs = {cell: self._read(file, *cell) for cell, file in cells.items() if file.exists()}
+
+    def find(self, name: str, variant: Variant) -> list[Run]:
+        """The cost of a task and an attention as a run, if there is one."""
+        return [self.runs[name, variant.name]] if (name, variant.name) in self.runs else []
+
+    def _read(self, file: Path, task: str, attention: str) -> Run:
+        cost = read_json(file, STEP_COST)
+        fields = {key: cost[key] for key in ("device", "torch", "commit") if cost.get(key)}
+        fields |= {"peak_memory_bytes": cost["peak_bytes"], "data": {"max_length": cost["length"]}}
+        scores = {"step": {key: cost[key] for key in ("eager", "graph")}}
+        return Run(file, "lra", f"lra/{task}", attention, 0, scores, **fields)
