@@ -191,7 +191,7 @@ def test_slow_implementations_are_skipped_at_longer_lengths(flags):
     assert [row["status"] for row in report["rows"]] == ["ok", "skipped"]
 
 
-@pytest.mark.parametrize("mode", ["", "--causal --inference"])
+@pytest.mark.parametrize("mode", ["", "--causal"])
 def test_baselines_run(flags, mode):
     args = flags(f"attention {TINY} --landmarks 7 --lengths 32 --batch 2 --only baseline published {mode}")
     report = attention.run(args)
@@ -200,7 +200,6 @@ def test_baselines_run(flags, mode):
     assert ran == (causal if mode else {row["name"] for row in report["rows"]})
     assert len(report["rows"]) == 11
     assert args.file.stem == "attention" + mode.replace(" ", "").replace("--", "-")
-    assert all((row["kept_bytes"] is None) == bool(mode) for row in report["rows"] if row["name"] in ran)
 
 
 def test_only_selects_names_and_kinds():

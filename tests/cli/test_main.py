@@ -20,7 +20,7 @@ from primal_attention.train import registry
 pytest.importorskip("tyro")
 pytest.importorskip("lightning")
 
-PARTS = [f"bench {name}" for name in ("attention", "decode", "model", "lra", "plot")]
+PARTS = [f"bench {name}" for name in ("attention", "generate", "model", "lra", "plot")]
 PARTS += ["data listops", "data pathfinder", "data retrieval"]
 
 
@@ -144,7 +144,7 @@ WRONG = {
     "table uea --recipe eua": "there are uea, uea-modern, lra",
     "recipes cats": "no recipe has 'cats' in its name",
     "info --nonsense": "unrecognized arguments: --nonsense",
-    "bench generate": "generate is now called decode",
+    "bench decode": "decode is now called generate",
     "bench attention --rivals": "--rivals is now called --baselines",
     "bench attention --lengths 4Q": "4096, 4K or 1M (got '4Q')",
     "bench attention --widths 512x8": "such as 512:8 (got '512x8')",
@@ -154,7 +154,7 @@ WRONG = {
     "bench attention --decay learned": "--decay needs --causal",
     "bench attention --decay soon --causal": "--decay must be 'learned' or a number (got 'soon')",
     "bench attention --only sdpaa": "did you mean 'sdpa'?",
-    "bench decode --only lstm": "no implementation is called 'lstm': there are sdpa, primal",
+    "bench generate --only lstm": "no implementation is called 'lstm': there are sdpa, primal",
     "bench attention --out /proc/nowhere": "--out /proc/nowhere cannot be written to",
     "bench model --rows vitt": "no row is called 'vitt': did you mean 'vit'? there are 512x1024, 512x1024-",
     "bench plot no-such-file.json": "no-such-file.json does not exist",

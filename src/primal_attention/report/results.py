@@ -321,7 +321,7 @@ def _read_place(place: Path, content: Collection, *, is_argument: bool) -> None:
     fields = stored if isinstance(stored, dict) else {}
     if "scores" in fields:
         content.runs.append(_summary(stored, place))
-    elif fields.get("kind") in ("attention", "decode") and "rows" in fields:
+    elif fields.get("kind") in ("attention", "generate") and "rows" in fields:
         from primal_attention.bench.measurement import check_report
 
         content.benches.append((place, check_report(stored, place)))
