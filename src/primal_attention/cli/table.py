@@ -81,7 +81,7 @@ def main(args: Sequence[str]) -> int:
 
     kind, command = tables.table_kinds()[options.name], table_command(args)
     plan, errors = make_plan(kind, options), list[str]()
-    if not options.no_run and not kind.shows_steps:
+    if not options.no_run and kind.source != "steps":
         plan = with_available_sets(plan, kind, options)
         errors = run_missing(plan, kind, options)
     index = read_index(plan, kind, options)
@@ -95,7 +95,7 @@ def main(args: Sequence[str]) -> int:
             tables.to_csv(table, options.csv)
     elif not errors:
         absent = "no result of this table" + (f" ({len(index.runs)} with other settings)" if index.runs else "")
-        first = "primal bench lra" if kind.shows_steps else command
+        first = "primal bench lra" if kind.source == "steps" else command
         raise RunError(f"{options.results} has {absent}: run '{first}' first, or name another folder with --results")
     if errors:
         count = "1 run" if len(errors) == 1 else f"{len(errors)} runs"
@@ -113,7 +113,7 @@ def make_plan(kind: TableKind, options: argparse.Namespace) -> Plan:
     check_name(family, registry.FAMILIES, "family of recipes")
     changes = {**kind.changes, **dict(read_change(item) for item in options.set)}
     sets, folders = tuple(options.sets or kind.sets), {}
-    if kind.shows_fits:
+    if kind.source == "fits":
         changes |= {"holdout": options.holdout, **options.changes}
     elif options.data is not None and kind.benchmark == "lra":
         folders = {name: options.data / name for name in sets}
@@ -123,9 +123,9 @@ def make_plan(kind: TableKind, options: argparse.Namespace) -> Plan:
     variants, place = choose_variants(kind, options.models), f"{family}{kind.suffix}"
     seeds = range(options.seeds or kind.seeds)
     plan = Plan(family, sets, variants, seeds, changes, place, folders, kind.needed_scores, ignored)
-    for name in sets if kind.shows_steps else ():
+    for name in sets if kind.source == "steps" else ():
         check_name(name, kind.sets, "task")
-    for variant in () if kind.shows_steps or kind.shows_fits else variants:  # fields that the recipe does not take
+    for variant in variants if kind.source == "runs" else ():  # fields and values that the recipe does not take
         ResultIndex(plan, []).cell_key(sets[0], variant)
     return plan
 
@@ -161,22 +161,18 @@ def read_index(plan: Plan, kind: TableKind, options: argparse.Namespace) -> Any:
     """The stored results of a plan."""
     from primal_attention.report import results
 
-    if kind.shows_steps:
-        return results.StepIndex(plan, options.results)
-    if kind.shows_fits:
-        return results.FitIndex(plan, results.read_summaries(options.results / plan.place))
-    return results.ResultIndex(plan, results.read_summaries(options.results))
+    if kind.source == "runs":
+        return results.ResultIndex(plan, results.read_summaries(options.results))
+    return results.SummaryIndex(plan, results.read_summaries(options.results / plan.place))
 
 
 def missing_jobs(plan: Plan, kind: TableKind, options: argparse.Namespace) -> list[Any]:
     """The trainings, or the fits, that have no result yet."""
     index = read_index(plan, kind, options)
-    if kind.shows_fits:
-        fits: list[Any] = index.missing_fits(options.results, options.data, options.threads)
-        return fits
+    if kind.source == "fits":
+        return list(index.missing_fits(options.results, options.data, options.threads))
     runs = Path("runs", options.results.name if options.results.is_absolute() else options.results)
-    jobs: list[Any] = index.missing_jobs(runs, options.results, options.commit)
-    return jobs
+    return list(index.missing_jobs(runs, options.results, options.commit))
 
 
 def with_available_sets(plan: Plan, kind: TableKind, options: argparse.Namespace) -> Plan:
@@ -216,7 +212,7 @@ def run_missing(plan: Plan, kind: TableKind, options: argparse.Namespace) -> lis
     if kind.is_timed and options.workers > max(1, torch.cuda.device_count()):
         raise RunError("runs that are timed must not share a device: --workers at most the number of GPUs")
     jobs = missing_jobs(plan, kind, options)
-    if kind.shows_fits:
+    if kind.source == "fits":
         classifiers.check_parameters(options.changes)
         return classifiers.run_fits(jobs)
     with Progress(len(jobs), "runs") as bar:
@@ -238,11 +234,11 @@ def table_command(args: Sequence[str]) -> str:
 
 
 def table_title(kind: TableKind, plan: Plan) -> str:
-    if kind.shows_steps:
+    if kind.source == "steps":
         return kind.title
     changed = [f"{k} {v}" for k, v in plan.changes.items() if k != "data.folder" and kind.changes.get(k, ...) != v]
     if plan.ignored_fields:
         changed.append("trainings of any length")
     settings = "the paper's settings" if plan.family in ("uea", "lra", "d4rl") else f"recipe {plan.family}"
-    settings = "default settings" if kind.shows_fits else settings
+    settings = "default settings" if kind.source == "fits" else settings
     return f"{kind.title}: {settings}" + (f", but {', '.join(changed)}" if changed else "")

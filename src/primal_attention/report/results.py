@@ -1,8 +1,8 @@
 """Results on disk, read into one dataclass: run folders and the summaries that grids store.
 
     run folder      config.yaml, metrics.csv, summary.json, validation/metrics.csv, spectrum.csv
-    summary         one JSON file per run (results/uea/…) or fit of a classifier
-    benchmark       the JSON file of `primal bench`; step costs of Long-Range Arena
+    summary         one JSON file per run (results/uea/…), fit of a classifier, or cost of a training step
+    benchmark       the JSON file of `primal bench`
 
 Tables, the report page and the commands read runs through this module only. Nothing that is read is executed. A file
 that does not fit its schema raises a one-line `RunError` with the path and the field.
@@ -27,7 +27,7 @@ from primal_attention.train.checkpoint import FREE, check_format, read_metrics
 from primal_attention.train.config import Recipe, from_plain, override, to_plain
 from primal_attention.train.grid import Job, Plan, Variant
 from primal_attention.utils.errors import RunError
-from primal_attention.utils.files import COUNT, Number, check, read_cell, read_csv, read_json, read_yaml
+from primal_attention.utils.files import Number, check, read_cell, read_csv, read_json, read_yaml
 
 PROTOCOLS = {
     "best_on_test": "BEST-ON-TEST",
@@ -56,18 +56,6 @@ CONFIG = {
     "benchmark": str,
     **{f"{name}?": (str, None) for name in ("recipe", "command", "commit")},
     "config": {"seed?": SIZE, **{f"{name}?": dict for name in ("data", "model", "optim", "trainer")}},
-}
-STEP_COST = {
-    "kind": frozenset({"lra-cost"}),
-    "task": str,
-    "attention": str,
-    "length": COUNT,
-    "eager": Number(above=0),
-    "graph": (Number(above=0), None),
-    "peak_bytes": (Number(above=0), None),
-    "device": str,
-    "torch": str,
-    "commit?": (str, None),
 }
 RUN_FILES = ("config.yaml", "summary.json", "metrics.csv")
 # Settings that do not change what a run measures. The protocol decides which scores exist, which is asked separately.
@@ -414,8 +402,11 @@ class ResultIndex:
         return f"was run with {name} {old.get(name)}, not {new[name]}"
 
 
-class FitIndex:
-    """The stored fits of a plan by set, model and seed. A fit belongs to a cell if its settings are the plan's."""
+class SummaryIndex:
+    """Stored summaries by set, label and seed: fits of classifiers, and costs of a training step.
+
+    A fit belongs to a cell if its settings are the plan's.
+    """
 
     def __init__(self, plan: Plan, runs: Iterable[Run]) -> None:
         self.plan = plan
@@ -426,7 +417,7 @@ class FitIndex:
         return {k: v for k, v in self.plan.changes.items() if model in classifiers.PRIMAL or k == "holdout"}
 
     def find(self, name: str, variant: Variant) -> list[Run]:
-        """The fits of a set and a variant, in the order of the plan's seeds; refused ones have no scores."""
+        """The summaries of a set and a variant, in the order of the plan's seeds; a refused fit has no scores."""
         runs = [run for seed in self.plan.seeds if (run := self.runs.get((name, variant.model, seed)))]
         return [run for run in runs if run.config == self.settings(variant.model)]
 
@@ -435,30 +426,10 @@ class FitIndex:
         fits: dict[Path, Fit] = {}
         for seed in self.plan.seeds:
             for name, variant in self.plan.cells():
-                file, settings = results / self.plan.place / name, self.settings(variant.model)
-                file = file / f"{variant.model}-seed{seed}.json"
-                run = self.runs.get((name, variant.model, seed))
+                file = results / self.plan.place / name / f"{variant.model}-seed{seed}.json"
+                run, settings = self.runs.get((name, variant.model, seed)), self.settings(variant.model)
                 if run is not None and run.config != settings:
                     raise RunError(f"{run.path} was fitted with {run.config}, not {settings}: choose another --results")
                 if run is None:
                     fits[file] = Fit(name, variant.model, seed, settings, file, folder, threads)
         return list(fits.values())
-
-
-class StepIndex:
-    """The stored costs of a training step on Long-Range Arena by task and attention."""
-
-    def __init__(self, plan: Plan, results: Path) -> None:
-        cells = {(name, v.name): results / "lra-efficiency" / name / f"{v.name}.json" for name, v in plan.cells()}
-        self.runs = {cell: self._read(file, *cell) for cell, file in cells.items() if file.exists()}
-
-    def find(self, name: str, variant: Variant) -> list[Run]:
-        """The cost of a task and an attention as a run, if there is one."""
-        return [self.runs[name, variant.name]] if (name, variant.name) in self.runs else []
-
-    def _read(self, file: Path, task: str, attention: str) -> Run:
-        cost = read_json(file, STEP_COST)
-        fields = {key: cost[key] for key in ("device", "torch", "commit") if cost.get(key)}
-        fields |= {"peak_memory_bytes": cost["peak_bytes"], "data": {"max_length": cost["length"]}}
-        scores = {"step": {key: cost[key] for key in ("eager", "graph")}}
-        return Run(file, "lra", f"lra/{task}", attention, 0, scores, **fields)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pandas as pd
 
@@ -317,7 +317,7 @@ def make_table(kind: TableKind, title: str, cells: Sequence[Cell], command: str)
         own = [cell for cell in cells if cell.variant.part == part]
         averages = average_cells(own) if kind.has_average else []
         if averages:
-            theirs = "" if kind.shows_fits else "; the paper's is the mean of its numbers on these sets"
+            theirs = "" if kind.source == "fits" else "; the paper's is the mean of its numbers on these sets"
             notes.append(f"{AVERAGE}: over {', '.join(averages[0].runs)}{theirs}.")
             notes += d4rl_difference(averages)
         for name, variants in kind.averages.items():
@@ -789,10 +789,8 @@ class TableKind:
     needed_scores: frozenset[str] | None = None
     has_average: bool = True
     is_timed: bool = False
-    shows_steps: bool = False
-    """The cells are step costs of `primal bench lra`, not runs."""
-    shows_fits: bool = False
-    """The cells are fits of classifiers, not runs."""
+    source: Literal["runs", "steps", "fits"] = "runs"
+    """Of the cells: trainings, the step costs of `primal bench lra`, or fits of classifiers."""
     averages: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Further averages by title: over the sets on which these variants have scores."""
     family: str = ""
@@ -830,7 +828,8 @@ def table_kinds() -> dict[str, TableKind]:
         ),
         "lra-efficiency": TableKind(
             "Long-Range Arena: time and memory of a training step", "lra", lra_efficiency_columns, lra_efficiency_notes,
-            lra_sets, model_variants((*lra["seconds"]["columns"], AUTHORS_CODE)), has_average=False, shows_steps=True,
+            lra_sets, model_variants((*lra["seconds"]["columns"], AUTHORS_CODE)), has_average=False, seeds=1,
+            source="steps", suffix="-efficiency",
         ),
         "d4rl": TableKind(
             "D4RL normalised score", "d4rl", d4rl_columns, d4rl_notes, tuple(d4rl["score"]["rows"]),
@@ -856,7 +855,7 @@ def table_kinds() -> dict[str, TableKind]:
         ),
         "uea-modern": TableKind(
             "UEA classifiers, accuracy (%)", "uea", classifier_columns, classifier_notes, CLASSIFIED_SETS,
-            classifier_variants(), seeds=5, changes={"holdout": 0.0}, is_timed=True, shows_fits=True,
+            classifier_variants(), seeds=5, changes={"holdout": 0.0}, is_timed=True, source="fits",
             averages={"Average, both": ("primal", "multirocket-hydra")}, family="uea-modern", suffix="-classifiers",
         ),
     }  # fmt: skip
