@@ -105,7 +105,7 @@ def use_authors_layers(model: Any) -> None:
 
 
 def measure(task: str, attention: str, args: Namespace) -> Row:
-    """Return a summary: seconds per 1000 steps (replayed and eager), and the peak of allocated bytes above the start."""
+    """Return a summary: seconds per 1000 steps, replayed and eager, and the peak of allocated bytes above the start."""
     device: torch.device = args.device
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     step = Step(task, attention, device, args.batch_size)
