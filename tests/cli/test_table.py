@@ -194,7 +194,7 @@ def test_classifiers_are_fitted_once_and_settings_do_not_mix(launched: Launched,
     assert first["difference_half_interval"] == "0.0"
     stored = json.loads(Path("results/uea-modern-classifiers/Toy/multirocket-hydra-seed1.json").read_text())
     assert stored["config"] == {"holdout": 0.25}  # PrimalClassifier's parameters are not aeon's
-    assert stored["command"].endswith("--models multirocket-hydra --seeds 2 --holdout 0.25 --threads 2")
+    assert stored["command"].startswith("primal table uea-modern --sets Toy --models primal")
     assert primal("table", *pilot, "--no-run")[0] == 0
     code, _, err = primal("table", "uea-modern", "--sets", "Toy", "--no-run")
     assert (code, "no result of this table (4 with other settings)" in err) == (2, True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import json
 import os
-import shlex
 import subprocess
 import sys
 import time
@@ -44,19 +43,13 @@ class Fit:
     folder: Path | None = None
     """Of the data; None is the default folder."""
     threads: int = 2
+    command: str | None = None
+    commit: str | None = None
+    """Of the code, where git cannot say it."""
 
     @property
     def recipe(self) -> str:
         return f"uea-modern-classifiers/{self.dataset}"
-
-    @property
-    def command(self) -> str:
-        """The command that makes the same fit. The data folder is left out: it belongs to a machine."""
-        words = ["--sets", self.dataset, "--models", self.model, "--seeds", str(self.seed + 1)]
-        parameters = {name: value for name, value in self.settings.items() if name != "holdout"}
-        words += ["--holdout", str(self.settings["holdout"])] if self.settings["holdout"] else []
-        words += ["--changes", json.dumps(parameters)] if parameters else []
-        return shlex.join(["primal", "table", "uea-modern", *words, "--threads", str(self.threads)])
 
 
 def check_parameters(names: Iterable[str]) -> None:
@@ -97,7 +90,7 @@ def run_fit(fit: Fit) -> dict[str, Any]:
     file = uea.find(fit.dataset, fit.folder)
     assert file is not None
     files = [file, file.with_name(file.name.replace("_TRAIN", "_TEST"))]
-    origin = collect(command=fit.command, device=cpu, data_files=files)
+    origin = collect(command=fit.command, device=cpu, commit=fit.commit, data_files=files)
     summary = {"format": 1, "benchmark": "uea", "label": fit.model, "seed": fit.seed, "config": dict(fit.settings)}
     summary |= {"recipe": fit.recipe, "device": device_name(origin["hardware"])}
     facts = {"set": fit.dataset, "train_samples": len(train), "scored_samples": len(scored)}

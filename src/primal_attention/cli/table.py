@@ -80,6 +80,7 @@ def main(args: Sequence[str]) -> int:
     from primal_attention.report import tables
 
     kind, command = tables.table_kinds()[options.name], table_command(args)
+    options.command = command
     plan, errors = make_plan(kind, options), list[str]()
     if not options.no_run and kind.source != "steps":
         plan = with_available_sets(plan, kind, options)
@@ -170,7 +171,8 @@ def missing_jobs(plan: Plan, kind: TableKind, options: argparse.Namespace) -> li
     """The trainings, or the fits, that have no result yet."""
     index = read_index(plan, kind, options)
     if kind.source == "fits":
-        return list(index.missing_fits(options.results, options.data, options.threads))
+        fields = {"folder": options.data, "threads": options.threads, "commit": options.commit}
+        return list(index.missing_fits(options.results, **fields, command=options.command))
     runs = Path("runs", options.results.name if options.results.is_absolute() else options.results)
     return list(index.missing_jobs(runs, options.results, options.commit))
 

@@ -421,8 +421,8 @@ class SummaryIndex:
         runs = [run for seed in self.plan.seeds if (run := self.runs.get((name, variant.model, seed)))]
         return [run for run in runs if run.config == self.settings(variant.model)]
 
-    def missing_fits(self, results: Path, folder: Path | None, threads: int) -> list[Fit]:
-        """Fits of the plan without a file, the first seed of everything first."""
+    def missing_fits(self, results: Path, **fields: Any) -> list[Fit]:
+        """Fits of the plan without a file, the first seed of everything first; `fields` are the same for all."""
         fits: dict[Path, Fit] = {}
         for seed in self.plan.seeds:
             for name, variant in self.plan.cells():
@@ -431,5 +431,5 @@ class SummaryIndex:
                 if run is not None and run.config != settings:
                     raise RunError(f"{run.path} was fitted with {run.config}, not {settings}: choose another --results")
                 if run is None:
-                    fits[file] = Fit(name, variant.model, seed, settings, file, folder, threads)
+                    fits[file] = Fit(name, variant.model, seed, settings, file, **fields)
         return list(fits.values())

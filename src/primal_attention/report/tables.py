@@ -171,9 +171,12 @@ def make_cells(benchmark: str, plan: Plan, find: Callable[[str, Variant], Sequen
 def with_base(cells: Sequence[Cell]) -> list[Cell]:
     """The cells, each with the one that its part compares it with."""
     by_name = {(cell.dataset, cell.variant.part, cell.variant.name): cell for cell in cells}
-    bases = {variant.name: PARTS[variant.part].base_of(variant) for variant in (cell.variant for cell in cells)}
-    places = [(cell.dataset, cell.variant.part, bases[cell.variant.name]) for cell in cells]
-    return [replace(cell, base=by_name.get(place)) for cell, place in zip(cells, places, strict=True)]
+
+    def find_base(cell: Cell) -> Cell | None:
+        part = cell.variant.part
+        return by_name.get((cell.dataset, part, PARTS[part].base_of(cell.variant)))
+
+    return [replace(cell, base=find_base(cell)) for cell in cells]
 
 
 def average_cells(cells: Sequence[Cell], title: str = AVERAGE, over: Sequence[str] = ()) -> list[Cell]:
@@ -319,7 +322,6 @@ def make_table(kind: TableKind, title: str, cells: Sequence[Cell], command: str)
         if averages:
             theirs = "" if kind.source == "fits" else "; the paper's is the mean of its numbers on these sets"
             notes.append(f"{AVERAGE}: over {', '.join(averages[0].runs)}{theirs}.")
-            notes += d4rl_difference(averages)
         for name, variants in kind.averages.items():
             if more := average_cells(own, name, variants):
                 notes.append(
@@ -427,10 +429,10 @@ def difference(protocol: str, score: str) -> Column:
 
 
 def difference_notes(cells: Sequence[Cell]) -> list[str]:
-    """What the differences of the ablations are."""
-    bases = {PARTS[cell.variant.part].base_of(cell.variant) for cell in cells if cell.variant.part != "models"}
-    means = "Δ: the score minus that of the base with the same seed, mean and 95 % interval by Student's t. Base: "
-    return [f"{means}{', '.join(sorted(bases))}."] if bases else []
+    """What the differences are."""
+    bases = sorted({PARTS[cell.variant.part].base_of(cell.variant) for cell in cells})
+    means = "Δ: the score minus that of the base with the same seed, mean and 95 % interval by Student's t."
+    return [f"{means} Base: {', '.join(bases)}."]
 
 
 def accuracy_notes(cells: Sequence[Cell]) -> list[str]:
@@ -441,7 +443,7 @@ def accuracy_notes(cells: Sequence[Cell]) -> list[str]:
         notes += ["Without r-scores in the output, r stays in the objective J."] if part == "r-scores" else []
     if any(cell.dataset == "SpokenArabicDigits" for cell in cells):
         notes.append("SpokenArabicDigits: the paper's script may have trained on the test file.")
-    return notes + difference_notes(cells)
+    return notes if cells[0].variant.part == "models" else notes + difference_notes(cells)
 
 
 def lra_notes(cells: Sequence[Cell]) -> list[str]:
@@ -568,7 +570,7 @@ def d4rl_columns(cells: Sequence[Cell]) -> list[Column]:
         Column("Paper (on D4RL)", "paper", theirs, 1),
         *([best] if any(map(best.value, cells)) else []),
         Column("LAST", "last", lambda cell: cell.score("last", "score"), 1),
-        *([] if part == "models" else [difference("last", "score")]),
+        difference("last", "score"),
         Column("Return", "return", lambda c: None if c.is_average else c.score("last", "return_mean"), 0),
         SEEDS,
     ]
@@ -596,16 +598,6 @@ def d4rl_notes(cells: Sequence[Cell]) -> list[str]:
     if any("collected anew" in name for name in sources):
         notes.insert(1, "The trajectories come from other policies than D4RL's: compare our rows with each other only.")
     return notes
-
-
-def d4rl_difference(averages: Sequence[Cell]) -> list[str]:
-    """The difference between the averages of Primal.+DT and DT, with its standard error."""
-    by_model = {cell.variant.name: cell.score("last", "score") for cell in averages}
-    dt, primal = by_model.get("softmax"), by_model.get("primal+")
-    if not dt or not primal or dt.std is None or primal.std is None:
-        return []
-    error = math.sqrt(dt.std**2 / dt.seeds + primal.std**2 / primal.seeds)
-    return [f"Average of Primal.+DT minus that of DT: {primal.mean - dt.mean:+.1f} ± {error:.1f} (standard error)."]
 
 
 def language_columns(cells: Sequence[Cell]) -> list[Column]:
