@@ -134,7 +134,7 @@ def layer_table() -> str:
     for (width, length), found in sizes.items():
         primal = found["primal-fused"]
         times = [f"{1e3 * found[name]['seconds']:.2f}" for name in ("sdpa", "primal-fused")]
-        ratios = [f"{primal[key]:.2f}" for key in ("speedup", "peak_ratio", "kept_ratio")]
+        ratios = [f"{primal[key]:.2f}" for key in ("speedup", "peak_ratio", "saved_ratio")]
         rows.append([f"{width}", f"{length:,}", *times, *ratios])
     heading = ["width", "tokens", "SDPA ms", "Primal ms", "speedup", "peak memory ratio", "saved for backward ratio"]
     return render(heading, rows, origin(stored, "bench/attention-256-4k.json"), left=0)

@@ -21,7 +21,7 @@ MODES = {
 }
 ROW = {
     "name", "kind", "embed_dim", "num_heads", "batch", "length", "status", "note", "seconds", "iqr", "runs",
-    "method", "peak_bytes", "kept_bytes", "speedup", "peak_ratio", "kept_ratio", "state_bytes",
+    "method", "peak_bytes", "saved_bytes", "speedup", "peak_ratio", "saved_ratio", "state_bytes",
 }  # fmt: skip
 TINY = "--rank 4 --widths 16:2"
 
@@ -157,7 +157,7 @@ def test_every_implementation_has_numbers_or_a_reason(flags, tmp_path):
     assert primal["method"] == "torch.utils.benchmark"
     assert primal["peak_bytes"] is None  # on a GPU only
     assert primal["speedup"] == base["seconds"] / primal["seconds"]
-    assert primal["kept_ratio"] == primal["kept_bytes"] / base["kept_bytes"]
+    assert primal["saved_ratio"] == primal["saved_bytes"] / base["saved_bytes"]
     notes = {name: (row["status"], row["note"]) for (name, width, n), row in rows.items() if (width, n) == (16, 64)}
     assert notes["wrong"][0] == "refused"
     assert "wrong results: error of" in notes["wrong"][1]

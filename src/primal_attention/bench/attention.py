@@ -201,7 +201,7 @@ def build_authors(shape: Shape) -> nn.Module:
 class Step:
     """Forward and backward of a layer on random input.
 
-    The gradient of y is given; a layer with an objective J also gets the gradient of mean J². Nothing is accumulated.
+    The gradient of y is random; a layer with an objective J also gets the gradient of mean J². Nothing is accumulated.
     """
 
     def __init__(self, layer: nn.Module, shape: Shape, seed: int = 0) -> None:
@@ -333,7 +333,7 @@ def measure_layer(build: Callable[[Shape], Any], shape: Shape, args: Namespace) 
     """Measure memory, then time: the pool of a CUDA graph must not exist while memory is counted."""
     step = Step(build(shape), shape, args.seed)
     step()  # compiles and allocates
-    row: Row = {"kept_bytes": step.saved_bytes()}
+    row: Row = {"saved_bytes": step.saved_bytes()}
     if shape.device.type == "cuda":
         row["peak_bytes"] = measurement.peak_bytes(step, shape.device)
     return row | measurement.time_step(step, shape.device, args.eager, args.repeats, args.seconds)
@@ -406,8 +406,8 @@ def check_all(
 def new_row(name: str, kind: str, shape: Any, status: str, note: str) -> Row:
     """Return a row without measurements."""
     facts = {size: getattr(shape, size) for size in SIZES} | getattr(shape, "facts", {})
-    empty = ("seconds", "iqr", "runs", "method", "peak_bytes", "kept_bytes", "state_bytes")
-    ratios = ("speedup", "peak_ratio", "kept_ratio")
+    empty = ("seconds", "iqr", "runs", "method", "peak_bytes", "saved_bytes", "state_bytes")
+    ratios = ("speedup", "peak_ratio", "saved_ratio")
     return {"name": name, "kind": kind, **facts, "status": status, "note": note, **dict.fromkeys((*empty, *ratios))}
 
 
@@ -422,4 +422,4 @@ def add_ratios(rows: Sequence[Row]) -> None:
         if row["status"] == OK and (sdpa := base.get(case(row))):
             row["speedup"] = ratio(sdpa["seconds"], row["seconds"])
             row["peak_ratio"] = ratio(row["peak_bytes"], sdpa["peak_bytes"])
-            row["kept_ratio"] = ratio(row["kept_bytes"], sdpa["kept_bytes"])
+            row["saved_ratio"] = ratio(row["saved_bytes"], sdpa["saved_bytes"])

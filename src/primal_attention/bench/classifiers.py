@@ -111,7 +111,7 @@ def run_fit(fit: Fit) -> dict[str, Any]:
 
 
 def make_classifier(fit: Fit) -> Any:
-    """Build a classifier with its default settings, apart from those of the fit."""
+    """Build a classifier with its default settings, changed by those of the fit."""
     if fit.model == "multirocket-hydra":
         from aeon.classification.convolution_based import MultiRocketHydraClassifier
 
@@ -139,7 +139,7 @@ def score_probabilities(probabilities: np.ndarray, labels: np.ndarray, prefix: s
 def score_parts(
     classifier: Any, series: Any, labels: np.ndarray, train_labels: np.ndarray, prefix: str
 ) -> dict[str, dict[str, float]]:
-    """Return the scores of each part of a fitted PrimalClassifier alone, calibrated by its own held-out scores."""
+    """Return the scores of each part of a fitted PrimalClassifier alone, calibrated by its own cross-fitted scores."""
     from primal_attention.train.estimator import USUAL_WEIGHTS
 
     scores = {}

@@ -171,8 +171,8 @@ _NUMBERS = {
     "first_seconds": ("first step s", 1),
     "peak_bytes": ("peak MiB", 2**-20),
     "peak_ratio": ("÷ SDPA's", 1),
-    "kept_bytes": ("saved MiB", 2**-20),
-    "kept_ratio": ("÷ SDPA's", 1),
+    "saved_bytes": ("saved MiB", 2**-20),
+    "saved_ratio": ("÷ SDPA's", 1),
     "state_bytes": ("state kB", 1e-3),
     "recompilations": ("recompilations", 1),
 }
@@ -270,7 +270,7 @@ def new_figure(file: Path, rows: int, columns: int, height: float = 4.0) -> Iter
 _MEMORY = {
     "state_bytes": "state per sequence",
     "peak_bytes": "peak memory of a step",
-    "kept_bytes": "memory saved for backward",
+    "saved_bytes": "memory saved for backward",
 }
 
 
@@ -279,7 +279,7 @@ def plot_report(report: dict[str, Any], file: Path) -> list[Path]:
     rows: Sequence[Row] = [row for row in report["rows"] if row["status"] == OK]
     if not rows or report["kind"] == "model":  # training steps have no lengths
         return []
-    memory = next((name for name in _MEMORY if any(row.get(name) for row in rows)), "kept_bytes")
+    memory = next((name for name in _MEMORY if any(row.get(name) for row in rows)), "saved_bytes")
     is_generation = report["kind"] == "generate"
 
     def panel(row: Row) -> str:

@@ -39,7 +39,7 @@ SMALLEST = 1e-6  # a relative singular value below this is the rounding of a zer
 
 @dataclass(frozen=True)
 class Group:
-    """The seeds of one variant of one recipe. `name` is the label and the settings that set the variant apart."""
+    """The seeds of one variant of one recipe. `name` is the label and the settings in which variants differ."""
 
     task: str
     recipe: str
@@ -126,7 +126,7 @@ def score_charts(groups: Sequence[Group]) -> Iterator[Any]:
 
 
 def curve_charts(groups: Sequence[Group], colours: Mapping[str, str]) -> Iterator[Any]:
-    """One chart per measured column, one line per run."""
+    """One chart per column of the metrics, one line per run."""
     for column, title in CURVES.items():
         parts = []
         for group in groups:
@@ -156,7 +156,7 @@ def cost_charts(content: Collection, colours: Mapping[str, str]) -> Iterator[Any
         for (width, heads), own in frame.sort_values("length").groupby(["embed_dim", "num_heads"]):
             where = f"{kind}, d {width}, {heads} heads"
             yield line_card(own, f"Time · {where}", colours, y="ms", labels={"ms": "ms per sequence"}, **axes)
-            for key in ("peak_bytes", "state_bytes", "kept_bytes"):
+            for key in ("peak_bytes", "state_bytes", "saved_bytes"):
                 if key in own and own[key].notna().any():
                     sizes = own.assign(MiB=own[key].astype(float) / 2**20)
                     label = {"MiB": f"MiB, {key.removesuffix('_bytes')}"}
