@@ -185,7 +185,7 @@ def test_slow_implementations_are_skipped_at_longer_lengths(flags):
     assert [row["status"] for row in report["rows"]] == ["ok", "skipped"]
 
 
-@pytest.mark.parametrize("mode", ["", "--causal"])
+@pytest.mark.parametrize("mode", ["", "--causal --inference"])
 def test_baselines_run(flags, mode):
     args = flags(f"attention {TINY} --landmarks 7 --lengths 32 --batch 2 --only baseline published {mode}")
     report = attention.run(args)
@@ -193,6 +193,7 @@ def test_baselines_run(flags, mode):
     ran = {row["name"] for row in report["rows"] if row["status"] == "ok"}
     assert ran == (causal if mode else {row["name"] for row in report["rows"]})
     assert len(report["rows"]) == 11
+    assert all((row["saved_bytes"] is None) == bool(mode) for row in report["rows"] if row["name"] in ran)
     assert args.file.stem == "attention" + mode.replace(" ", "").replace("--", "-")
 
 

@@ -199,13 +199,13 @@ def build_authors(shape: Shape) -> nn.Module:
 
 
 class Step:
-    """Forward and backward of a layer on random input.
+    """Forward and backward of a layer, or forward only, on random input.
 
     The gradient of y is random; a layer with an objective J also gets the gradient of mean J². Nothing is accumulated.
     """
 
-    def __init__(self, layer: nn.Module, shape: Shape, seed: int = 0) -> None:
-        self.layer = layer.train()
+    def __init__(self, layer: nn.Module, shape: Shape, seed: int = 0, inference: bool = False) -> None:
+        self.layer, self.inference = layer.train(not inference), inference
         self.x, self.grad_y = random_input(shape, seed)
         self.inputs = (self.x, *(p for p in layer.parameters() if p.requires_grad))
 
@@ -218,7 +218,11 @@ class Step:
         return torch.autograd.grad(outputs, self.inputs, (self.grad_y, None)[: len(outputs)], allow_unused=True)
 
     def __call__(self) -> None:
-        self.backward(self.forward())
+        if self.inference:
+            with torch.no_grad():
+                self.layer(self.x)
+        else:
+            self.backward(self.forward())
 
     def saved_bytes(self) -> int:
         """Return the bytes saved for backward, parameters excluded. Each storage counts once and as a whole."""
@@ -331,9 +335,9 @@ def make_grid(args: Namespace) -> list[list[Shape]]:
 
 def measure_layer(build: Callable[[Shape], Any], shape: Shape, args: Namespace) -> Row:
     """Measure memory, then time: the pool of a CUDA graph must not exist while memory is counted."""
-    step = Step(build(shape), shape, args.seed)
+    step = Step(build(shape), shape, args.seed, args.inference)
     step()  # compiles and allocates
-    row: Row = {"saved_bytes": step.saved_bytes()}
+    row: Row = {} if args.inference else {"saved_bytes": step.saved_bytes()}
     if shape.device.type == "cuda":
         row["peak_bytes"] = measurement.peak_bytes(step, shape.device)
     return row | measurement.time_step(step, shape.device, args.eager, args.repeats, args.seconds)

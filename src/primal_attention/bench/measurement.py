@@ -239,7 +239,8 @@ def title(report: dict[str, Any]) -> str:
         model = f" of a language model of {settings['layers']} layers" if settings.get("layers") else ""
         subject = f"One more token{model} after N tokens"
     elif report["kind"] == "attention":
-        subject = f"One {'causal ' if settings.get('causal') else ''}attention layer, forward + backward"
+        passes = "forward" if settings.get("inference") else "forward + backward"
+        subject = f"One {'causal ' if settings.get('causal') else ''}attention layer, {passes}"
     torch_version = report["versions"]["torch"].split("+")[0]
     parts = (device_name(report["hardware"]), settings.get("dtype"), f"torch {torch_version}")
     return f"{subject}\n{', '.join(part for part in parts if part)}"

@@ -41,7 +41,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 LENGTHS = {"attention": [256 * 4**k for k in range(5)], "generate": [1024 * 4**k for k in range(6)]}  # on a GPU
 RENAMED = {"--rivals": "--baselines", "decode": "generate"}
-NAMING = ("--causal", "--baselines", "--eager")  # flags in the default file name
+NAMING = ("--causal", "--baselines", "--inference", "--eager")  # flags in the default file name
 
 
 def read_length(text: str) -> int:
@@ -87,6 +87,7 @@ def make_parser(name: str) -> Parser:
     add("attention", "--decay", "of the causal Primal layers: 'learned' or a number in (0, 1]", type=read_decay)
     add("attention", "--baselines", "all attentions of the paper's tables too")
     add("attention generate", "--only", "sdpa, sdpa-cudnn, primal, primal-fused, published …", metavar="NAME", **some)
+    add("attention", "--inference", "forward only, without gradients")
     add("attention generate", "--eager", "on a GPU: no CUDA graph, launches by the host included")
     add("model", "--rows", "vit-eager-autocast, …, or a model such as vit", metavar="ROW", **some)
     add("generate model", "--layers", "of every model", type=positive)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import re
 import shlex
 import sys
@@ -217,6 +218,7 @@ def run_missing(plan: Plan, kind: TableKind, options: argparse.Namespace) -> lis
     if kind.source == "fits":
         classifiers.check_parameters(options.changes)
         return classifiers.run_fits(jobs)
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # in worker processes: the settings are the table's
     with Progress(len(jobs), "runs") as bar:
 
         def report(outcome: Outcome) -> None:

@@ -153,8 +153,11 @@ def cost_charts(content: Collection, colours: Mapping[str, str]) -> Iterator[Any
         frame = pd.DataFrame(bench["rows"]).query("status == 'ok' and seconds > 0")
         frame = frame.assign(variant=frame["label"].map(escape), ms=1e3 * frame["seconds"] / frame["batch"])
         kind = f"{bench['kind']}{', causal' if bench['settings'].get('causal') else ''}"
-        for (width, heads), own in frame.sort_values("length").groupby(["embed_dim", "num_heads"]):
-            where = f"{kind}, d {width}, {heads} heads"
+        # The batch of a layer depends on the length.
+        panel = frame["batch"].map("batch {}".format) if bench["kind"] == "generate" else ""
+        frame["panel"] = frame["embed_dim"].map("d {}, ".format) + frame["num_heads"].map("{} heads ".format) + panel
+        for name, own in frame.sort_values("length").groupby("panel"):
+            where = f"{kind}, {name}"
             yield line_card(own, f"Time · {where}", colours, y="ms", labels={"ms": "ms per sequence"}, **axes)
             for key in ("peak_bytes", "state_bytes", "saved_bytes"):
                 if key in own and own[key].notna().any():
