@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import math
 import re
 import shlex
 import sys
@@ -35,7 +34,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "attention": {"seconds": 0.5, "limit": 2.0, "repeats": 20},
     "generate": {"seconds": 0.3, "limit": 60.0, "repeats": 100, "batch": 1, "tokens": None, "decay": None}
     | {"causal": True, "data_dependent": False, "landmarks": 300, "layers": 6},
-    "model": {"seconds": 1.0, "limit": math.inf, "repeats": 50, "tokens": 32768, "compiler": "inductor"},
+    "model": {"seconds": 1.0, "limit": 600.0, "repeats": 50, "tokens": 32768, "compiler": "inductor"},
     "lra": {"repeats": 20, "out": Path("results/lra-efficiency"), "name": None},
     "plot": {},
 }
