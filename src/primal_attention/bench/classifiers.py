@@ -25,7 +25,7 @@ from primal_attention.utils.errors import check_name
 from primal_attention.utils.files import write_json
 from primal_attention.utils.progress import Progress
 
-PRIMAL = {"primal": {}, "softmax": {"attention": "softmax"}, "none": {"attention": "none"}}
+PRIMAL_PARAMETERS = {"primal": {}, "softmax": {"attention": "softmax"}, "none": {"attention": "none"}}
 """Parameters of PrimalClassifier by model; other models are aeon's."""
 
 
@@ -103,7 +103,7 @@ def run_fit(fit: Fit) -> dict[str, Any]:
         return summary | {"data": {**facts, "refused": " ".join(str(error).split()).partition(". ")[0]}}
     labels = np.searchsorted(classifier.classes_, scored.labels)
     scores = {"last": score_probabilities(probabilities, labels, prefix), "fit": fit_cost, "predict": predict_cost}
-    if fit.model in PRIMAL:
+    if fit.model in PRIMAL_PARAMETERS:
         own_labels = np.searchsorted(classifier.classes_, train.labels)
         scores |= score_parts(classifier, as_input(scored), labels, own_labels, prefix)
         summary["combination"] = classifier.combination_
@@ -123,7 +123,7 @@ def make_classifier(fit: Fit) -> Any:
     from primal_attention.train.estimator import PrimalClassifier
 
     changes = {name: value for name, value in fit.settings.items() if name != "holdout"}
-    return PrimalClassifier(**{**PRIMAL[fit.model], **changes}, device="cpu", random_state=fit.seed)
+    return PrimalClassifier(**{**PRIMAL_PARAMETERS[fit.model], **changes}, device="cpu", random_state=fit.seed)
 
 
 def score_probabilities(probabilities: np.ndarray, labels: np.ndarray, prefix: str) -> dict[str, float]:

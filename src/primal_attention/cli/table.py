@@ -29,8 +29,8 @@ NAMES = (
     "uea", "uea-ablation", "uea-efficiency", "uea-modern", "lra", "lra-ablation", "lra-efficiency", "d4rl",
     "d4rl-ablation", "d4rl-efficiency", "lm", "image",
 )  # fmt: skip
-ONLY_FITS = ("holdout", "changes")  # flags of uea-modern
-ONLY_RUNS = ("recipe", "set", "any_length")  # flags of the other tables
+FIT_FLAGS = ("holdout", "changes")  # of uea-modern
+RUN_FLAGS = ("recipe", "set", "any_length")  # of the other tables
 
 
 def read_options(args: Sequence[str]) -> argparse.Namespace:
@@ -56,7 +56,7 @@ def read_options(args: Sequence[str]) -> argparse.Namespace:
     add("--csv", "also write the unrounded numbers", type=Path, metavar="FILE")
     options = parser.parse_args(args)
     check_name(options.name, NAMES, "table")
-    foreign = ONLY_RUNS if options.name == "uea-modern" else ONLY_FITS
+    foreign = RUN_FLAGS if options.name == "uea-modern" else FIT_FLAGS
     for flag in (name for name in foreign if getattr(options, name)):
         raise RunError(f"--{flag.replace('_', '-')} has no meaning for {options.name} (see primal table --help)")
     if not 0 <= options.holdout < 1:
@@ -134,14 +134,14 @@ def make_plan(kind: TableKind, options: argparse.Namespace) -> Plan:
 
 def choose_variants(kind: TableKind, models: Sequence[str] | None) -> list[Variant]:
     """The rows of a table: all, or those that --models names by model or by part."""
-    from primal_attention.report.tables import any_variants
+    from primal_attention.report.tables import extra_variants
 
     by_name: dict[str, list[Variant]] = {}
     for variant in kind.variants:
         by_name.setdefault(variant.name, []).append(variant)
         by_name.setdefault(variant.part, []).append(variant)
     if kind.takes_any_model:
-        by_name |= {variant.name: [variant] for variant in any_variants()}
+        by_name |= {variant.name: [variant] for variant in extra_variants()}
     for model in models or ():
         check_name(model, by_name, "model of this table")
     return [variant for model in dict.fromkeys(models) for variant in by_name[model]] if models else list(kind.variants)

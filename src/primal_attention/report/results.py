@@ -414,7 +414,7 @@ class SummaryIndex:
 
     def settings(self, model: str) -> dict[str, Any]:
         """The settings of a fit: those of the plan; classifiers of aeon have no parameters of PrimalClassifier."""
-        return {k: v for k, v in self.plan.changes.items() if model in classifiers.PRIMAL or k == "holdout"}
+        return {k: v for k, v in self.plan.changes.items() if model in classifiers.PRIMAL_PARAMETERS or k == "holdout"}
 
     def find(self, name: str, variant: Variant) -> list[Run]:
         """The summaries of a set and a variant, in the order of the plan's seeds; a refused fit has no scores."""
