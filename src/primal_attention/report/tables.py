@@ -323,7 +323,8 @@ def make_table(kind: TableKind, title: str, cells: Sequence[Cell], command: str)
             theirs = "" if kind.source == "fits" else "; the paper's is the mean of its numbers on these sets"
             notes.append(f"{AVERAGE}: over {', '.join(averages[0].runs)}{theirs}.")
         for name, variants in kind.averages.items():
-            if more := average_cells(own, name, variants):
+            more = average_cells(own, name, variants)
+            if more and not (averages and more[0].runs.keys() == averages[0].runs.keys()):
                 notes.append(
                     f"{name}: over {', '.join(more[0].runs)}, the sets with scores of {' and '.join(variants)}."
                 )
@@ -697,7 +698,7 @@ def classifier_columns(cells: Sequence[Cell]) -> list[Column]:
         Column("Fit s", "fit_seconds", cost("fit", "seconds"), 1),
         Column("Predict s", "predict_seconds", cost("predict", "seconds"), 1),
         Column("Fit CPU s", "fit_cpu_seconds", cost("fit", "cpu_seconds"), 1),
-        Column("Seeds", "seeds", lambda cell: str(len({run.seed for run in cell.all_runs if run.scores})), 0),
+        Column("Seeds", "seeds", lambda cell: str(len(cell.by_seed(lambda run: score(cell, run)))), 0),
     ]
 
 
@@ -711,8 +712,8 @@ def classifier_notes(cells: Sequence[Cell]) -> list[str]:
         f"Accuracy on {scored}, in per cent, mean ± standard deviation over the seeds. − MultiRocketHydra: the "
         "difference with the same seed, mean and 95 % interval by Student's t.",
         "ECE: expected calibration error in points, 15 bins. MultiRocketHydra predicts probabilities 0 and 1 only.",
-        f"Seconds: only where other processes used less than {MAX_OTHER_CORES} cores during fit and predict. Each fit has "
-        "its own process.",
+        f"Seconds: only where other processes used less than {MAX_OTHER_CORES} cores during fit and predict. Each fit "
+        "has its own process.",
         *(f"Refused on {', '.join(sets)}. {reason}" for reason, sets in refusals.items()),
     ]
 
