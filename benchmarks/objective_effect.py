@@ -70,7 +70,7 @@ def main() -> int:
         recipe = override(registry.get(args.recipe), {**changes, "eta": eta}).resolved()
         training = MeasuredTraining(recipe, loop.build(recipe), title=f"{args.recipe}, η = {eta:g}")
         training.fit()
-        curves.append({"eta": eta, "rows": training.measured})
+        curves.append({"eta": eta, "rows": training.measurements})
         facts = dict(training.experiment.facts)
     origin = provenance.collect(command=shlex.join(["python", *sys.argv]), device=training.device)
     file = args.out / f"{args.recipe.replace('/', '-')}.json"
@@ -87,13 +87,13 @@ class MeasuredTraining(loop.Training):
         batch = next(iter(self.batches))
         inputs = self.module.inputs(tuple(t[:SEQUENCES].to(self.device) for t in batch))
         self.inputs: tuple[Any, ...] = tuple(inputs)
-        self.measured: list[dict[str, Any]] = [{"step": 0, "layers": measure(self.module.model, self.inputs)}]
+        self.measurements: list[dict[str, Any]] = [{"step": 0, "layers": measure(self.module.model, self.inputs)}]
 
     def finish_epoch(self, row: dict[str, Any]) -> None:
         super().finish_epoch(row)
         if self.is_finished or len(self.state.rows) % self.interval == 0:
             layers = measure(self.module.model, self.inputs)
-            self.measured.append({"step": self.module.global_step, "layers": layers})
+            self.measurements.append({"step": self.module.global_step, "layers": layers})
 
     @property
     def interval(self) -> int:

@@ -90,9 +90,9 @@ def counted_bytes(
     return messages.sizes
 
 
-def measured(folder: Path, width: int, heads: int) -> dict[str, Any]:
+def read_points(folder: Path, width: int, heads: int) -> dict[str, Any]:
     """Seconds against length of one sequence on one GPU, not causal: the fused layer's and softmax's."""
-    found: dict[str, dict[int, Any]] = {"primal-fused": {}, "sdpa": {}}
+    points: dict[str, dict[int, Any]] = {"primal-fused": {}, "sdpa": {}}
     for file in sorted(folder.glob("attention*.json")):
         run = json.loads(file.read_text())
         settings = run["settings"]
@@ -100,14 +100,14 @@ def measured(folder: Path, width: int, heads: int) -> dict[str, Any]:
             continue
         for row in run["rows"]:
             fits = row["embed_dim"] == width and row["num_heads"] == heads and row["batch"] == 1
-            if row["name"] in found and fits and row["status"] == "ok":
-                found[row["name"]][row["length"]] = {**row, "file": file.name, "gpu": run["hardware"]["gpu"]}
-                found[row["name"]][row["length"]] |= {"rank": settings["rank"], "landmarks": settings["landmarks"]}
-    return found
+            if row["name"] in points and fits and row["status"] == "ok":
+                points[row["name"]][row["length"]] = {**row, "file": file.name, "gpu": run["hardware"]["gpu"]}
+                points[row["name"]][row["length"]] |= {"rank": settings["rank"], "landmarks": settings["landmarks"]}
+    return points
 
 
-def brief(found: dict[int, Any]) -> dict[int, Any]:
-    return {length: {key: row[key] for key in ("seconds", "file")} for length, row in found.items()}
+def brief(rows: dict[int, Any]) -> dict[int, Any]:
+    return {length: {key: row[key] for key in ("seconds", "file")} for length, row in rows.items()}
 
 
 def line_through(points: dict[int, Any]) -> tuple[float, float]:
@@ -180,7 +180,7 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--heads", type=int, default=8)
     args = parser.parse_args()
-    points = measured(args.bench, args.width, args.heads)
+    points = read_points(args.bench, args.width, args.heads)
     primal, softmax = points["primal-fused"], points["sdpa"]
     if len(primal) < 2 or not softmax:
         print(
@@ -199,7 +199,7 @@ def main() -> int:
         "command": "python benchmarks/scaling.py",
         "tokens": TOKENS,
         "gpu": one["gpu"],
-        "measured": {name: brief(found) for name, found in points.items()},
+        "measured": {name: brief(rows) for name, rows in points.items()},
         "fit": {"fixed_seconds": fixed, "seconds_per_token": per_token, "softmax_seconds_per_pair": per_pair},
         "peak_bytes_per_token": per_token_bytes,
         "gpus_for_memory": fits,

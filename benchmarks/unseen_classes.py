@@ -40,9 +40,9 @@ def run(name: str, seed: int, holdout: float) -> dict[str, Any]:
     known = np.flatnonzero(~np.isin(data.train.labels, unknown))
     train, scored = data.train.take(known), data.test
     if holdout:
-        kept, held_out = uea.stratified_holdout(train.labels, holdout, seed)
+        rows, holdout_rows = uea.stratified_holdout(train.labels, holdout, seed)
         rest = np.flatnonzero(np.isin(data.train.labels, unknown))
-        train, scored = train.take(kept), data.train.take(np.concatenate([known[held_out], rest]))
+        train, scored = train.take(rows), data.train.take(np.concatenate([known[holdout_rows], rest]))
     model = PrimalClassifier(device="cpu", random_state=seed).fit([s.T for s in train.series], train.labels)
     X = [s.T for s in scored.series]
     is_unknown = np.isin(scored.labels, unknown)

@@ -140,13 +140,13 @@ def model_table() -> str:
     stored = read_json("bench/model.json")
     by_kind: dict[str, dict[str, Any]] = {"sdpa": {}, "primal": {}}
     for row in stored["rows"]:
-        by_kind[row["kind"]][row["name"]] = row
+        by_kind[row["name"]][row["model"]] = row
     rows = []
     for name, primal in by_kind["primal"].items():
         sdpa = by_kind["sdpa"][name]
         model = name.removesuffix(f"-{primal['mode']}-{primal['dtype']}")
-        times = [f"{sdpa['wall_ms']:.1f}", f"{primal['wall_ms']:.1f}"]
-        ratios = [f"{primal['ratio']:.2f}", f"{primal['peak_ratio']:.2f}"]
+        times = [f"{1e3 * sdpa['seconds']:.1f}", f"{1e3 * primal['seconds']:.1f}"]
+        ratios = [f"{1 / primal['speedup']:.2f}", f"{primal['peak_ratio']:.2f}"]
         rows.append([model, primal["mode"], primal["dtype"], *times, *ratios])
     heading = ["model", "mode", "precision", "SDPA ms", "Primal ms", "time ratio", "peak memory ratio"]
     return render(heading, rows, origin(stored, "bench/model.json"), left=3)
@@ -162,7 +162,7 @@ def layer_table() -> str:
     for (width, length), found in sizes.items():
         primal = found["primal-fused"]
         times = [f"{1e3 * found[name]['seconds']:.2f}" for name in ("sdpa", "primal-fused")]
-        ratios = [f"{primal[key]:.2f}" for key in ("speedup", "peak_ratio", "kept_ratio")]
+        ratios = [f"{primal[key]:.2f}" for key in ("speedup", "peak_ratio", "saved_ratio")]
         rows.append([f"{width}", f"{length:,}", *times, *ratios])
     heading = ["width", "tokens", "SDPA ms", "Primal ms", "speedup", "peak memory ratio", "saved for backward ratio"]
     return render(heading, rows, origin(stored, "bench/attention-256-4k.json"), left=0)
@@ -205,7 +205,8 @@ def generate_table() -> str:
         states = " → ".join(f"{own[n]['state_bytes'] / 1e3:,.1f}" for n in (lengths[0], lengths[-1]))
         rows.append([label, *times, states])
     heading = ["ms per token", *names, f"state, kB: {names[0]} → {names[-1]}"]
-    return render(heading, rows, origin(stored, "bench/generate.json"))
+    notes = [*origin(stored, "bench/generate.json"), "The command is now `primal bench generate --layers 2`."]
+    return render(heading, rows, notes)
 
 
 def origin(stored: Mapping[str, Any], path: str) -> list[str]:
@@ -331,7 +332,7 @@ def recipe_table() -> str:
 
 def situation_table() -> str:
     """Situations, measured numbers of the stored results, and the choice that follows."""
-    steps = {(row["name"], row["kind"]): row["wall_ms"] for row in read_json("bench/model.json")["rows"]}
+    steps = {(row["model"], row["name"]): 1e3 * row["seconds"] for row in read_json("bench/model.json")["rows"]}
     state = {r["name"]: r["state_bytes"] for r in read_json("bench/decode.json")["rows"] if r["length"] == 2**20}
     bits = read_column("primal table lm --models softmax delta hybrid", "bits_per_byte_mean")
     quick = {

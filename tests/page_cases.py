@@ -69,7 +69,7 @@ def bench() -> dict[str, Any]:
     rows = []
     for name, power in (("sdpa", 2), ("primal-cpu", 1)):
         for n, seconds in ((256, 1e-3), (1024, 1e-3 * 4**power), (4096, None if power == 2 else 1.6e-2)):
-            numbers = {"length": n, "seconds": seconds, "kept_bytes": 1000 * n if seconds else None}
+            numbers = {"length": n, "seconds": seconds, "saved_bytes": 1000 * n if seconds else None}
             status = "ok" if seconds else "out of memory"
             rows.append({"name": name, "label": name, "kind": "", "status": status, **sizes, **numbers})
     hardware = {"device": "cpu", "cpu": "a processor", "cores": 2, "threads": 1, "load_before": 2.0}

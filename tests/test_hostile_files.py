@@ -177,15 +177,11 @@ def make_page(home: Path) -> None:
     shutil.copytree(run, home / "other")
     (home / "other" / "spectrum.csv").write_text(page_cases.SPECTRUM)
     (home / "bench.json").write_text(json.dumps({**page_cases.bench(), "command": "primal bench"}))
-    place, cost = home / "results" / "uea" / "JapaneseVowels", home / "results" / "lra-efficiency" / "text"
+    place = home / "results" / "uea" / "JapaneseVowels"
     place.mkdir(parents=True)
-    cost.mkdir(parents=True)
     recipe = override(registry.get(page_cases.RECIPE), {"model.attention": ("primal",)}).resolved()
     result = {**page_cases.summary("primal", 0, 0.9), "config": page_cases.to_plain(recipe)}
     (place / "primal-seed0.json").write_text(json.dumps(result))
-    sizes = {"length": 4000, "eager": 1.0, "graph": None, "peak_bytes": None}
-    about = {"kind": "lra-cost", "task": "text", "attention": "primal", "device": "cpu", "torch": "2", "commit": "a"}
-    (cost / "primal.json").write_text(json.dumps({**sizes, **about}))
 
 
 def make_run(home: Path) -> None:
@@ -208,7 +204,6 @@ def make_language(home: Path) -> None:
 
 REPORT = "report {} -o page.html"
 TABLE = "table uea --no-run --sets JapaneseVowels --models primal --results results"
-COSTS = "table lra-efficiency --no-run --results results"
 GENERATE = "generate run --prompt-file prompt.txt --tokens 2 --device cpu"
 RESUME = " ".join(["train uea/Toy --out stopped --resume --data.folder .", *toy.FLAGS])
 SUMMARY = fields("label", "seconds_per_epoch", "scores", "format")
@@ -234,7 +229,6 @@ TOKENIZER = {
 }
 
 
-COST = without(fields("attention", "eager", "device", "task", "torch"), "text-for-table")  # the device is a text
 STORED = "results/uea/JapaneseVowels/primal-seed0.json"
 KINDS = {
     "summary-report": Kind(make_page, "run/summary.json", REPORT.format("run"), SUMMARY),
@@ -245,7 +239,6 @@ KINDS = {
     "bench-plot": Kind(make_page, "bench.json", "bench plot bench.json", TEXT),
     "result-report": Kind(make_page, STORED, REPORT.format("results"), TEXT),
     "result-table": Kind(make_page, STORED, TABLE, RESULT),
-    "cost-table": Kind(make_page, "results/lra-efficiency/text/primal.json", COSTS, COST),
     "prompt": Kind(make_language, "prompt.txt", GENERATE, PROMPT),
     "vocabulary": Kind(make_language, "run/vocabulary.json", GENERATE, {**SAVED, **TOKENIZER}),
     "language-weights": Kind(make_language, "run/model.safetensors", GENERATE, SAVED),

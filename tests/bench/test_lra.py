@@ -49,8 +49,8 @@ def test_results_are_measured_once(tmp_path, monkeypatch, capsys):
     assert "s eager per 1000 steps" in capsys.readouterr().err
     folder = tmp_path / "image"
     softmax, primal = (read_json(folder / f"{name}.json") for name in ("softmax", "primal+"))
-    assert softmax["eager"] > 0
-    assert primal["graph"] is None  # on a GPU only
+    assert softmax["scores"]["step"]["eager"] > 0
+    assert primal["scores"]["step"]["graph"] is None  # on a GPU only
     assert primal["command"].startswith("primal bench lra --tasks image")
     assert {"commit", "versions", "hardware", "date", "device", "torch"} <= set(primal)
     assert main([*words, "--out", str(tmp_path)]) == 0

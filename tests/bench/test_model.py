@@ -12,9 +12,6 @@ from primal_attention.bench import model
 from primal_attention.bench.measurement import check_report, format_report
 from primal_attention.bench.model import SPECS, Spec
 
-ROW = {
-    "name", "mode", "dtype", "kind", "wall_ms", "busy_ms", "first_s", "peak_mib", "ratio", "peak_ratio", "error",
-}  # fmt: skip
 CPU = torch.device("cpu")
 
 
@@ -26,7 +23,7 @@ def read(flags, monkeypatch):
     monkeypatch.setattr(model, "SPECS", specs)
 
     def read(words):
-        args = flags(f"model --tokens 32 --layers 1 --repeats 2 --steps 1 {words}")
+        args = flags(f"model --tokens 32 --layers 1 --repeats 2 {words}")
         args.compiler = "eager"  # Dynamo's graphs are counted without building kernels
         return args
 
@@ -34,33 +31,33 @@ def read(flags, monkeypatch):
 
 
 def test_eager_rows_have_times_and_ratios(read, capsys):
-    names = [spec.name for spec in SPECS if spec.mode == "eager"]
+    names = [str(spec) for spec in SPECS if spec.mode == "eager"]
     args = read(f"--rows {' '.join(names)}")
     report = model.run(args)
-    assert [(row["name"], row["kind"]) for row in report["rows"]] == [(n, k) for n in names for k in ("sdpa", "primal")]
+    rows = [(row["model"], row["name"]) for row in report["rows"]]
+    assert rows == [(name, kind) for name in names for kind in ("sdpa", "primal")]
     for sdpa, primal in zip(report["rows"][::2], report["rows"][1::2], strict=True):
-        assert set(sdpa) == set(primal) == ROW
-        if primal["name"] == "vit-eager-autocast":
-            assert "divisible by num_heads" in primal["error"]
-            assert "\n" not in primal["error"]
+        if primal["model"] == "vit-eager-autocast":
+            assert primal["status"] == "unsupported"
+            assert "divisible by num_heads" in primal["note"]
             continue
-        assert sdpa["error"] is primal["error"] is None
-        assert primal["ratio"] == primal["wall_ms"] / sdpa["wall_ms"]
-        assert primal["first_s"] > 0
-        assert primal["busy_ms"] is primal["peak_mib"] is None  # on a GPU only
+        assert sdpa["status"] == primal["status"] == "ok", primal["note"]
+        assert primal["speedup"] == sdpa["seconds"] / primal["seconds"]
+        assert primal["first_seconds"] > 0
+        assert primal["peak_bytes"] is None  # on a GPU only
     saved = json.loads(args.file.read_text(encoding="utf-8"))
     assert saved == json.loads(json.dumps(report))
-    assert check_report(saved, args.file)["rows"][0]["wall_ms"] > 0
+    assert check_report(saved, args.file)["rows"][0]["seconds"] > 0
     assert capsys.readouterr().err.count("\n") == len(report["rows"])
     assert "padded-eager-autocast" in format_report(report)
 
 
 def test_compiled_rows_and_recompilations(read):
     report = model.run(read("--rows 512x1024-compile-bf16 dynamic"))
-    assert [row["error"] for row in report["rows"]] == [None] * 3
-    assert report["rows"][1]["ratio"] > 0
-    dynamic = report["rows"][2]
-    assert dynamic["graphs"] == 1 + dynamic["recompilations"]
+    assert [row["note"] for row in report["rows"]] == [""] * 4
+    assert report["rows"][1]["speedup"] > 0
+    for dynamic in report["rows"][2:]:
+        assert dynamic["graphs"] == 1 + dynamic["recompilations"]
     assert "recompilations" in format_report(report)
 
 
@@ -76,5 +73,5 @@ def test_packed_and_padded_rows_train_on_the_same_sequences():
 def test_rank_96_models_have_one_primal_layer(read, monkeypatch):
     built = []
     monkeypatch.setattr(model, "Block", lambda spec, kind: built.append(kind) or torch.nn.Linear(2, 2))
-    model.make_step(next(spec for spec in SPECS if spec.model == "deit"), "primal", read(""))
+    model.make_step("primal", read(""), next(spec for spec in SPECS if spec.model == "deit"))
     assert built == ["sdpa"] * 11 + ["primal"]

@@ -20,7 +20,7 @@ from primal_attention.train import registry
 pytest.importorskip("tyro")
 pytest.importorskip("lightning")
 
-PARTS = [f"bench {name}" for name in ("attention", "decode", "model", "lra", "plot")]
+PARTS = [f"bench {name}" for name in ("attention", "generate", "model", "lra", "plot")]
 PARTS += ["data listops", "data pathfinder", "data retrieval"]
 
 
@@ -139,12 +139,35 @@ WRONG = {
     "evaluate file": "file is a file where a folder is needed",
     "evaluate damaged": "config.yaml is not UTF-8 text",
     "data listops --out file": "file already holds a set or other files",
+    "table uae": "did you mean 'uea'?",
+    "table": "required: NAME",
+    "table uea --no-run --seeds 2": "run 'primal table uea --seeds 2' first",
+    "table uea --models primel": "did you mean 'primal'?",
+    "table lm --models sofmax --no-run": "did you mean 'softmax'?",
+    "table uea --sets Tooy": "did you mean Toy?",
+    "table lra-ablation --models eta-s": "no model of this table is called 'eta-s'",
+    "table uea --sets Toy --set epochs": "FIELD=VALUE",
+    "table uea --sets Toy --set trainer.speed=1": "trainer.speed is not a field",
+    "table uea --sets Toy --set seed=1": "cannot change seed",
+    "table uea-ablation --models flow": "no model of this table is called 'flow'",
+    "table lra --any-length": "add --no-run",
+    "table lra --sets text": "no train split",
+    "table uea-efficiency --sets Toy --launcher ray": "local launcher",
+    "table uea-efficiency --sets Toy --workers 99": "must not share a device",
+    "table lra-efficiency --models nothing": "no model of this table is called 'nothing'",
+    "table lra-efficiency --no-run": "has no result of this table",
+    "table uea-modern --sets Tooy": "did you mean Toy?): get it from",
+    "table uea-modern --sets Toy --models flow": "no model of this table is called 'flow'",
+    "table uea-modern --sets Toy --holdout 1.5": "--holdout must be at least 0 and below 1 (got 1.5)",
+    "table uea-modern --sets Toy --changes 3": "must be a JSON object",
+    "table uea-modern --set eta=0": "--set has no meaning for uea-modern",
+    "table uea --holdout 0.2": "--holdout has no meaning for uea",
     "table uea --workers 0": "--workers: must be at least 1 (got 0)",
     "table uea --data nowhere": "--data nowhere is not a folder",
     "table uea --recipe eua": "there are uea, uea-modern, lra",
     "recipes cats": "no recipe has 'cats' in its name",
     "info --nonsense": "unrecognized arguments: --nonsense",
-    "bench generate": "generate is now called decode",
+    "bench decode": "decode is now called generate",
     "bench attention --rivals": "--rivals is now called --baselines",
     "bench attention --lengths 4Q": "4096, 4K or 1M (got '4Q')",
     "bench attention --widths 512x8": "such as 512:8 (got '512x8')",
@@ -154,7 +177,7 @@ WRONG = {
     "bench attention --decay learned": "--decay needs --causal",
     "bench attention --decay soon --causal": "--decay must be 'learned' or a number (got 'soon')",
     "bench attention --only sdpaa": "did you mean 'sdpa'?",
-    "bench decode --only lstm": "no implementation is called 'lstm': there are sdpa, primal",
+    "bench generate --only lstm": "no implementation is called 'lstm': there are sdpa, primal",
     "bench attention --out /proc/nowhere": "--out /proc/nowhere cannot be written to",
     "bench model --rows vitt": "no row is called 'vitt': did you mean 'vit'? there are 512x1024, 512x1024-",
     "bench plot no-such-file.json": "no-such-file.json does not exist",

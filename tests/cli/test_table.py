@@ -1,4 +1,4 @@
-"""`primal table`: runs what is missing, shows stored results, and reports bad input in one line."""
+"""`primal table`: runs what is missing and shows stored results."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import test_lm
 import toy
 
 import page_cases
+from primal_attention.bench import classifiers
+from primal_attention.bench.classifiers import Fit
 from primal_attention.report import tables
 from primal_attention.report.results import ResultIndex
 from primal_attention.train import grid, registry
@@ -167,32 +169,35 @@ def test_the_grid_of_eta_and_s_is_the_papers() -> None:
     assert index.cell_key("Handwriting", best) == index.cell_key("Handwriting", default)
 
 
-WRONG = {
-    "uae": "did you mean 'uea'?",
-    "": "required: NAME",
-    "uea --no-run --seeds 2": "run 'primal table uea --seeds 2' first",
-    "uea --models primel": "did you mean 'primal'?",
-    "lm --models sofmax --no-run": "did you mean 'softmax'?",
-    "uea --sets Tooy": "did you mean Toy?",
-    "lra-ablation --models eta-s": "no model of this table is called 'eta-s'",
-    "uea --sets Toy --set epochs": "FIELD=VALUE",
-    "uea --sets Toy --set trainer.speed=1": "trainer.speed is not a field",
-    "uea --sets Toy --set seed=1": "cannot change seed",
-    "uea-ablation --models flow": "no model of this table is called 'flow'",
-    "lra --any-length": "add --no-run",
-    "lra --sets text": "no train split",
-    "uea-efficiency --sets Toy --launcher ray": "local launcher",
-    "uea-efficiency --sets Toy --workers 99": "must not share a device",
-    "lra-efficiency --models nothing": "no model of this table is called 'nothing'",
-    "lra-efficiency --no-run": "has no result of this table",
-}
+def test_classifiers_are_fitted_once_and_settings_do_not_mix(launched: Launched, primal, monkeypatch) -> None:
+    pytest.importorskip("aeon")
+    started = []
 
+    def run_fits(fits: Sequence[Fit]) -> list[str]:
+        started.extend((fit.model, fit.seed) for fit in fits)
+        for fit in fits:
+            scores = {"last": {"validation_accuracy": 0.5, "validation_calibration_error": 0.1}}
+            fields = {"recipe": fit.recipe, "label": fit.model, "seed": fit.seed, "config": dict(fit.settings)}
+            stored = {"format": 1, "benchmark": "uea", "device": "cpu", "command": fit.command, "scores": scores}
+            write_json(fit.file, stored | fields | {"data": {"set": fit.dataset}})
+        return ["Toy primal seed 1: killed"]
 
-@pytest.mark.parametrize("words", WRONG, ids=lambda words: words.replace(" ", "-"))
-def test_bad_input_is_one_line_and_exit_code_2(words: str, launched: Launched, primal) -> None:
-    code, _, err = primal("table", *words.split())
-    assert code == 2
-    assert err.startswith("primal: ")
-    assert err.count("\n") == 1, err
-    assert WRONG[words] in err
-    assert not launched
+    monkeypatch.setattr(classifiers, "run_fits", run_fits)
+    models = ["--models", "primal", "primal-features", "multirocket-hydra"]
+    pilot = ["uea-modern", "--sets", "Toy", *models, "--seeds", "2", "--holdout", "0.25", "--changes", '{"epochs": 1}']
+    code, out, err = primal("table", *pilot, "--csv", "t.csv", "--markdown", "t.md")
+    assert (code, started) == (2, [(m, seed) for seed in (0, 1) for m in ("primal", "multirocket-hydra")])
+    assert "1 run failed, the first was Toy primal seed 1: killed" in err
+    assert "no test score was computed" in out
+    assert "| Toy | PrimalClassifier | 50.0 ± 0.0 | +0.0 ± 0.0 | 10.0 ± 0.0 |" in Path("t.md").read_text()
+    first = next(csv.DictReader(Path("t.csv").read_text().splitlines()))
+    assert first["difference_half_interval"] == "0.0"
+    stored = json.loads(Path("results/uea-modern-classifiers/Toy/multirocket-hydra-seed1.json").read_text())
+    assert stored["config"] == {"holdout": 0.25}  # PrimalClassifier's parameters are not aeon's
+    assert stored["command"].startswith("primal table uea-modern --sets Toy --models primal")
+    assert primal("table", *pilot, "--no-run")[0] == 0
+    code, _, err = primal("table", "uea-modern", "--sets", "Toy", "--no-run")
+    assert (code, "no result of this table (4 with other settings)" in err) == (2, True)
+    code, _, err = primal("table", "uea-modern", "--sets", "Toy", "--models", "primal")
+    assert (code, "was fitted with" in err) == (2, True)
+    assert len(started) == 4

@@ -10,7 +10,6 @@ import pytest
 from page_cases import bench, config, put_run, summary
 from primal_attention.report import results
 from primal_attention.report.results import Stat, collect, read_folder
-from primal_attention.train.grid import Variant
 from primal_attention.utils.errors import RunError
 
 ROOT = Path(__file__).parents[2]
@@ -19,14 +18,11 @@ ROOT = Path(__file__).parents[2]
 def test_every_stored_summary_opens() -> None:
     runs = results.read_summaries(ROOT / "results")
     assert len(runs) >= 400
-    assert all(run.device and run.seconds_per_epoch > 0 and run.command and run.settings for run in runs)
-    assert {run.benchmark for run in runs} == {"uea", "lra", "d4rl", "lm", "image"}
-    assert (
-        results.read_step_cost(ROOT / "results", "text", Variant("models", "primal", "primal"))[0].score(
-            "step", "graph"
-        )
-        > 0
-    )
+    trainings = [run for run in runs if "trainer" in run.config]
+    assert all(run.device and run.seconds_per_epoch > 0 and run.command and run.settings for run in trainings)
+    assert {run.benchmark for run in trainings} == {"uea", "lra", "d4rl", "lm", "image"}
+    others = [run for run in runs if run not in trainings]
+    assert all(run.score("step", "eager") or run.score("fit", "seconds") or "refused" in run.data for run in others)
 
 
 def test_a_run_folder_has_curves_scores_and_its_command(tmp_path: Path) -> None:

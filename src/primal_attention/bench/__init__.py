@@ -1,4 +1,4 @@
-"""Benchmarks behind `primal bench`: layers (`attention.py`), decoding (`decode.py`) and models (`model.py`, `lra.py`).
+"""Benchmarks: layers (`attention.py`), generation (`generate.py`), models (`model.py`, `lra.py`), and `classifiers.py`.
 
 `measurement.py` holds what they share: timing, memory, the JSON report, its table and its plot.
 """

@@ -56,6 +56,9 @@ class Shape:
     rank: int = 30
     landmarks: int = 300
 
+    def __str__(self) -> str:
+        return f"d {self.embed_dim}, batch {self.batch}, N {self.length}"
+
     @property
     def primal_arguments(self) -> dict[str, Any]:
         """The keywords of PrimalAttention."""
@@ -198,7 +201,7 @@ def build_authors(shape: Shape) -> nn.Module:
 class Step:
     """Forward and backward of a layer, or forward only, on random input.
 
-    The gradient of y is given; a layer with an objective J also gets the gradient of mean J². Nothing is accumulated.
+    The gradient of y is random; a layer with an objective J also gets the gradient of mean J². Nothing is accumulated.
     """
 
     def __init__(self, layer: nn.Module, shape: Shape, seed: int = 0, inference: bool = False) -> None:
@@ -332,11 +335,9 @@ def make_grid(args: Namespace) -> list[list[Shape]]:
 
 def measure_layer(build: Callable[[Shape], Any], shape: Shape, args: Namespace) -> Row:
     """Measure memory, then time: the pool of a CUDA graph must not exist while memory is counted."""
-    row: Row = {}
     step = Step(build(shape), shape, args.seed, args.inference)
     step()  # compiles and allocates
-    if not args.inference:
-        row["kept_bytes"] = step.saved_bytes()
+    row: Row = {} if args.inference else {"saved_bytes": step.saved_bytes()}
     if shape.device.type == "cuda":
         row["peak_bytes"] = measurement.peak_bytes(step, shape.device)
     return row | measurement.time_step(step, shape.device, args.eager, args.repeats, args.seconds)
@@ -345,23 +346,26 @@ def measure_layer(build: Callable[[Shape], Any], shape: Shape, args: Namespace) 
 def run(
     args: Namespace,
     implementations: Sequence[Implementation] | None = None,
-    measure: Callable[[Callable[[Shape], Any], Shape, Namespace], Row] = measure_layer,
+    measure: Callable[[Callable[[Any], Any], Any, Namespace], Row] = measure_layer,
+    grid: Sequence[Sequence[Any]] | None = None,
 ) -> dict[str, Any]:
     """Measure and return the report, which is also written to `args.file` after each length.
 
     Args:
-        args: the flags of `primal bench attention`, or of a benchmark with the same grid.
+        args: the flags of `primal bench attention`, or of a benchmark that passes what follows.
         implementations: instead of those that the flags choose.
         measure: returns the numbers of a row.
+        grid: shapes, or what `build` of the implementations takes; an implementation that is too slow for a shape skips
+            the others in the same list.
     """
     chosen = implementations or choose(list_implementations(), args.only, args.baselines)
-    report, grid = measurement.start_report(args.benchmark, args) | {"gate": []}, make_grid(args)
+    report, grid = measurement.start_report(args.benchmark, args) | {"gate": []}, grid or make_grid(args)
     with Progress(sum(len(chosen) * len(shapes) for shapes in grid), "timing") as progress, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a large rank; torch's reasons against each SDPA backend
         for shapes in grid:
             torch.compiler.reset()  # Dynamo stops compiling at its limit of graphs per function
-            checked = [i for i in chosen if i.kind in CHECKED] if measure is measure_layer else []
-            excluded = check_all(checked, shapes[0], report["gate"], args.seed + 1, progress)
+            is_layer = measure is measure_layer
+            excluded = check_all(chosen, shapes[0], report["gate"], args.seed + 1, progress) if is_layer else {}
             for shape in shapes:
                 # All implementations at one length before the next, so that what is compared is measured together.
                 for name, kind, build in chosen:
@@ -372,12 +376,12 @@ def run(
                             row |= measure(build, shape, args)
                         except Exception as error:  # becomes the note of the row
                             row["status"], row["note"] = measurement.failure(error)
-                        measurement.free_memory(shape.device)
+                        measurement.free_memory(args.device)
                     report["rows"].append(row)
                     if (row["seconds"] or 0.0) > args.limit:
                         excluded[name] = SKIPPED, f"{row['seconds']:.1f} s at {shape.length:,} tokens"
                     result = row["status"] if row["seconds"] is None else f"{1e3 * row['seconds']:.3g} ms"
-                    progress.advance(f"{name}, d {shape.embed_dim}, N {shape.length}: {result}")
+                    progress.advance(f"{name}, {shape}: {result}")
                 add_ratios(report["rows"])
                 measurement.write_report(args.file, report)
     return report
@@ -388,7 +392,7 @@ def check_all(
 ) -> dict[str, tuple[str, str]]:
     """Check implementations of Primal-Attention; return status and note of those that are not timed."""
     excluded: dict[str, tuple[str, str]] = {}
-    for name, _, build in implementations:
+    for name, _, build in (i for i in implementations if i.kind in CHECKED):
         try:
             verdict = check_layer(build, shape, seed)
             gate.append({"name": name, "embed_dim": shape.embed_dim, "num_heads": shape.num_heads, **verdict})
@@ -403,21 +407,23 @@ def check_all(
     return excluded
 
 
-def new_row(name: str, kind: str, shape: Shape, status: str, note: str) -> Row:
+def new_row(name: str, kind: str, shape: Any, status: str, note: str) -> Row:
     """Return a row without measurements."""
-    sizes = {size: getattr(shape, size) for size in SIZES}
-    empty = ("seconds", "iqr", "runs", "method", "peak_bytes", "kept_bytes", "state_bytes")
-    ratios = ("speedup", "peak_ratio", "kept_ratio")
-    return {"name": name, "kind": kind, **sizes, "status": status, "note": note, **dict.fromkeys((*empty, *ratios))}
+    facts = {size: getattr(shape, size) for size in SIZES} | getattr(shape, "facts", {})
+    empty = ("seconds", "iqr", "runs", "method", "peak_bytes", "saved_bytes", "state_bytes")
+    ratios = ("speedup", "peak_ratio", "saved_ratio")
+    return {"name": name, "kind": kind, **facts, "status": status, "note": note, **dict.fromkeys((*empty, *ratios))}
 
 
 def add_ratios(rows: Sequence[Row]) -> None:
     """Set the speed relative to SDPA and the bytes relative to SDPA's."""
-    sizes = ("embed_dim", "num_heads", "length")
-    base = {tuple(row[s] for s in sizes): row for row in rows if row["name"] == "sdpa" and row["status"] == OK}
+
+    def case(row: Row) -> tuple[Any, ...]:
+        return (row.get("model"), *(row[size] for size in SIZES))
+
+    base = {case(row): row for row in rows if row["name"] == "sdpa" and row["status"] == OK}
     for row in rows:
-        sdpa = base.get(tuple(row[s] for s in sizes))
-        if sdpa is not None and row["status"] == OK:
+        if row["status"] == OK and (sdpa := base.get(case(row))):
             row["speedup"] = ratio(sdpa["seconds"], row["seconds"])
             row["peak_ratio"] = ratio(row["peak_bytes"], sdpa["peak_bytes"])
-            row["kept_ratio"] = ratio(row["kept_bytes"], sdpa["kept_bytes"])
+            row["saved_ratio"] = ratio(row["saved_bytes"], sdpa["saved_bytes"])

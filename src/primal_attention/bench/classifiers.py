@@ -1,25 +1,19 @@
-"""`primal table uea-modern`: PrimalClassifier, its ablations and aeon's classifiers on sets of the UEA archive.
+"""Fits behind `primal table uea-modern`: PrimalClassifier, its controls and aeon's classifiers on the UEA archive.
 
-Every fit is a process of its own, so that compiled code and thread counts of one classifier do not reach another. It
-writes one JSON file: accuracy, expected calibration error, wall and CPU seconds of fit and predict, and where they come
-from. Finished fits are not run again.
-
-    python -m primal_attention.bench.classifiers --sets NATOPS --models primal --seeds 1 --holdout 0.25
-
-scores samples that are held out of the training samples, to choose settings without test.
+Every fit runs in its own process, so that compiled code and thread counts of one classifier do not reach another. It
+leaves one summary, as a training does: accuracy, expected calibration error, wall and CPU seconds, and provenance.
 """
 
 from __future__ import annotations
 
-import argparse
-import fcntl
+import inspect
 import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,155 +21,171 @@ import numpy as np
 
 from primal_attention.data import uea
 from primal_attention.models.convolution_features import calibration_error, fit_weights, log_softmax
-from primal_attention.utils.errors import RunError, check_name
+from primal_attention.utils.errors import check_name
 from primal_attention.utils.files import write_json
 from primal_attention.utils.progress import Progress
 
-FOLDER = "uea-modern-classifiers"
-SETS = (
-    "ArticularyWordRecognition", "AtrialFibrillation", "BasicMotions", "FingerMovements", "Handwriting",
-    "JapaneseVowels", "LSST", "NATOPS", "PenDigits", "StandWalkJump", "UWaveGestureLibrary",
-)  # fmt: skip
-# name: (title, settings of PrimalClassifier or None for one of aeon's)
-MODELS: dict[str, tuple[str, dict[str, Any] | None]] = {
-    "primal": ("PrimalClassifier", {}),
-    "multirocket-hydra": ("MultiRocketHydra (aeon)", None),
-    "softmax": ("softmax instead of Primal-Attention", {"attention": "softmax"}),
-    "none": ("convolution instead of attention", {"attention": "none"}),
-    "inception-time": ("InceptionTime (aeon)", None),
-}
+PRIMAL_PARAMETERS = {"primal": {}, "softmax": {"attention": "softmax"}, "none": {"attention": "none"}}
+"""Parameters of PrimalClassifier by model; other models are aeon's."""
 
 
-def make_classifier(model: str, seed: int, threads: int, **changes: Any) -> Any:
-    """An unfitted classifier with default settings."""
-    if model == "multirocket-hydra":
-        from aeon.classification.convolution_based import MultiRocketHydraClassifier
+@dataclass(frozen=True)
+class Fit:
+    """A classifier to fit to a set, and the file of its summary."""
 
-        return MultiRocketHydraClassifier(random_state=seed, n_jobs=threads)
-    if model == "inception-time":
-        from aeon.classification.deep_learning import InceptionTimeClassifier
+    dataset: str
+    model: str
+    seed: int
+    settings: Mapping[str, Any]
+    """`holdout`, the part of the training samples that is scored instead of test (0: test), and parameters of
+    PrimalClassifier."""
+    file: Path
+    folder: Path | None = None
+    """Of the data; None is the default folder."""
+    threads: int = 2
+    command: str | None = None
+    commit: str | None = None
+    """Of the code, where git cannot say it."""
 
-        return InceptionTimeClassifier(random_state=seed)
+    @property
+    def recipe(self) -> str:
+        return f"uea-modern-classifiers/{self.dataset}"
+
+
+def check_parameters(names: Iterable[str]) -> None:
+    """Raise a RunError for a name that is not a parameter of PrimalClassifier."""
     from primal_attention.train.estimator import PrimalClassifier
 
-    return PrimalClassifier(**{**(MODELS[model][1] or {}), **changes}, device="cpu", random_state=seed)
+    for name in names:
+        check_name(name, inspect.signature(PrimalClassifier).parameters, "parameter of PrimalClassifier")
 
 
-def measure(name: str, model: str, seed: int, holdout: float, threads: int, **changes: Any) -> dict[str, Any]:
-    """Fit a classifier to a set's training samples and score it on test, or on held-out training samples."""
+def run_fits(fits: Sequence[Fit]) -> list[str]:
+    """Run fits in processes, one after the other; return a line for each that failed."""
+    errors = []
+    with Progress(len(fits), "fits") as bar:
+        for fit in fits:
+            threads = dict.fromkeys(("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"), str(fit.threads))
+            words = [sys.executable, "-m", __name__, json.dumps(asdict(fit), default=str)]
+            done = subprocess.run(words, env=os.environ | threads, capture_output=True, text=True, check=False)
+            name = f"{fit.dataset} {fit.model} seed {fit.seed}"
+            if done.returncode:
+                errors.append(f"{name}: {(done.stderr.strip() or f'exit code {done.returncode}').splitlines()[-1]}")
+            bar.advance(errors[-1] if done.returncode else f"{name}: {done.stdout.strip()}")
+    return errors
+
+
+def run_fit(fit: Fit) -> dict[str, Any]:
+    """Fit a classifier to training samples and score it on test, or on holdout samples; return the summary."""
     import torch
 
-    from primal_attention.train.estimator import USUAL_WEIGHTS
-    from primal_attention.utils.provenance import collect
+    from primal_attention.utils.provenance import collect, device_name
 
-    torch.set_num_threads(threads)
-    data = uea.load(name)
-    train, scored = data.train, data.test
-    if holdout:
-        fit, held_out = uea.stratified_holdout(train.labels, holdout, seed)
-        train, scored = data.train.take(fit), data.train.take(held_out)
-    file = uea.find(name)
+    torch.set_num_threads(fit.threads)
+    data, cpu = uea.load(fit.dataset, fit.folder), torch.device("cpu")
+    train, scored, prefix = data.train, data.test, ""
+    if fit.settings["holdout"]:
+        rows, holdout_rows = uea.stratified_holdout(train.labels, fit.settings["holdout"], fit.seed)
+        train, scored, prefix = data.train.take(rows), data.train.take(holdout_rows), "validation_"
+    file = uea.find(fit.dataset, fit.folder)
     assert file is not None
-    origin = collect(
-        command=None, device=torch.device("cpu"), data_files=[file, file.with_name(f"{name}_TEST{file.suffix}")]
-    )
-    row: dict[str, Any] = {"set": name, "model": model, "seed": seed, "holdout": holdout, "changes": changes}
-    row |= {"train_samples": len(train), "scored_samples": len(scored), "origin": origin}
+    files = [file, file.with_name(file.name.replace("_TRAIN", "_TEST"))]
+    origin = collect(command=fit.command, device=cpu, commit=fit.commit, data_files=files)
+    summary = {"format": 1, "benchmark": "uea", "label": fit.model, "seed": fit.seed, "config": dict(fit.settings)}
+    summary |= {"recipe": fit.recipe, "device": device_name(origin["hardware"])}
+    facts = {"set": fit.dataset, "train_samples": len(train), "scored_samples": len(scored)}
+    summary |= {"scores": {}, "data": facts, "torch": torch.__version__, **origin}
     try:
-        classifier = make_classifier(model, seed, threads, **changes)
-        _, row["fit"] = timed(lambda: classifier.fit(as_input(train), train.labels))
-        probabilities, row["predict"] = timed(lambda: classifier.predict_proba(as_input(scored)))
-    except (ValueError, ModuleNotFoundError) as error:
-        return row | {"refused": " ".join(str(error).split())[:200]}
+        classifier = make_classifier(fit)
+        _, fit_cost = measure_cost(lambda: classifier.fit(as_input(train), train.labels))
+        probabilities, predict_cost = measure_cost(lambda: classifier.predict_proba(as_input(scored)))
+    except (ValueError, ModuleNotFoundError) as error:  # the classifier does not take this set, or lacks a package
+        return summary | {"data": {**facts, "refused": " ".join(str(error).split()).partition(". ")[0]}}
     labels = np.searchsorted(classifier.classes_, scored.labels)
-    row |= scores(probabilities, labels)
-    if not hasattr(classifier, "combination_"):
-        return row
-    # The ablations: each part of the same fit alone, calibrated by its own held-out scores.
-    row |= {"combination": classifier.combination_, "fit_seconds": classifier.fit_seconds_, "parts": {}}
-    for part, values in classifier._parts(as_input(scored)).items():
+    scores = {"last": score_probabilities(probabilities, labels, prefix), "fit": fit_cost, "predict": predict_cost}
+    if fit.model in PRIMAL_PARAMETERS:
         own_labels = np.searchsorted(classifier.classes_, train.labels)
-        weight = fit_weights([classifier.held_out_[part]], own_labels, [USUAL_WEIGHTS[part]])
-        row["parts"][part] = scores(np.exp(log_softmax(weight * values)), labels)
-    return row
+        scores |= score_parts(classifier, as_input(scored), labels, own_labels, prefix)
+        summary["combination"] = classifier.combination_
+    return summary | {"scores": scores}
 
 
-def scores(probabilities: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """Accuracy, expected calibration error and cross-entropy."""
+def make_classifier(fit: Fit) -> Any:
+    """Build a classifier with its default settings, changed by those of the fit."""
+    if fit.model == "multirocket-hydra":
+        from aeon.classification.convolution_based import MultiRocketHydraClassifier
+
+        return MultiRocketHydraClassifier(random_state=fit.seed, n_jobs=fit.threads)
+    if fit.model == "inception-time":
+        from aeon.classification.deep_learning import InceptionTimeClassifier
+
+        return InceptionTimeClassifier(random_state=fit.seed)
+    from primal_attention.train.estimator import PrimalClassifier
+
+    changes = {name: value for name, value in fit.settings.items() if name != "holdout"}
+    return PrimalClassifier(**{**PRIMAL_PARAMETERS[fit.model], **changes}, device="cpu", random_state=fit.seed)
+
+
+def score_probabilities(probabilities: np.ndarray, labels: np.ndarray, prefix: str) -> dict[str, float]:
+    """Return accuracy, expected calibration error and cross-entropy."""
     own = probabilities[np.arange(len(labels)), labels]
     return {
-        "accuracy": float((probabilities.argmax(axis=1) == labels).mean()),
-        "calibration_error": calibration_error(probabilities, labels),
-        "log_loss": float(-np.log(own.clip(min=1e-12)).mean()),
+        f"{prefix}accuracy": float((probabilities.argmax(axis=1) == labels).mean()),
+        f"{prefix}calibration_error": calibration_error(probabilities, labels),
+        f"{prefix}loss": float(-np.log(own.clip(min=1e-12)).mean()),
     }
 
 
+def score_parts(
+    classifier: Any, series: Any, labels: np.ndarray, train_labels: np.ndarray, prefix: str
+) -> dict[str, dict[str, float]]:
+    """Return the scores of each part of a fitted PrimalClassifier alone, calibrated by its own cross-fitted scores."""
+    from primal_attention.train.estimator import USUAL_WEIGHTS
+
+    scores = {}
+    for part, values in classifier._parts(series).items():
+        weight = fit_weights([classifier.held_out_[part]], train_labels, [USUAL_WEIGHTS[part]])
+        scores[part] = score_probabilities(np.exp(log_softmax(weight * values)), labels, prefix)
+        scores[part]["fit_seconds"] = classifier.fit_seconds_[part]
+    return scores
+
+
 def as_input(split: uea.Split) -> Any:
-    """Series as aeon takes them: an array (samples, channels, time), or a list if lengths differ."""
+    """Return series as aeon takes them: an array (samples, channels, time), or a list if lengths differ."""
     series = [s.T for s in split.series]
     return np.stack(series) if len({s.shape[1] for s in series}) == 1 else series
 
 
-def timed(function: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
-    """The result of a function, and its wall and CPU seconds."""
-    wall, cpu = time.perf_counter(), time.process_time()
+def measure_cost(function: Callable[[], Any]) -> tuple[Any, dict[str, float | None]]:
+    """Return the result of a function, its wall and CPU seconds, and the cores that other processes used meanwhile."""
+    wall, cpu, busy = time.perf_counter(), time.process_time(), busy_seconds()
     result = function()
-    return result, {"seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu}
+    seconds, cpu_seconds, busy_after = time.perf_counter() - wall, time.process_time() - cpu, busy_seconds()
+    others = None if busy is None or busy_after is None else max(0.0, busy_after - busy - cpu_seconds) / seconds
+    return result, {"seconds": seconds, "cpu_seconds": cpu_seconds, "other_cores": others}
 
 
-def read_options(args: Sequence[str]) -> argparse.Namespace:
-    top = argparse.ArgumentParser(prog="primal table uea-modern", description=__doc__.split("\n")[0])
-    top.add_argument("--sets", nargs="+", default=list(SETS))
-    top.add_argument("--models", nargs="+", default=list(MODELS), help=" ".join(MODELS))
-    top.add_argument("--seeds", type=int, default=5, help="number of seeds, from 0 on")
-    top.add_argument("--holdout", type=float, default=0.0, help="score this part of the training samples, not test")
-    top.add_argument("--threads", type=int, default=2)
-    top.add_argument("--changes", default="{}", help="settings of PrimalClassifier as JSON, to compare settings")
-    top.add_argument("--results", type=Path, default=Path("results"))
-    top.add_argument("--no-run", action="store_true", help="only show stored results")
-    top.add_argument("--markdown", type=Path, metavar="FILE")
-    top.add_argument("--single", type=int, metavar="SEED", help="one set, model and seed in this process")
-    options = top.parse_args(list(args))
-    for model in options.models:
-        check_name(model, MODELS, "model of this table")
-    return options
+def busy_seconds() -> float | None:
+    """Return the CPU seconds of all processes of this machine since its start; None where Linux does not count them."""
+    try:
+        ticks = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    except OSError:
+        return None
+    user, nice, system, _idle, _waiting, irq, softirq, steal = ticks
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
-def run_missing(options: argparse.Namespace) -> None:
-    """Run the fits that have no file yet, one process after another; the first seed of everything first."""
-    jobs = [(name, model, seed) for seed in range(options.seeds) for name in options.sets for model in options.models]
-    missing = [job for job in jobs if not result_file(options.results, *job).exists()]
-    threads = {name: str(options.threads) for name in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS")}
-    same = ["--holdout", str(options.holdout), "--changes", options.changes, "--results", str(options.results)]
-    with Progress(len(missing), "fits") as bar, Path(tempfile.gettempdir(), "quiet.lock").open("w") as lock:
-        for name, model, seed in missing:
-            command = [sys.executable, "-m", "primal_attention.bench.classifiers", "--sets", name, "--models", model]
-            command += ["--single", str(seed), "--threads", str(options.threads), *same]
-            fcntl.flock(lock, fcntl.LOCK_EX)  # one measurement at a time on this machine
-            done = subprocess.run(command, env=os.environ | threads, capture_output=True, text=True, check=False)
-            fcntl.flock(lock, fcntl.LOCK_UN)
-            if done.returncode:
-                raise RunError(f"{name} {model} seed {seed} failed: {(done.stderr.strip() or 'no message')[-300:]}")
-            row = json.loads(result_file(options.results, name, model, seed).read_text(encoding="utf-8"))
-            score = f"accuracy {row['accuracy']:.3f}" if "accuracy" in row else f"refused: {row['refused']}"
-            bar.advance(f"{name} {model} seed {seed}: {score}")
-
-
-def result_file(results: Path, name: str, model: str, seed: int) -> Path:
-    return results / FOLDER / name / f"{model}-seed{seed}.json"
-
-
-def main(args: Sequence[str]) -> int:
-    options = read_options(args)
-    if options.single is None:
-        run_missing(options)
-        return 0
-    name, model = options.sets[0], options.models[0]
-    changes = json.loads(options.changes)
-    row = measure(name, model, options.single, options.holdout, options.threads, **changes)
-    write_json(result_file(options.results, name, model, options.single), row)
-    return 0
+def main(text: str) -> None:
+    """Run the fit that JSON describes and write its summary."""
+    fields = json.loads(text)
+    folder = None if fields["folder"] is None else Path(fields["folder"])
+    fit = Fit(**{**fields, "file": Path(fields["file"]), "folder": folder})
+    summary = run_fit(fit)
+    write_json(fit.file, summary)
+    score = {name: value for name, value in summary["scores"].get("last", {}).items() if name.endswith("accuracy")}
+    shown = [f"{name.replace('_', ' ')} {value:.3f}" for name, value in score.items()]
+    print(*(shown or [f"refused: {summary['data']['refused']}"]))
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    main(sys.argv[1])

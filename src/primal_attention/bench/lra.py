@@ -105,28 +105,27 @@ def use_authors_layers(model: Any) -> None:
 
 
 def measure(task: str, attention: str, args: Namespace) -> Row:
-    """Return seconds per 1000 steps (replayed and eager), and the peak of allocated bytes above the start."""
+    """Return a summary: seconds per 1000 steps, replayed and eager, and the peak of allocated bytes above the start."""
     device: torch.device = args.device
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     step = Step(task, attention, device, args.batch_size)
-    row: Row = {"kind": "lra-cost", "task": task, "attention": attention, "length": TASKS[task].length}
-    row |= {
-        "batch_size": len(step.batch[-1]),
-        "compiled": step.is_compiled,
-        "graph": None,
-        "peak_bytes": None,
-        "note": "",
-    }
+    facts: Row = {"set": task, "max_length": TASKS[task].length, "batch_size": len(step.batch[-1]), "note": ""}
+    facts |= {"compiled": step.is_compiled, "repeats": args.repeats}
+    scores, peak = {"graph": None}, None
     if device.type == "cuda":
         step()
-        row["peak_bytes"] = measurement.peak_bytes(step, device) - before
+        peak = measurement.peak_bytes(step, device) - before
         timing = measurement.time_step(step, device, repeats=args.repeats)
-        row |= {"graph": 1000 * timing["seconds"]} if timing["method"] == GRAPH else {"note": timing["note"]}
+        if timing["method"] == GRAPH:
+            scores["graph"] = 1000 * timing["seconds"]
+        facts["note"] = timing["note"]
         measurement.free_memory(device)  # the pool of the graph
     with torch.compiler.set_stance("force_eager" if step.is_compiled else "default"):
-        row["eager"] = 1000 * measurement.time_step(step, device, eager=True, repeats=args.repeats)["seconds"]
+        scores["eager"] = 1000 * measurement.time_step(step, device, eager=True, repeats=args.repeats)["seconds"]
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return row | {"device": name, "torch": torch.__version__, "repeats": args.repeats}
+    about = {"format": 1, "benchmark": "lra", "recipe": f"lra-efficiency/{task}", "label": attention, "seed": 0}
+    result = {"scores": {"step": scores}, "config": {}, "peak_memory_bytes": peak, "data": facts}
+    return {**about, **result, "device": name, "torch": torch.__version__}
 
 
 def run(args: Namespace) -> None:
@@ -142,5 +141,8 @@ def run(args: Namespace) -> None:
             row = measure(task, attention, args)
             origin = collect(command=args.command, device=args.device, commit=args.commit)
             write_json(args.out / task / f"{attention}.json", {**row, **origin})
-            graph = "" if row["graph"] is None else f"{row['graph']:.2f} s replayed, "
-            progress.advance(f"{task} {attention}: {graph}{row['eager']:.2f} s eager per 1000 steps {row['note']}")
+            cost = row["scores"]["step"]
+            graph = "" if cost["graph"] is None else f"{cost['graph']:.2f} s replayed, "
+            progress.advance(
+                f"{task} {attention}: {graph}{cost['eager']:.2f} s eager per 1000 steps {row['data']['note']}"
+            )

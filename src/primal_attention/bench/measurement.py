@@ -67,7 +67,7 @@ def capture(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 def _time_on_gpu(step: Callable[[], object], eager: bool, repeats: int) -> Row:
     # Whatever is set up on first use must exist before the capture, which needs a side stream.
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.current_stream() if eager else torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
@@ -162,32 +162,32 @@ def ratio(above: float | None, below: float | None) -> float | None:
     return above / below if above is not None and below else None
 
 
-# Numbers of a row: heading and scale in the table. Times of whole models are wall times.
+# Numbers of a row: heading and scale in the table.
 _NUMBERS = {
     "seconds": ("ms", 1e3),
     "iqr": ("IQR ms", 1e3),
     "speedup": ("speed ÷ SDPA's", 1),
     "tokens_per_second": ("tokens/s", 1),
-    "wall_ms": ("ms per step", 1),
-    "ratio": ("÷ SDPA's", 1),
-    "busy_ms": ("GPU busy ms", 1),
-    "first_s": ("first step s", 1),
+    "first_seconds": ("first step s", 1),
     "peak_bytes": ("peak MiB", 2**-20),
-    "peak_mib": ("peak MiB", 1),
     "peak_ratio": ("÷ SDPA's", 1),
-    "kept_bytes": ("saved MiB", 2**-20),
-    "kept_ratio": ("÷ SDPA's", 1),
+    "saved_bytes": ("saved MiB", 2**-20),
+    "saved_ratio": ("÷ SDPA's", 1),
     "state_bytes": ("state kB", 1e-3),
     "recompilations": ("recompilations", 1),
 }
 SIZES = ("embed_dim", "num_heads", "batch", "length")
 _OPTIONAL = (Number(least=0), None)
-_ROW = {"name": str, "label?": str, "note?": str, **{f"{name}?": _OPTIONAL for name in _NUMBERS}}
-_LAYER_ROW = {**_ROW, "status": frozenset(STATUSES), **dict.fromkeys(SIZES, COUNT)}
-_MODEL_ROW = {**_ROW, "kind": str, "error": (str, None)}
+_ROW = {
+    "name": str,
+    **dict.fromkeys(("label?", "note?", "model?"), str),
+    "status": frozenset(STATUSES),
+    **dict.fromkeys(SIZES, COUNT),
+    **{f"{name}?": _OPTIONAL for name in _NUMBERS},
+}
 _REPORT = {
     "format": frozenset({1}),
-    "kind": frozenset({"attention", "decode", "model"}),
+    "kind": frozenset({"attention", "generate", "model"}),
     **dict.fromkeys(("date?", "command?", "commit?"), (str, None)),
     "hardware": {
         **dict.fromkeys(("device", "cpu", "gpu?"), str),
@@ -197,6 +197,7 @@ _REPORT = {
     },
     "versions": {"torch": str},
     "settings": {"dtype?": str, "causal?": bool, "layers?": (COUNT, None)},
+    "rows": [_ROW],
 }
 
 
@@ -206,11 +207,9 @@ def check_report(content: Any, path: Path) -> dict[str, Any]:
     A `RunError` of one line names what is wrong with the file.
     """
     check(content, _REPORT, path)
-    check(content, {"rows": [_MODEL_ROW if content["kind"] == "model" else _LAYER_ROW]}, path)
-    required = ("seconds", "state_bytes") if content["kind"] == "decode" else ("seconds",)
     for i, row in enumerate(content["rows"]):
-        if row.get("status") == OK:
-            check(row, dict.fromkeys(required, Number(above=0)), path, f"rows[{i}]")
+        if row["status"] == OK and row.get("recompilations") is None:
+            check(row, {"seconds": Number(above=0)}, path, f"rows[{i}]")
     return {**content, "rows": [{"label": row["name"], "note": "", **row} for row in content["rows"]]}
 
 
@@ -222,12 +221,12 @@ def format_report(report: dict[str, Any]) -> str:
             return ""
         return f"{scale * value:,.0f}" if scale * value >= 1000 else f"{scale * value:.4g}"
 
-    names = ("name", "kind") if report["kind"] == "model" else ("name", *SIZES)
-    table = [["", *names[1:], *(heading for heading, _ in _NUMBERS.values()), ""]]
+    names = ("model", "name", *SIZES)
+    table = [["", "", *SIZES, *(heading for heading, _ in _NUMBERS.values()), ""]]
     for row in report["rows"]:
-        cells = [str(row[name]) for name in names]
+        cells = [str(row.get(name, "")) for name in names]
         cells += [show(row.get(name), scale) for name, (_, scale) in _NUMBERS.items()]
-        problems = (row.get("status", OK), row.get("note"), row.get("error"))
+        problems = (row["status"], row.get("note"))
         table.append([*cells, ", ".join(text for text in problems if text not in (OK, "", None))])
     columns = [column for column in zip(*table, strict=True) if any(column[1:])]
     padded = [[cell.rjust(max(map(len, column))) for cell in column] for column in columns]
@@ -236,7 +235,7 @@ def format_report(report: dict[str, Any]) -> str:
 
 def title(report: dict[str, Any]) -> str:
     settings, subject = report["settings"], "Training steps of whole models"
-    if report["kind"] == "decode":
+    if report["kind"] == "generate":
         model = f" of a language model of {settings['layers']} layers" if settings.get("layers") else ""
         subject = f"One more token{model} after N tokens"
     elif report["kind"] == "attention":
@@ -272,27 +271,32 @@ def new_figure(file: Path, rows: int, columns: int, height: float = 4.0) -> Iter
 _MEMORY = {
     "state_bytes": "state per sequence",
     "peak_bytes": "peak memory of a step",
-    "kept_bytes": "memory saved for backward",
+    "saved_bytes": "memory saved for backward",
 }
 
 
 def plot_report(report: dict[str, Any], file: Path) -> list[Path]:
-    """Plot time and memory against length, a row of panels per width, and return the files."""
-    rows: Sequence[Row] = [row for row in report["rows"] if row.get("status") == OK]
-    if not rows:  # or training steps, which have no lengths
+    """Plot time and memory against length, a row of panels per width and batch of generation; return the files."""
+    rows: Sequence[Row] = [row for row in report["rows"] if row["status"] == OK]
+    if not rows or report["kind"] == "model":  # training steps have no lengths
         return []
-    memory = next((name for name in _MEMORY if any(row.get(name) for row in rows)), "kept_bytes")
-    widths = list(dict.fromkeys((row["embed_dim"], row["num_heads"]) for row in rows))
+    memory = next((name for name in _MEMORY if any(row.get(name) for row in rows)), "saved_bytes")
+    is_generation = report["kind"] == "generate"
 
-    def seconds_per_token(row: Row) -> float:
-        return float(row["seconds"]) / (1 if report["kind"] == "decode" else row["batch"] * row["length"])
+    def panel(row: Row) -> str:
+        batch = f", batch {row['batch']}" if is_generation else ""  # that of a layer depends on the length
+        return f"d {row['embed_dim']}, {row['num_heads']} heads{batch}"
 
-    with new_figure(file, len(widths), 2) as (figure, grid):
-        for (left, right), (width, heads) in zip(grid, widths, strict=True):
-            own = [row for row in rows if (row["embed_dim"], row["num_heads"]) == (width, heads)]
-            draw_lengths(left, own, seconds_per_token, "time per token", "s")
+    def seconds(row: Row) -> float:
+        return float(row["seconds"]) / (1 if is_generation else row["batch"] * row["length"])
+
+    panels = list(dict.fromkeys(map(panel, rows)))
+    with new_figure(file, len(panels), 2) as (figure, grid):
+        for (left, right), name in zip(grid, panels, strict=True):
+            own = [row for row in rows if panel(row) == name]
+            draw_lengths(left, own, seconds, f"time per {'step' if is_generation else 'token'}", "s")
             draw_lengths(right, own, lambda row: row.get(memory), _MEMORY[memory], "B")
-            left.set_title(f"d {width}, {heads} heads", loc="left")
+            left.set_title(name, loc="left")
             right.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=8)
         figure.suptitle(title(report))
     return [file.with_name(f"{file.name}.{kind}") for kind in ("png", "svg")]

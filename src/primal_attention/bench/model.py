@@ -1,34 +1,31 @@
 """`primal bench model`: training steps of whole models, softmax attention (SDPA) and Primal in the same process.
 
 The models are pre-LN encoders with FFNs of width 4d, GELU, AdamW and no dropout. A step is forward, backward and
-update. The loss of Primal models includes the KSVD loss. Times are wall times of steps back to back.
+update. The loss of Primal models includes the KSVD loss. Steps run back to back, launched by the host.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import statistics
 import time
 import warnings
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from primal_attention.bench import measurement
-from primal_attention.bench.measurement import Row, ratio
+from primal_attention.bench import attention, measurement
+from primal_attention.bench.attention import Implementation
+from primal_attention.bench.measurement import Row
 from primal_attention.nn.objective import ksvd_loss
 from primal_attention.nn.primal import PrimalAttention
 from primal_attention.utils.errors import check_name
-from primal_attention.utils.progress import Progress
 
 ETA = 0.1
-WARMUP = 4  # steps after the first one
 LENGTHS = (128, 197, 256, 333, 512, 640, 777, 1024, 1500, 2048)  # of the dynamic row
 
 
@@ -50,12 +47,17 @@ class Spec:
     primal: dict[str, Any] = field(default_factory=dict)  # keywords of PrimalAttention
 
     @property
-    def name(self) -> str:
-        return f"{self.model}-{self.mode}-{self.dtype}"
+    def batch(self) -> int:
+        if self.layout in ("padded", "packed"):  # the mean length is 5/8 of the longest
+            return max(1, 8 * self.tokens // (5 * self.length))
+        return min(max(1, self.tokens // self.length), self.max_batch or self.tokens)
 
     @property
-    def kinds(self) -> tuple[str, ...]:
-        return ("primal",) if self.layout == "dynamic" else ("sdpa", "primal")
+    def facts(self) -> dict[str, Any]:
+        return {"model": str(self), "mode": self.mode, "dtype": self.dtype}
+
+    def __str__(self) -> str:
+        return f"{self.model}-{self.mode}-{self.dtype}"
 
 
 DEIT: dict[str, Any] = {"last_layer_only": True, "primal": {"rank": 96, "landmarks": 197}}
@@ -81,14 +83,12 @@ SPECS = (
 
 def choose_specs(args: Namespace) -> list[Spec]:
     """Return all rows, or those that `args.rows` names by row or model; few tokens also shorten the sequences."""
-    known = dict.fromkeys(name for spec in SPECS for name in (spec.model, spec.name))
+    known = dict.fromkeys(name for spec in SPECS for name in (spec.model, str(spec)))
     for row in args.rows:
         check_name(row, known, "row")
-    chosen = [spec for spec in SPECS if not args.rows or {spec.name, spec.model} & set(args.rows)]
-    return [
-        dataclasses.replace(s, tokens=args.tokens, layers=args.layers or s.layers, length=min(s.length, args.tokens))
-        for s in chosen
-    ]
+    chosen = [spec for spec in SPECS if not args.rows or {str(spec), spec.model} & set(args.rows)]
+    tokens = args.tokens
+    return [replace(s, tokens=tokens, layers=args.layers or s.layers, length=min(s.length, tokens)) for s in chosen]
 
 
 # Models
@@ -128,11 +128,10 @@ def make_input(spec: Spec, kind: str, device: torch.device, seed: int) -> tuple[
     """Return x, the keywords of the attention layers, and the weight of each token in the loss (None: equal)."""
     n, width = spec.length, spec.embed_dim
     if spec.layout in ("dense", "dynamic"):
-        batch = min(max(1, spec.tokens // n), spec.max_batch or spec.tokens)
-        return torch.randn(batch, n, width, device=device), {}, None
+        return torch.randn(spec.batch, n, width, device=device), {}, None
     # Lengths are uniform in [n/4, n] with the mean 5n/8, and the same for both kinds.
     generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(max(1, n // 4), n + 1, (max(1, 8 * spec.tokens // (5 * n)),), generator=generator)
+    lengths = torch.randint(max(1, n // 4), n + 1, (spec.batch,), generator=generator)
     longest = int(lengths.max())
     if spec.layout == "packed" and kind == "primal":
         boundaries = F.pad(lengths.cumsum(0), (1, 0)).to(device, torch.int32)
@@ -144,7 +143,7 @@ def make_input(spec: Spec, kind: str, device: torch.device, seed: int) -> tuple[
     return x, keywords, valid / valid.sum()
 
 
-def make_step(spec: Spec, kind: str, args: Namespace) -> tuple[Callable[[Tensor], None], Tensor]:
+def make_step(kind: str, args: Namespace, spec: Spec) -> tuple[Callable[[Tensor], None], Tensor]:
     """Return a training step of a new model, and its input."""
     device: torch.device = args.device
     torch.manual_seed(args.seed)
@@ -182,29 +181,23 @@ def make_step(spec: Spec, kind: str, args: Namespace) -> tuple[Callable[[Tensor]
 # Measurement
 
 
-def time_steps(step: Callable[[Tensor], None], x: Tensor, steps: int = 1) -> float:
-    """Return the wall time of one of `steps` steps back to back."""
-    synchronize = torch.cuda.synchronize if x.is_cuda else lambda: None
-    synchronize()
-    start = time.perf_counter()
-    for _ in range(steps):
+def measure_step(build: Callable[[Spec], tuple[Callable[[Tensor], None], Tensor]], spec: Spec, args: Namespace) -> Row:
+    """Return the time of the first step, which compiles, then time and peak memory of a step, parameters included."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    # At the default limit of recompilations Dynamo stops compiling and counting.
+    with torch._dynamo.config.patch(recompile_limit=64):
+        step, x = build(spec)
+        start = time.perf_counter()
         step(x)
-    synchronize()
-    return (time.perf_counter() - start) / steps
-
-
-def measure_steps(step: Callable[[Tensor], None], x: Tensor, args: Namespace) -> Row:
-    """Return the wall time; on a GPU also the time it is busy and the peak of a step, parameters included."""
-    time_steps(step, x, WARMUP)
-    if x.is_cuda:
-        torch.cuda.reset_peak_memory_stats()
-    row = {"wall_ms": 1e3 * statistics.median(time_steps(step, x, args.steps) for _ in range(args.repeats))}
-    if x.is_cuda:
-        row["peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-            time_steps(step, x)
-        row["busy_ms"] = sum(event.self_device_time_total for event in profiler.key_averages()) / 1e3
-    return row
+        if x.is_cuda:
+            torch.cuda.synchronize(x.device)
+        row: Row = {"first_seconds": time.perf_counter() - start}
+        if spec.layout == "dynamic":
+            return row | count_graphs(step, x)
+        if x.is_cuda:
+            row["peak_bytes"] = measurement.peak_bytes(partial(step, x), x.device)
+        return row | measurement.time_step(partial(step, x), x.device, True, args.repeats, args.seconds)
 
 
 def count_graphs(step: Callable[[Tensor], None], x: Tensor) -> Row:
@@ -219,48 +212,7 @@ def count_graphs(step: Callable[[Tensor], None], x: Tensor) -> Row:
     return {"graphs": graphs, "recompilations": graphs - first}
 
 
-def measure(spec: Spec, kind: str, args: Namespace) -> Row:
-    """Return a row of the report; an error becomes a one-line text in it."""
-    row: Row = {"name": spec.name, "mode": spec.mode, "dtype": spec.dtype, "kind": kind}
-    row |= dict.fromkeys(("wall_ms", "busy_ms", "first_s", "peak_mib", "ratio", "peak_ratio", "error"))
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    measurement.free_memory(args.device)
-    on_device = torch.cuda.device(args.device) if args.device.type == "cuda" else contextlib.nullcontext()
-    try:
-        # At the default limit of recompilations Dynamo stops compiling and counting.
-        with on_device, torch._dynamo.config.patch(recompile_limit=64):
-            step, x = make_step(spec, kind, args)
-            row["first_s"] = time_steps(step, x)
-            row |= count_graphs(step, x) if spec.layout == "dynamic" else measure_steps(step, x, args)
-    except Exception as error:  # the other rows still run
-        row["error"] = ": ".join(measurement.failure(error))
-    step = x = None  # type: ignore[assignment]
-    torch._dynamo.reset()
-    measurement.free_memory(args.device)
-    return row
-
-
 def run(args: Namespace) -> dict[str, Any]:
-    """Measure all rows and return the report, which is also written to `args.file` after each of them.
-
-    Args:
-        args: the flags of `primal bench model`.
-    """
-    specs = choose_specs(args)
-    report = measurement.start_report("model", args)
-    report["settings"]["eta"] = ETA
-    with Progress(sum(len(spec.kinds) for spec in specs), "timing") as progress:
-        for spec in specs:
-            for kind in spec.kinds:
-                row = measure(spec, kind, args)
-                if kind == "primal" and "sdpa" in spec.kinds:
-                    base = report["rows"][-1]
-                    row["ratio"] = ratio(row["wall_ms"], base["wall_ms"])
-                    row["peak_ratio"] = ratio(row["peak_mib"], base["peak_mib"])
-                report["rows"].append(row)
-                measurement.write_report(args.file, report)
-                result = row["error"] or f"{row.get('recompilations')} recompilations over {len(LENGTHS)} lengths"
-                result = result if row["wall_ms"] is None else f"{row['wall_ms']:.2f} ms"
-                progress.advance(f"{spec.name}, {kind}: {result}")
-    return report
+    """Measure all rows and return the report, which is also written to `args.file`; args: the flags of the command."""
+    models = [Implementation(kind, kind, partial(make_step, kind, args)) for kind in ("sdpa", "primal")]
+    return attention.run(args, models, measure_step, [[spec] for spec in choose_specs(args)])

@@ -17,14 +17,14 @@ from primal_attention.utils.errors import RunError
 
 COMMANDS = {
     "attention": "time one attention layer; check results first",
-    "decode": "time one more token of a language model after N tokens, and measure its state",
+    "generate": "tokens per second of a language model after N tokens, and the size of its state",
     "model": "time training steps of whole models",
     "lra": "time training steps on Long-Range Arena",
     "plot": "print the report of an earlier run and draw it as FILE.png and FILE.svg",
 }
 EXAMPLES = {
     "attention": "--lengths 256 4K --widths 512:8 1024:16",
-    "decode": "--lengths 1K 16K 1M",
+    "generate": "--lengths 1K 16K 1M --batches 1 64",
     "model": "--rows 512x1024 vit-eager-autocast",
     "lra": "--tasks listops text --models softmax primal",
     "plot": "results/bench/attention.json",
@@ -32,14 +32,14 @@ EXAMPLES = {
 # Values without a flag: `seconds` to measure a row on a CPU, `limit` in seconds of a step that ends a row.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "attention": {"seconds": 0.5, "limit": 2.0, "repeats": 20},
-    "decode": {"seconds": 0.3, "limit": 60.0, "repeats": 100, "batch": 1, "tokens": None, "decay": None}
+    "generate": {"seconds": 0.3, "limit": 60.0, "repeats": 100, "batch": 1, "tokens": None, "decay": None}
     | {"causal": True, "data_dependent": False, "landmarks": 300, "layers": 6},
-    "model": {"repeats": 5, "tokens": 32768, "compiler": "inductor"},
+    "model": {"seconds": 1.0, "limit": 600.0, "repeats": 50, "tokens": 32768, "compiler": "inductor"},
     "lra": {"repeats": 20, "out": Path("results/lra-efficiency"), "name": None},
     "plot": {},
 }
-LENGTHS = {"attention": [256 * 4**k for k in range(5)], "decode": [1024 * 4**k for k in range(6)]}  # on a GPU
-RENAMED = {"--rivals": "--baselines", "generate": "decode"}
+LENGTHS = {"attention": [256 * 4**k for k in range(5)], "generate": [1024 * 4**k for k in range(6)]}  # on a GPU
+RENAMED = {"--rivals": "--baselines", "decode": "generate"}
 NAMING = ("--causal", "--baselines", "--inference", "--eager")  # flags in the default file name
 
 
@@ -73,31 +73,37 @@ def make_parser(name: str) -> Parser:
 
     some: dict[str, Any] = {"nargs": "+", "default": []}
     add("plot", "file", "NAME.json of a run", type=Path)
-    add("attention decode", "--lengths", "tokens: 4096, 4K, 1M", type=read_length, metavar="N", **some)
+    add("attention generate", "--lengths", "tokens: 4096, 4K, 1M", type=read_length, metavar="N", **some)
     widths = {"nargs": "+", "type": read_width, "default": [(512, 8)], "metavar": "D:H"}
-    add("attention decode", "--widths", "embed_dim:num_heads (default 512:8)", **widths)
-    add("attention decode", "--batch", "sequences of a step", type=positive)
+    add("attention generate", "--widths", "embed_dim:num_heads (default 512:8)", **widths)
+    add("attention", "--batch", "sequences of a step", type=positive)
+    add("generate", "--batches", "sequences of a step (default 1, on a GPU 1 and 64)", type=positive, **some)
     add("attention model", "--tokens", "of a step, instead of --batch (default 64K or 32K)", type=read_length)
-    add("attention decode", "--rank", "of the Primal layers (default 30)", type=positive, default=30)
+    add("attention generate", "--rank", "of the Primal layers (default 30)", type=positive, default=30)
     add("attention", "--landmarks", "of the Primal layers (default 300)", type=positive, default=300)
     add("attention", "--causal", "causal layers; Primal is data-independent unless --data-dependent is given")
     add("attention", "--data-dependent", "build Primal's weights from landmarks, the default without --causal")
     add("attention", "--decay", "of the causal Primal layers: 'learned' or a number in (0, 1]", type=read_decay)
     add("attention", "--baselines", "all attentions of the paper's tables too")
-    add("attention decode", "--only", "sdpa, sdpa-cudnn, primal, primal-fused, published …", metavar="NAME", **some)
+    add("attention generate", "--only", "sdpa, sdpa-cudnn, primal, primal-fused, published …", metavar="NAME", **some)
     add("attention", "--inference", "forward only, without gradients")
-    add("attention decode", "--eager", "on a GPU: no CUDA graph, launches by the host included")
+    add("attention generate", "--eager", "on a GPU: no CUDA graph, launches by the host included")
     add("model", "--rows", "vit-eager-autocast, …, or a model such as vit", metavar="ROW", **some)
-    add("decode model", "--layers", "of every model", type=positive)
-    add("model", "--steps", "of each repetition (default 10)", type=positive, default=10)
+    add("generate model", "--layers", "of every model", type=positive)
     add("lra", "--tasks", "listops, text, retrieval, image, pathfinder (default all)", **some)
     add("lra", "--models", "softmax, nystrom, …, primal+, primal, published (default all)", **some)
     add("lra", "--batch-size", "default: the paper's", type=positive)
-    add("attention decode model lra", "--repeats", "runs whose median counts (default %(default)s)", type=positive)
-    add("attention decode model lra", "--device", DEVICE, type=str)
-    add("attention decode model lra", "--commit", "to record where git is not available", type=str)
-    add("attention decode model lra", "--out", "folder (default %(default)s)", type=Path, default=Path("results/bench"))
-    add("attention decode model", "--name", "of the file in it (default: the command and its flags)", type=str)
+    add("attention generate model lra", "--repeats", "runs whose median counts (default %(default)s)", type=positive)
+    add("attention generate model lra", "--device", DEVICE, type=str)
+    add("attention generate model lra", "--commit", "to record where git is not available", type=str)
+    add(
+        "attention generate model lra",
+        "--out",
+        "folder (default %(default)s)",
+        type=Path,
+        default=Path("results/bench"),
+    )
+    add("attention generate model", "--name", "of the file in it (default: the command and its flags)", type=str)
     parser.set_defaults(benchmark=name, seed=0, **DEFAULTS[name])
     return parser
 
@@ -124,6 +130,8 @@ def read_flags(words: Sequence[str]) -> argparse.Namespace:
         is_gpu = args.device.type == "cuda"
         args.dtype = "bfloat16" if is_gpu else "float32"
         args.lengths = args.lengths or LENGTHS[name][: None if is_gpu else -2]
+    if name == "generate":
+        args.batches = args.batches or ([1, 64] if is_gpu else [1])
     flags = [flag.removeprefix("--") for flag in NAMING if flag in words]
     args.file = args.out / f"{args.name or '-'.join([name, *flags])}.json"
     try:  # now, not after the measurements

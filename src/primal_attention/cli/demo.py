@@ -122,8 +122,8 @@ def show(console: Any, results: Sequence[dict[str, Any]], seconds: dict[str, dic
         table.add_column(heading, justify="right")
     for row in results:
         objective = ["–", "–"] if row["objective"] is None else [f"{j:+.3f}" for j in row["objective"].values()]
-        measured = (f"{100 * row['accuracy']:.1f} %", f"{row['seconds_per_epoch']:.2f} s", f"{row['parameters']:,}")
-        table.add_row(row["attention"], *measured, *objective)
+        numbers = (f"{100 * row['accuracy']:.1f} %", f"{row['seconds_per_epoch']:.2f} s", f"{row['parameters']:,}")
+        table.add_row(row["attention"], *numbers, *objective)
     console.print(table)
     longest = max(set(seconds["primal"]) & set(seconds["softmax"]))
     factor = seconds["softmax"][longest] / seconds["primal"][longest]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,22 +24,27 @@ if TYPE_CHECKING:
     from primal_attention.train.grid import Outcome, Plan, Variant
 
 ABOUT = """Run what is missing of one of the paper's tables and show it with the paper's numbers beside ours. Finished
-runs are not run again; interrupted ones continue."""
+runs are not run again; interrupted ones continue. uea-modern compares PrimalClassifier with other classifiers."""
 NAMES = (
-    "uea", "uea-ablation", "uea-efficiency", "lra", "lra-ablation", "lra-efficiency", "d4rl", "d4rl-efficiency", "lm",
-    "image", "uea-modern",
+    "uea", "uea-ablation", "uea-efficiency", "uea-modern", "lra", "lra-ablation", "lra-efficiency", "d4rl",
+    "d4rl-ablation", "d4rl-efficiency", "lm", "image",
 )  # fmt: skip
+FIT_FLAGS = ("holdout", "changes")  # of uea-modern
+RUN_FLAGS = ("recipe", "set", "any_length")  # of the other tables
 
 
 def read_options(args: Sequence[str]) -> argparse.Namespace:
     parser = Parser("table", ABOUT, "uea --sets JapaneseVowels --seeds 3")
     add: Any = parser.flag
     add("name", " | ".join(NAMES), metavar="NAME")
-    add("--sets", "sets or tasks; default: those of the paper that are in the data folder", nargs="+")
-    add("--models", "attention names, with a plus for the last layer only, or rows or parts of an ablation", nargs="+")
-    add("--seeds", "number of seeds, from 0 on (default 5 for uea, 1 for lm, else 3)", type=positive)
+    add("--sets", "sets or tasks; default: those of the table that are in the data folder", nargs="+")
+    add("--models", "attention names, with a plus for the last layer only, or rows or parts of the table", nargs="+")
+    add("--seeds", "number of seeds, from 0 on (default 5 for uea and uea-modern, 1 for lm, else 3)", type=positive)
     add("--recipe", "family of recipes: the table's own (default), uea-modern or lra-short", default=None)
     add("--set", "fields of the recipe to change", nargs="+", default=[], metavar="FIELD=VALUE")
+    add("--holdout", "uea-modern: score this part of the training samples, and not test", type=float, default=0.0)
+    add("--changes", "uea-modern: parameters of PrimalClassifier as JSON", type=read_parameters, default={})
+    add("--threads", "uea-modern: of each fit (default 2)", type=positive, default=2)
     add("--data", "data folder (default $PRIMAL_UEA or data/uea; likewise LRA, D4RL, LM, IMAGES)", type=Path)
     add("--any-length", "with --no-run: also show results of shorter or longer trainings")
     add("--no-run", "only show stored results")
@@ -51,6 +56,11 @@ def read_options(args: Sequence[str]) -> argparse.Namespace:
     add("--csv", "also write the unrounded numbers", type=Path, metavar="FILE")
     options = parser.parse_args(args)
     check_name(options.name, NAMES, "table")
+    foreign = RUN_FLAGS if options.name == "uea-modern" else FIT_FLAGS
+    for flag in (name for name in foreign if getattr(options, name)):
+        raise RunError(f"--{flag.replace('_', '-')} has no meaning for {options.name} (see primal table --help)")
+    if not 0 <= options.holdout < 1:
+        raise RunError(f"--holdout must be at least 0 and below 1 (got {options.holdout:g})")
     if options.any_length and not options.no_run:
         raise RunError("--any-length only shows stored results: add --no-run")
     if options.data is not None and not options.no_run and not options.data.is_dir():
@@ -58,24 +68,26 @@ def read_options(args: Sequence[str]) -> argparse.Namespace:
     return options
 
 
+def read_parameters(text: str) -> dict[str, Any]:
+    """Return the parameters of --changes."""
+    with contextlib.suppress(ValueError):
+        if isinstance(values := json.loads(text), dict):
+            return values
+    raise argparse.ArgumentTypeError(f"""must be a JSON object such as '{{"networks": 5}}' (got {text!r})""")
+
+
 def main(args: Sequence[str]) -> int:
-    if args and args[0] == "uea-modern":
-        return show_classifiers(args)
     options = read_options(args)
-    from primal_attention.report import results, tables
+    from primal_attention.report import tables
 
     kind, command = tables.table_kinds()[options.name], table_command(args)
-    plan = make_plan(kind, options)
-    failed: list[Outcome] = []
-    if kind.shows_steps:
-        others, cells = 0, tables.make_cells("lra", plan, partial(results.read_step_cost, options.results))
-        cells = [cell for cell in cells if cell.all_runs]
-    else:
-        if not options.no_run:
-            plan = with_available_sets(plan, kind, options)
-            failed = run_missing(plan, kind, options)
-        index = results.ResultIndex(plan, results.read_summaries(options.results))
-        others, cells = len(index.runs), tables.make_cells(kind.benchmark, plan, index.find)
+    options.command = command
+    plan, errors = make_plan(kind, options), list[str]()
+    if not options.no_run and kind.source != "steps":
+        plan = with_available_sets(plan, kind, options)
+        errors = run_missing(plan, kind, options)
+    index = read_index(plan, kind, options)
+    cells = tables.make_cells(kind.benchmark, plan, index.find)
     if any(cell.all_runs for cell in cells):
         table = tables.make_table(kind, table_title(kind, plan), cells, command)
         tables.to_terminal(table)
@@ -83,14 +95,13 @@ def main(args: Sequence[str]) -> int:
             write_text(options.markdown, tables.to_markdown(table))
         if options.csv:
             tables.to_csv(table, options.csv)
-    elif not failed:
-        absent = "no result of this table" + (f" ({others} with other settings)" if others else "")
-        first = "primal bench lra" if kind.shows_steps else command
+    elif not errors:
+        absent = "no result of this table" + (f" ({len(index.runs)} with other settings)" if index.runs else "")
+        first = "primal bench lra" if kind.source == "steps" else command
         raise RunError(f"{options.results} has {absent}: run '{first}' first, or name another folder with --results")
-    if failed:
-        count = "1 run" if len(failed) == 1 else f"{len(failed)} runs"
-        job = failed[0].job
-        raise RunError(f"{count} failed, the first was {job.recipe} {job.run.name}: {failed[0].error}")
+    if errors:
+        count = "1 run" if len(errors) == 1 else f"{len(errors)} runs"
+        raise RunError(f"{count} failed, the first was {errors[0]}")
     return 0
 
 
@@ -100,11 +111,13 @@ def make_plan(kind: TableKind, options: argparse.Namespace) -> Plan:
     from primal_attention.train import registry
     from primal_attention.train.grid import Plan
 
-    family = options.recipe or kind.benchmark
+    family = options.recipe or kind.family or kind.benchmark
     check_name(family, registry.FAMILIES, "family of recipes")
     changes = {**kind.changes, **dict(read_change(item) for item in options.set)}
     sets, folders = tuple(options.sets or kind.sets), {}
-    if options.data is not None and kind.benchmark == "lra":
+    if kind.source == "fits":
+        changes |= {"holdout": options.holdout, **options.changes}
+    elif options.data is not None and kind.benchmark == "lra":
         folders = {name: options.data / name for name in sets}
     elif options.data is not None:
         changes["data.folder"] = options.data
@@ -112,25 +125,23 @@ def make_plan(kind: TableKind, options: argparse.Namespace) -> Plan:
     variants, place = choose_variants(kind, options.models), f"{family}{kind.suffix}"
     seeds = range(options.seeds or kind.seeds)
     plan = Plan(family, sets, variants, seeds, changes, place, folders, kind.needed_scores, ignored)
-    for name in sets if kind.shows_steps else ():
+    for name in sets if kind.source == "steps" else ():
         check_name(name, kind.sets, "task")
-    for variant in () if kind.shows_steps else variants:  # fields and values that the recipe does not take
+    for variant in variants if kind.source == "runs" else ():  # fields and values that the recipe does not take
         ResultIndex(plan, []).cell_key(sets[0], variant)
     return plan
 
 
 def choose_variants(kind: TableKind, models: Sequence[str] | None) -> list[Variant]:
     """The rows of a table: all, or those that --models names by model or by part."""
-    from primal_attention.nn.baselines import attention_names
-    from primal_attention.report.tables import model_variants
+    from primal_attention.report.tables import extra_variants
 
     by_name: dict[str, list[Variant]] = {}
     for variant in kind.variants:
-        by_name[variant.name] = [variant]
+        by_name.setdefault(variant.name, []).append(variant)
         by_name.setdefault(variant.part, []).append(variant)
     if kind.takes_any_model:
-        names = [name + plus for name in attention_names() for plus in ("", "+")]
-        by_name |= {variant.name: [variant] for variant in model_variants(names)}
+        by_name |= {variant.name: [variant] for variant in extra_variants()}
     for model in models or ():
         check_name(model, by_name, "model of this table")
     return [variant for model in dict.fromkeys(models) for variant in by_name[model]] if models else list(kind.variants)
@@ -148,6 +159,25 @@ def read_change(item: str) -> tuple[str, Any]:
     return name, text
 
 
+def read_index(plan: Plan, kind: TableKind, options: argparse.Namespace) -> Any:
+    """The stored results of a plan."""
+    from primal_attention.report import results
+
+    if kind.source == "runs":
+        return results.ResultIndex(plan, results.read_summaries(options.results))
+    return results.SummaryIndex(plan, results.read_summaries(options.results / plan.place))
+
+
+def missing_jobs(plan: Plan, kind: TableKind, options: argparse.Namespace) -> list[Any]:
+    """The trainings, or the fits, that have no result yet."""
+    index = read_index(plan, kind, options)
+    if kind.source == "fits":
+        fields = {"folder": options.data, "threads": options.threads, "commit": options.commit}
+        return list(index.missing_fits(options.results, **fields, command=options.command))
+    runs = Path("runs", options.results.name if options.results.is_absolute() else options.results)
+    return list(index.missing_jobs(runs, options.results, options.commit))
+
+
 def with_available_sets(plan: Plan, kind: TableKind, options: argparse.Namespace) -> Plan:
     """Leave out sets that lack both data and results, and name them; a set that was asked for must be there."""
     from primal_attention.data import d4rl, uea
@@ -161,28 +191,23 @@ def with_available_sets(plan: Plan, kind: TableKind, options: argparse.Namespace
         "lm": lambda name, folder: (folder or default_folder("lm", name)).is_dir(),
         "lra": lambda name, folder: (folder / name if folder else default_folder("lra", name)).is_dir(),
     }
-    jobs = {job.recipe.partition("/")[2]: job for job in missing_jobs(plan, options)}
-    missing = [name for name in plan.sets if name in jobs and not has_data[kind.benchmark](name, options.data)]
+    names = {job.recipe.partition("/")[2] for job in missing_jobs(plan, kind, options)}
+    missing = [name for name in plan.sets if name in names and not has_data[kind.benchmark](name, options.data)]
     if missing and (options.sets or len(missing) == len(plan.sets)):
-        error = str(grid.run_job(jobs[missing[0]]).error)  # says where to get the data
+        folder = plan.folders.get(missing[0], options.data)
+        job = grid.Job(f"{plan.family}/{missing[0]}", {"data.folder": folder}, Path("runs"), Path("results/none"))
+        error = str(grid.run_job(job).error)  # says where to get the data
         raise RunError(error.replace("--data.folder", "--data"))
     if missing:
         print(f"no data, left out: {', '.join(missing)} (docs/ says how to get it)", file=sys.stderr)
     return replace(plan, sets=[name for name in plan.sets if name not in missing])
 
 
-def missing_jobs(plan: Plan, options: argparse.Namespace) -> list[Any]:
-    from primal_attention.report import results
-
-    index = results.ResultIndex(plan, results.read_summaries(options.results))
-    runs = Path("runs", options.results.name if options.results.is_absolute() else options.results)
-    return index.missing_jobs(runs, options.results, options.commit)
-
-
-def run_missing(plan: Plan, kind: TableKind, options: argparse.Namespace) -> list[Outcome]:
-    """Run what is not finished; returns the runs that failed."""
+def run_missing(plan: Plan, kind: TableKind, options: argparse.Namespace) -> list[str]:
+    """Run what has no result; return a line for each run that failed."""
     import torch
 
+    from primal_attention.bench import classifiers
     from primal_attention.report.results import in_full
     from primal_attention.train import grid
 
@@ -190,7 +215,11 @@ def run_missing(plan: Plan, kind: TableKind, options: argparse.Namespace) -> lis
         raise RunError("times are measured with the local launcher: a cluster's machines may have other work")
     if kind.is_timed and options.workers > max(1, torch.cuda.device_count()):
         raise RunError("runs that are timed must not share a device: --workers at most the number of GPUs")
-    jobs = missing_jobs(plan, options)
+    jobs = missing_jobs(plan, kind, options)
+    if kind.source == "fits":
+        classifiers.check_parameters(options.changes)
+        return classifiers.run_fits(jobs)
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # in worker processes: the settings are the table's
     with Progress(len(jobs), "runs") as bar:
 
         def report(outcome: Outcome) -> None:
@@ -199,7 +228,8 @@ def run_missing(plan: Plan, kind: TableKind, options: argparse.Namespace) -> lis
             bar.advance(f"{outcome.job.recipe} {outcome.job.run.name}: {outcome.error or '  '.join(texts)}")
 
         outcomes = grid.run(jobs, workers=options.workers, launcher=options.launcher, report=report) if jobs else []
-    return [outcome for outcome in outcomes if outcome.summary is None]
+    failed = [outcome for outcome in outcomes if outcome.summary is None]
+    return [f"{outcome.job.recipe} {outcome.job.run.name}: {outcome.error}" for outcome in failed]
 
 
 def table_command(args: Sequence[str]) -> str:
@@ -209,28 +239,11 @@ def table_command(args: Sequence[str]) -> str:
 
 
 def table_title(kind: TableKind, plan: Plan) -> str:
-    if kind.shows_steps:
+    if kind.source == "steps":
         return kind.title
     changed = [f"{k} {v}" for k, v in plan.changes.items() if k != "data.folder" and kind.changes.get(k, ...) != v]
     if plan.ignored_fields:
         changed.append("trainings of any length")
     settings = "the paper's settings" if plan.family in ("uea", "lra", "d4rl") else f"recipe {plan.family}"
+    settings = "default settings" if kind.source == "fits" else settings
     return f"{kind.title}: {settings}" + (f", but {', '.join(changed)}" if changed else "")
-
-
-def show_classifiers(args: Sequence[str]) -> int:
-    """`primal table uea-modern`: PrimalClassifier beside aeon's classifiers."""
-    from primal_attention.bench import classifiers
-    from primal_attention.report.classifiers import read_runs, to_markdown
-
-    options = classifiers.read_options(args[1:])
-    if not options.no_run:
-        classifiers.run_missing(options)
-    found = read_runs(options.results, options.sets, options.models)
-    if not any(found.values()):
-        raise RunError(f"{options.results / classifiers.FOLDER} has no result of this table: leave out --no-run")
-    text = to_markdown(found, table_command(args))
-    print(text)
-    if options.markdown:
-        write_text(options.markdown, text)
-    return 0

@@ -39,7 +39,7 @@ SMALLEST = 1e-6  # a relative singular value below this is the rounding of a zer
 
 @dataclass(frozen=True)
 class Group:
-    """The seeds of one variant of one recipe. `name` is the label and the settings that set the variant apart."""
+    """The seeds of one variant of one recipe. `name` is the label and the settings in which variants differ."""
 
     task: str
     recipe: str
@@ -109,7 +109,7 @@ def score_charts(groups: Sequence[Group]) -> Iterator[Any]:
         stats["paper"] = Stat.over([group.paper])
         name = escape(group.name)
         rows += [(name, protocol, stat.mean, stat.std or 0.0) for protocol, stat in stats.items() if stat]
-    if not any(group.finished() for group in groups):
+    if not any(group.score(protocol) for group in groups for protocol in PROTOCOLS):
         return
     frame = pd.DataFrame(rows, columns=["variant", "protocol", title, "std"])
     symbols = {"LAST": "circle", "VALIDATION-CHOSEN": "square", "BEST-ON-TEST": "circle-open", "paper": "diamond-open"}
@@ -126,7 +126,7 @@ def score_charts(groups: Sequence[Group]) -> Iterator[Any]:
 
 
 def curve_charts(groups: Sequence[Group], colours: Mapping[str, str]) -> Iterator[Any]:
-    """One chart per measured column, one line per run."""
+    """One chart per column of the metrics, one line per run."""
     for column, title in CURVES.items():
         parts = []
         for group in groups:
@@ -153,10 +153,13 @@ def cost_charts(content: Collection, colours: Mapping[str, str]) -> Iterator[Any
         frame = pd.DataFrame(bench["rows"]).query("status == 'ok' and seconds > 0")
         frame = frame.assign(variant=frame["label"].map(escape), ms=1e3 * frame["seconds"] / frame["batch"])
         kind = f"{bench['kind']}{', causal' if bench['settings'].get('causal') else ''}"
-        for (width, heads), own in frame.sort_values("length").groupby(["embed_dim", "num_heads"]):
-            where = f"{kind}, d {width}, {heads} heads"
+        # The batch of a layer depends on the length.
+        panel = frame["batch"].map("batch {}".format) if bench["kind"] == "generate" else ""
+        frame["panel"] = frame["embed_dim"].map("d {}, ".format) + frame["num_heads"].map("{} heads ".format) + panel
+        for name, own in frame.sort_values("length").groupby("panel"):
+            where = f"{kind}, {name}"
             yield line_card(own, f"Time · {where}", colours, y="ms", labels={"ms": "ms per sequence"}, **axes)
-            for key in ("peak_bytes", "state_bytes", "kept_bytes"):
+            for key in ("peak_bytes", "state_bytes", "saved_bytes"):
                 if key in own and own[key].notna().any():
                     sizes = own.assign(MiB=own[key].astype(float) / 2**20)
                     label = {"MiB": f"MiB, {key.removesuffix('_bytes')}"}
@@ -200,7 +203,7 @@ def write_page(file: Path, content: Collection, *, command: str = "", inline: bo
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     template = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True).get_template("page.html.j2")
     finished = [run for run in content.runs if run.scores]
-    hours = sum(run.seconds_per_epoch * (run.epochs or 0) for run in finished) / 3600
+    hours = sum(run.seconds_per_epoch * run.epochs for run in finished if run.epochs) / 3600
     facts = {
         "runs": len(content.runs),
         "not finished": len(content.runs) - len(finished),

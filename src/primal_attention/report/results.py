@@ -1,8 +1,8 @@
 """Results on disk, read into one dataclass: run folders and the summaries that grids store.
 
     run folder      config.yaml, metrics.csv, summary.json, validation/metrics.csv, spectrum.csv
-    summary         one JSON file per run (results/uea/…)
-    benchmark       the JSON file of `primal bench`; step costs of Long-Range Arena
+    summary         one JSON file per run (results/uea/…), fit of a classifier, or cost of a training step
+    benchmark       the JSON file of `primal bench`
 
 Tables, the report page and the commands read runs through this module only. Nothing that is read is executed. A file
 that does not fit its schema raises a one-line `RunError` with the path and the field.
@@ -20,12 +20,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from primal_attention.bench import classifiers
+from primal_attention.bench.classifiers import Fit
 from primal_attention.train import registry
 from primal_attention.train.checkpoint import FREE, check_format, read_metrics
 from primal_attention.train.config import Recipe, from_plain, override, to_plain
 from primal_attention.train.grid import Job, Plan, Variant
 from primal_attention.utils.errors import RunError
-from primal_attention.utils.files import COUNT, Number, check, read_cell, read_csv, read_json, read_yaml
+from primal_attention.utils.files import Number, check, read_cell, read_csv, read_json, read_yaml
 
 PROTOCOLS = {
     "best_on_test": "BEST-ON-TEST",
@@ -38,14 +40,14 @@ SUMMARY = {
     "benchmark": str,
     "label": str,
     "seed": SIZE,
-    "seconds_per_epoch": Number(above=0),
     "device": str,
+    "seconds_per_epoch?": Number(above=0),
     "config?": (dict, None),
     "objective?": ({...: (Number(finite=False), None)}, None),
     **{f"{name}?": (str, None) for name in ("recipe", "torch", "version", "command", "commit")},
     **{f"{name}?": (SIZE, None) for name in ("epochs", "parameters", "primal_layers", "peak_memory_bytes")},
     "data?": {
-        "set?": str,
+        **dict.fromkeys(("set?", "refused?"), str),
         **{f"{name}?": SIZE for name in ("max_length", "test_cases", "test_samples", "transitions", "bytes_seen")},
         **{f"{name}?": SIZE for name in ("tokens_per_epoch", "images_per_epoch")},
     },
@@ -54,18 +56,6 @@ CONFIG = {
     "benchmark": str,
     **{f"{name}?": (str, None) for name in ("recipe", "command", "commit")},
     "config": {"seed?": SIZE, **{f"{name}?": dict for name in ("data", "model", "optim", "trainer")}},
-}
-STEP_COST = {
-    "kind": frozenset({"lra-cost"}),
-    "task": str,
-    "attention": str,
-    "length": COUNT,
-    "eager": Number(above=0),
-    "graph": (Number(above=0), None),
-    "peak_bytes": (Number(above=0), None),
-    "device": str,
-    "torch": str,
-    "commit?": (str, None),
 }
 RUN_FILES = ("config.yaml", "summary.json", "metrics.csv")
 # Settings that do not change what a run measures. The protocol decides which scores exist, which is asked separately.
@@ -86,7 +76,7 @@ class Run:
     seed: int
     scores: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
-    """The recipe's fields as they were stored."""
+    """The fields of the recipe, or the settings of a classifier's fit, as they were stored."""
     command: str = ""
     commit: str = ""
     device: str = ""
@@ -147,6 +137,29 @@ class Stat:
         return f"{self.mean:{form}}" + ("" if self.std is None else f" ± {self.std:{form}}")
 
 
+@dataclass(frozen=True)
+class Difference:
+    """Mean of differences that are paired over seeds, and half of its 95 % interval by Student's t."""
+
+    mean: float
+    half_interval: float | None
+    seeds: int
+
+    @classmethod
+    def between(cls, values: Mapping[int, float], others: Mapping[int, float]) -> Difference | None:
+        """The difference over the common seeds of two mappings from seed to value; None where there are none."""
+        stat = Stat.over(values[seed] - others[seed] for seed in sorted(values.keys() & others.keys()))
+        if stat is None or stat.std is None:
+            return None if stat is None else cls(stat.mean, None, 1)
+        from scipy.stats import t
+
+        return cls(stat.mean, float(t.ppf(0.975, stat.seeds - 1)) * stat.std / math.sqrt(stat.seeds), stat.seeds)
+
+    def show(self, digits: int = 1) -> str:
+        half = "" if self.half_interval is None else f" ± {self.half_interval:.{digits}f}"
+        return f"{self.mean:+.{digits}f}{half}"
+
+
 def in_full(score: Mapping[str, Any]) -> str:
     """The numbers of a score as text."""
     if "accuracy" in score:
@@ -177,18 +190,6 @@ def read_summaries(folder: Path) -> list[Run]:
         if isinstance(content, dict) and {"scores", "recipe", "label", "config"} <= content.keys():
             runs.append(_summary(content, file))
     return runs
-
-
-def read_step_cost(folder: Path, task: str, variant: Variant) -> list[Run]:
-    """The stored cost of a training step on Long-Range Arena as a run, if there is one."""
-    file = folder / "lra-efficiency" / task / f"{variant.name}.json"
-    if not file.exists():
-        return []
-    cost = read_json(file, STEP_COST)
-    fields = {key: cost[key] for key in ("device", "torch", "commit") if cost.get(key)}
-    fields |= {"peak_memory_bytes": cost["peak_bytes"], "data": {"max_length": cost["length"]}}
-    scores = {"step": {key: cost[key] for key in ("eager", "graph")}}
-    return [Run(file, "lra", f"lra/{task}", variant.name, 0, scores, **fields)]
 
 
 def read_folder(folder: Path) -> Run:
@@ -308,7 +309,7 @@ def _read_place(place: Path, content: Collection, *, is_argument: bool) -> None:
     fields = stored if isinstance(stored, dict) else {}
     if "scores" in fields:
         content.runs.append(_summary(stored, place))
-    elif fields.get("kind") in ("attention", "decode") and "rows" in fields:
+    elif fields.get("kind") in ("attention", "generate") and "rows" in fields:
         from primal_attention.bench.measurement import check_report
 
         content.benches.append((place, check_report(stored, place)))
@@ -399,3 +400,36 @@ class ResultIndex:
         name = next((name for name, value in new.items() if old.get(name) != value), "protocol")
         old, new = {**stored.config, **old}, {"protocol": "last", **job.changes, **new}
         return f"was run with {name} {old.get(name)}, not {new[name]}"
+
+
+class SummaryIndex:
+    """Stored summaries by set, label and seed: fits of classifiers, and costs of a training step.
+
+    A fit belongs to a cell if its settings are the plan's.
+    """
+
+    def __init__(self, plan: Plan, runs: Iterable[Run]) -> None:
+        self.plan = plan
+        self.runs = {(run.task, run.label, run.seed): run for run in runs}
+
+    def settings(self, model: str) -> dict[str, Any]:
+        """The settings of a fit: those of the plan; classifiers of aeon have no parameters of PrimalClassifier."""
+        return {k: v for k, v in self.plan.changes.items() if model in classifiers.PRIMAL_PARAMETERS or k == "holdout"}
+
+    def find(self, name: str, variant: Variant) -> list[Run]:
+        """The summaries of a set and a variant, in the order of the plan's seeds; a refused fit has no scores."""
+        runs = [run for seed in self.plan.seeds if (run := self.runs.get((name, variant.model, seed)))]
+        return [run for run in runs if run.config == self.settings(variant.model)]
+
+    def missing_fits(self, results: Path, **fields: Any) -> list[Fit]:
+        """Fits of the plan without a file, the first seed of everything first; `fields` are the same for all."""
+        fits: dict[Path, Fit] = {}
+        for seed in self.plan.seeds:
+            for name, variant in self.plan.cells():
+                file = results / self.plan.place / name / f"{variant.model}-seed{seed}.json"
+                run, settings = self.runs.get((name, variant.model, seed)), self.settings(variant.model)
+                if run is not None and run.config != settings:
+                    raise RunError(f"{run.path} was fitted with {run.config}, not {settings}: choose another --results")
+                if run is None:
+                    fits[file] = Fit(name, variant.model, seed, settings, file, **fields)
+        return list(fits.values())

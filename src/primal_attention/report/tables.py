@@ -9,15 +9,16 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import pandas as pd
 
-from primal_attention.report.results import PROTOCOLS, Run, Stat
+from primal_attention.nn.baselines import attention_names
+from primal_attention.report.results import PROTOCOLS, Difference, Run, Stat
 from primal_attention.train.grid import Plan, Variant
 from primal_attention.utils.files import read_yaml, write_text
 
@@ -27,6 +28,21 @@ GB = 1e-9
 ETAS = (0.0, 0.1, 0.2, 0.5)
 AUTHORS_CODE = "published"
 """Row of `lra-efficiency`: Primal-Attention as the authors' implementation computes it, on the same device."""
+
+MAX_OTHER_CORES = 0.1  # cores of other processes, above which the seconds of a fit are not shown
+CLASSIFIERS = {
+    "primal": "PrimalClassifier",
+    "multirocket-hydra": "MultiRocketHydra (aeon)",
+    "primal-networks": "PrimalClassifier, networks alone",
+    "primal-features": "PrimalClassifier, features alone",
+    "softmax": "softmax instead of Primal-Attention",
+    "none": "convolution instead of attention",
+    "inception-time": "InceptionTime (aeon)",
+}
+CLASSIFIER_SETS = (
+    "ArticularyWordRecognition", "AtrialFibrillation", "BasicMotions", "FingerMovements", "Handwriting",
+    "JapaneseVowels", "LSST", "NATOPS", "PenDigits", "StandWalkJump", "UWaveGestureLibrary",
+)  # fmt: skip
 
 
 @cache
@@ -65,19 +81,30 @@ class Cell:
     dataset: str
     variant: Variant
     runs: Mapping[str, Sequence[Run]]
-    softmax: Cell | None = None
-    """The cell of softmax attention on the same sets."""
+    base: Cell | None = None
+    """The cell that this one is compared with, on the same sets."""
 
     @property
     def all_runs(self) -> list[Run]:
         return [run for runs in self.runs.values() for run in runs]
 
     @property
+    def is_average(self) -> bool:
+        return len(self.runs) > 1
+
+    @property
+    def has_scores(self) -> bool:
+        return any(run.scores for run in self.all_runs)
+
+    @property
     def title(self) -> str:
         model, titles = self.variant.model, paper(self.benchmark).get("models", {})
         if model == AUTHORS_CODE:
             return "PrimalFormer, the authors' implementation"
-        return f"{titles[model]} ({model})" if model in titles else model
+        if model == "none":
+            return "no attention (none)"
+        name = self.variant.name if self.variant.part == "models" else model
+        return f"{titles[model]} ({name})" if model in titles else model
 
     @property
     def devices(self) -> set[str]:
@@ -89,13 +116,24 @@ class Cell:
     @property
     def length(self) -> int | None:
         """The longest sequence of the set; None for an average."""
-        return self.first(lambda run: run.data.get("max_length")) if self.dataset != AVERAGE else None
+        return None if self.is_average else self.first(lambda run: run.data.get("max_length"))
 
-    def stat(self, value: Callable[[Run], float | None]) -> Stat | None:
-        """Mean over the sets for each seed that all sets have, then mean and deviation over these seeds."""
+    def by_seed(self, value: Callable[[Run], float | None]) -> dict[int, float]:
+        """The mean over the sets for each seed that all sets have."""
         by_set = [{run.seed: v for run in runs if (v := value(run)) is not None} for runs in self.runs.values()]
         seeds = set.intersection(*(set(values) for values in by_set)) if by_set else set()
-        return Stat.over(fmean(values[seed] for values in by_set) for seed in sorted(seeds))
+        return {seed: fmean(values[seed] for values in by_set) for seed in sorted(seeds)}
+
+    def stat(self, value: Callable[[Run], float | None]) -> Stat | None:
+        """Mean and deviation over the seeds."""
+        return Stat.over(self.by_seed(value).values())
+
+    def difference(self, value: Callable[[Cell, Run], float | None]) -> Difference | None:
+        """The value of this cell minus that of its base, paired over the seeds."""
+        if self.base is None or self.base.variant.name == self.variant.name:
+            return None
+        own, others = (cell.by_seed(lambda run: value(cell, run)) for cell in (self, self.base))  # noqa: B023
+        return Difference.between(own, others)
 
     def score(self, protocol: str, name: str = "accuracy") -> Stat | None:
         return self.stat(lambda run: run.score(protocol, name))
@@ -110,10 +148,10 @@ class Cell:
         return fmean(known) if known and len(known) == len(values) else None
 
     def ratio(self, value: Callable[[Cell], Any]) -> float | None:
-        """The value of softmax attention over this one, if both ran on one and the same device."""
-        if self.softmax is None or len(self.devices | self.softmax.devices) != 1:
+        """The value of the base over this one, if both ran on one and the same device."""
+        if self.base is None or len(self.devices | self.base.devices) != 1:
             return None
-        theirs, mine = (v.mean if isinstance(v, Stat) else v for v in (value(self.softmax), value(self)))
+        theirs, mine = (v.mean if isinstance(v, Stat) else v for v in (value(self.base), value(self)))
         return theirs / mine if theirs and mine else None
 
     def seeds(self) -> str:
@@ -127,25 +165,36 @@ def make_cells(benchmark: str, plan: Plan, find: Callable[[str, Variant], Sequen
     """The cells of a plan, part by part, each with the runs that `find` returns for a set and a variant."""
     parts = dict.fromkeys(variant.part for variant in plan.variants)
     order = [(name, variant) for part in parts for name, variant in plan.cells() if variant.part == part]
-    return with_softmax([Cell(benchmark, name, variant, {name: find(name, variant)}) for name, variant in order])
+    return with_base([Cell(benchmark, name, variant, {name: find(name, variant)}) for name, variant in order])
 
 
-def with_softmax(cells: Sequence[Cell]) -> list[Cell]:
-    softmax = {cell.dataset: cell for cell in cells if cell.variant.name == "softmax"}
-    return [replace(cell, softmax=softmax.get(cell.dataset)) for cell in cells]
+def with_base(cells: Sequence[Cell]) -> list[Cell]:
+    """The cells, each with the one that its part compares it with."""
+    by_name = {(cell.dataset, cell.variant.part, cell.variant.name): cell for cell in cells}
+
+    def find_base(cell: Cell) -> Cell | None:
+        part = cell.variant.part
+        return by_name.get((cell.dataset, part, PARTS[part].base_of(cell.variant)))
+
+    return [replace(cell, base=find_base(cell)) for cell in cells]
 
 
-def average_cells(cells: Sequence[Cell]) -> list[Cell]:
-    """A cell per variant over the sets on which every variant with runs has some; none if this is a single set."""
-    present = {cell.variant.name for cell in cells if cell.all_runs}
-    runs = {(cell.variant.name, cell.dataset): cell.all_runs for cell in cells}
-    sets = [s for s in dict.fromkeys(c.dataset for c in cells) if all(runs.get((name, s)) for name in present)]
-    if len(sets) < 2 or not present:
-        return []
+def average_cells(cells: Sequence[Cell], title: str = AVERAGE, over: Sequence[str] = ()) -> list[Cell]:
+    """A cell per variant over the sets on which all variants have scores; none if this is a single set.
+
+    Args:
+        cells: Of all sets and variants.
+        title: In the column of the sets.
+        over: Variants that must have scores on a set, instead of all that have some.
+    """
+    runs = {(cell.variant.name, cell.dataset): cell.all_runs for cell in cells if cell.has_scores}
+    needed = over or {name for name, _ in runs}
+    sets = [s for s in dict.fromkeys(cell.dataset for cell in cells) if all((name, s) in runs for name in needed)]
     variants = {cell.variant.name: cell for cell in cells}
-    return with_softmax(
-        [replace(c, dataset=AVERAGE, runs={s: runs[name, s] for s in sets}) for name, c in variants.items()]
-    )
+    shown = [name for name in variants if all((name, s) in runs for s in sets)]
+    if len(sets) < 2 or not runs:
+        return []
+    return with_base([replace(variants[n], dataset=title, runs={s: runs[n, s] for s in sets}) for n in shown])
 
 
 @dataclass(frozen=True)
@@ -165,6 +214,8 @@ class Column:
             return MISSING
         if self.digits is None or isinstance(value, str):
             return str(value)
+        if isinstance(value, Difference):
+            return value.show(self.digits)
         stat = value if isinstance(value, Stat) else Stat(value, None, 1)
         std = None if stat.std is None else stat.std * self.scale
         return self.form.format(replace(stat, mean=stat.mean * self.scale, std=std).show(self.digits))
@@ -187,7 +238,7 @@ class Section:
 
     def numbers(self) -> pd.DataFrame:
         """The unrounded numbers of all cells but averages."""
-        cells = [cell for cell in self.cells if cell.dataset != AVERAGE]
+        cells = [cell for cell in self.cells if not cell.is_average]
         columns: dict[str, list[Any]] = {
             "part": [cell.variant.part for cell in cells],
             "dataset": [cell.dataset for cell in cells],
@@ -195,9 +246,11 @@ class Section:
         }
         for column in self.columns:
             values = [column.value(cell) for cell in cells]
-            if any(isinstance(value, Stat) for value in values):
-                for part, absent in (("mean", None), ("std", None), ("seeds", 0)):
-                    columns[f"{column.key}_{part}"] = [getattr(value, part, absent) for value in values]
+            kind = next((type(value) for value in values if isinstance(value, (Stat, Difference))), None)
+            if kind is not None:
+                for name in (f.name for f in fields(kind)):
+                    absent = 0 if name == "seeds" else None
+                    columns[f"{column.key}_{name}"] = [getattr(value, name, absent) for value in values]
             else:
                 columns[column.key] = values
         columns["device"] = ["; ".join(sorted(cell.devices)) for cell in cells]
@@ -266,11 +319,17 @@ def make_table(kind: TableKind, title: str, cells: Sequence[Cell], command: str)
     for part in dict.fromkeys(cell.variant.part for cell in cells):
         own = [cell for cell in cells if cell.variant.part == part]
         averages = average_cells(own) if kind.has_average else []
-        sections.append(Section(PARTS[part][0], kind.columns(own), [*own, *averages]))
         if averages:
-            sets = ", ".join(averages[0].runs)
-            notes.append(f"{AVERAGE}: over {sets}; the paper's is the mean of its numbers on these sets.")
-            notes += d4rl_difference(averages)
+            theirs = "" if kind.source == "fits" else "; the paper's is the mean of its numbers on these sets"
+            notes.append(f"{AVERAGE}: over {', '.join(averages[0].runs)}{theirs}.")
+        for name, variants in kind.averages.items():
+            more = average_cells(own, name, variants)
+            if more and not (averages and more[0].runs.keys() == averages[0].runs.keys()):
+                notes.append(
+                    f"{name}: over {', '.join(more[0].runs)}, the sets with scores of {' and '.join(variants)}."
+                )
+                averages += more
+        sections.append(Section(PARTS[part].title, kind.columns(own), [*own, *averages]))
     runs = {(run.path, run.label): run for cell in cells for run in cell.all_runs}.values()
     commits, devices = Counter(short_commit(run.commit) for run in runs), Counter(run.device for run in runs)
     where = f"commit {_count(commits)}; device {_count(devices)}"
@@ -308,19 +367,43 @@ OURS = (
 
 
 def option(heading: str, name: str) -> Column:
-    words = {True: "yes", False: "no"}
-    return Column(heading, name, lambda c: words.get(v, v) if isinstance(v := c.variant.options[name], bool) else v)
+    """An option of the variant; the recipe's own value where the variant does not change it."""
+    words = {True: "yes", False: "no", None: "the recipe's"}
+
+    def show(cell: Cell) -> Any:
+        value = cell.variant.options.get(name)
+        return words[value] if value is None or isinstance(value, bool) else value
+
+    return Column(heading, name, show)
 
 
-# The title of a table's part and the columns that name its variants.
+class Part(NamedTuple):
+    """A part of a table: its title, the columns that name its variants, and the variant that they are compared with."""
+
+    title: str
+    columns: Sequence[Column]
+    base: str
+
+    def base_of(self, variant: Variant) -> str:
+        return self.base.format(model=variant.model, **variant.options)
+
+
 PARTS = {
-    "models": ("", [MODEL]),
-    "eta-s": ("Weight η and rank s of PrimalFormer", [option("s", "rank"), option("η", "eta")]),
-    "data-dependence": (
+    "models": Part("", [MODEL], "softmax"),
+    "classifiers": Part("", [replace(MODEL, value=lambda cell: CLASSIFIERS[cell.variant.name])], "multirocket-hydra"),
+    "eta-s": Part(
+        "Weight η and rank s of PrimalFormer", [option("s", "rank"), option("η", "eta")], "primal-s{rank}-eta0"
+    ),
+    "eta": Part("With and without the KSVD loss", [MODEL, option("η", "eta")], "{model}-eta0"),
+    "data-dependence": Part(
         "Data-dependent projection weights, Primal.+Trans.",
         [option("Data-dependent", "data_dependent")],
+        "primal+-independent",
     ),
-    "r-scores": ("With and without r-scores in the output", [MODEL, option("r-scores", "r_scores")]),
+    "r-scores": Part(
+        "With and without r-scores in the output", [MODEL, option("r-scores", "r_scores")], "{model}-without-r"
+    ),
+    "rank": Part("Rank s of Primal.+DT", [option("s", "rank")], "primal+-s32"),
 }
 
 
@@ -330,22 +413,38 @@ def rate(name: str) -> Callable[[Cell], Stat | None]:
 
 
 def accuracy_columns(cells: Sequence[Cell]) -> list[Column]:
-    part = cells[0].variant.part
-    chosen = "best on test" if cells[0].benchmark == "uea" else "validation-chosen"
-    theirs = Column(f"Paper ({chosen})", "paper", lambda cell: cell.paper("accuracy" if part == "models" else part), 1)
-    return [SET, *PARTS[part][1], theirs, *SCORES, SEEDS]
+    """Published and own accuracies; ablations also have the differences to their base."""
+    part, benchmark = cells[0].variant.part, cells[0].benchmark
+    table = "accuracy" if part == "models" else part
+    chosen = "best on test" if benchmark == "uea" else "validation-chosen"
+    theirs = Column(f"Paper ({chosen})", "paper", lambda cell: cell.paper(table), 1)
+    differences = [] if part == "models" else [difference(name, "accuracy") for name in PROTOCOLS]
+    published_column = [theirs] if table in paper(benchmark) else []
+    return [SET, *PARTS[part].columns, *published_column, *SCORES, *differences, SEEDS]
+
+
+def difference(protocol: str, score: str) -> Column:
+    """A score minus that of the base, paired over the seeds."""
+    heading = f"Δ {PROTOCOLS[protocol]}"
+    return Column(heading, f"{protocol}_difference", lambda c: c.difference(lambda _, r: r.score(protocol, score)), 1)
+
+
+def difference_notes(cells: Sequence[Cell]) -> list[str]:
+    """What the differences are."""
+    bases = sorted({PARTS[cell.variant.part].base_of(cell.variant) for cell in cells})
+    means = "Δ: the score minus that of the base with the same seed, mean and 95 % interval by Student's t."
+    return [f"{means} Base: {', '.join(bases)}."]
 
 
 def accuracy_notes(cells: Sequence[Cell]) -> list[str]:
     benchmark, notes = cells[0].benchmark, [OURS]
     for part in dict.fromkeys(cell.variant.part for cell in cells):
         table = "accuracy" if part == "models" else part
-        absent = "Paper: r-scores are published for Long-Range Arena only."
-        notes.append(source(benchmark, table) if table in paper(benchmark) else absent)
+        notes += [source(benchmark, table)] if table in paper(benchmark) else []
         notes += ["Without r-scores in the output, r stays in the objective J."] if part == "r-scores" else []
     if any(cell.dataset == "SpokenArabicDigits" for cell in cells):
         notes.append("SpokenArabicDigits: the paper's script may have trained on the test file.")
-    return notes
+    return notes if cells[0].variant.part == "models" else notes + difference_notes(cells)
 
 
 def lra_notes(cells: Sequence[Cell]) -> list[str]:
@@ -392,7 +491,7 @@ def efficiency_columns(cells: Sequence[Cell]) -> list[Column]:
         return cell.paper("seconds") if is_uea else published("d4rl", "seconds", level, cell.variant.name)
 
     def their_memory(cell: Cell) -> float | None:  # one number for all sets
-        is_shown = cell.dataset == AVERAGE or not is_uea
+        is_shown = cell.is_average or not is_uea
         return paper(benchmark)["seconds"]["memory"].get(cell.variant.name) if is_shown else None
 
     return [
@@ -425,7 +524,7 @@ def lra_efficiency_columns(cells: Sequence[Cell]) -> list[Column]:
         return lambda cell: cell.first(lambda run: run.score("step", key))
 
     def over_authors(cell: Cell) -> str | None:
-        pair = replace(cell, softmax=authors.get(cell.dataset))
+        pair = replace(cell, base=authors.get(cell.dataset))
         times = [pair.ratio(seconds(key)) for key in ("graph", "eager")]
         shown = [MISSING if value is None else f"{value:.1f}×" for value in times]
         return f"{shown[0]} ({shown[1]})" if cell.variant.name in ("primal", "primal+") else ""
@@ -458,19 +557,22 @@ def lra_efficiency_notes(cells: Sequence[Cell]) -> list[str]:
 
 
 def d4rl_columns(cells: Sequence[Cell]) -> list[Column]:
+    part = cells[0].variant.part
+
     def theirs(cell: Cell) -> Stat | None:
-        mean = cell.paper("score")
+        mean = cell.paper("score" if part == "models" else part)
         std = paper("d4rl")["score"]["deviations"].get(cell.dataset, {}).get(cell.variant.name)
         return None if mean is None else Stat(mean, std, 3)
 
     best = Column("BEST-ON-TEST", "best_on_test", lambda cell: cell.score("best_on_test", "score"), 1)
     return [
         SET,
-        MODEL,
+        *PARTS[part].columns,
         Column("Paper (on D4RL)", "paper", theirs, 1),
         *([best] if any(map(best.value, cells)) else []),
         Column("LAST", "last", lambda cell: cell.score("last", "score"), 1),
-        Column("Return", "return", lambda c: c.score("last", "return_mean") if c.dataset != AVERAGE else None, 0),
+        difference("last", "score"),
+        Column("Return", "return", lambda c: None if c.is_average else c.score("last", "return_mean"), 0),
         SEEDS,
     ]
 
@@ -491,21 +593,12 @@ def d4rl_notes(cells: Sequence[Cell]) -> list[str]:
         "episodes that measure it, so too high.",
         f"Trained on {listed(run.data.get('transitions') for run in runs)} transitions for "
         f"{listed(map(steps_of, runs))} steps. Data: {'; '.join(sources)}.",
-        source("d4rl", "score"),
+        source("d4rl", "score" if cells[0].variant.part == "models" else cells[0].variant.part),
+        *difference_notes(cells),
     ]
     if any("collected anew" in name for name in sources):
         notes.insert(1, "The trajectories come from other policies than D4RL's: compare our rows with each other only.")
     return notes
-
-
-def d4rl_difference(averages: Sequence[Cell]) -> list[str]:
-    """The difference between the averages of Primal.+DT and DT, with its standard error."""
-    by_model = {cell.variant.name: cell.score("last", "score") for cell in averages}
-    dt, primal = by_model.get("softmax"), by_model.get("primal+")
-    if not dt or not primal or dt.std is None or primal.std is None:
-        return []
-    error = math.sqrt(dt.std**2 / dt.seeds + primal.std**2 / primal.seeds)
-    return [f"Average of Primal.+DT minus that of DT: {primal.mean - dt.mean:+.1f} ± {error:.1f} (standard error)."]
 
 
 def language_columns(cells: Sequence[Cell]) -> list[Column]:
@@ -513,9 +606,9 @@ def language_columns(cells: Sequence[Cell]) -> list[Column]:
         return cell.first(lambda run: run.data.get("bytes_seen"))
 
     def over_softmax(cell: Cell) -> float | None:
-        if cell.softmax is None or seen(cell) != seen(cell.softmax):  # models that saw different amounts of text
+        if cell.base is None or seen(cell) != seen(cell.base):  # models that saw different amounts of text
             return None
-        mine, theirs = (c.score("last", "bits_per_byte") for c in (cell, cell.softmax))
+        mine, theirs = (c.score("last", "bits_per_byte") for c in (cell, cell.base))
         return 100 * (mine.mean / theirs.mean - 1) if mine and theirs else None
 
     def score(heading: str, name: str, digits: int) -> Column:
@@ -564,25 +657,103 @@ def image_notes(cells: Sequence[Cell]) -> list[str]:
     ]
 
 
+def is_holdout(cells: Sequence[Cell]) -> bool:
+    return any(run.config["holdout"] for cell in cells for run in cell.all_runs)
+
+
+def is_undisturbed(run: Run) -> bool:
+    """Whether other processes used few cores during fit and predict, as far as is known."""
+    costs = [run.scores[step] for step in ("fit", "predict") if step in run.scores]
+    if not costs or any(cost["other_cores"] is None for cost in costs):
+        return False
+    seconds = sum(cost["other_cores"] * cost["seconds"] for cost in costs)
+    return bool(seconds < MAX_OTHER_CORES * sum(cost["seconds"] for cost in costs))
+
+
+def classifier_columns(cells: Sequence[Cell]) -> list[Column]:
+    prefix = "validation_" if is_holdout(cells) else ""
+
+    def score(cell: Cell, run: Run, name: str = "accuracy") -> float | None:
+        return run.score(cell.variant.options["part"], f"{prefix}{name}")
+
+    def accuracy(cell: Cell) -> Stat | str | None:
+        is_refused = cell.all_runs and not cell.has_scores
+        return "refused" if is_refused else cell.stat(lambda run: score(cell, run))
+
+    def cost(step: str, name: str) -> Callable[[Cell], Stat | None]:
+        def value(cell: Cell, run: Run) -> float | None:
+            part = cell.variant.options["part"]
+            if cell.is_average or not is_undisturbed(run):
+                return None
+            return run.score(step, name) if part == "last" else run.score(part, f"{step}_{name}")
+
+        return lambda cell: cell.stat(lambda run: value(cell, run))
+
+    return [
+        SET,
+        *PARTS["classifiers"].columns,
+        Column("Accuracy", "accuracy", accuracy, 1),
+        Column("− MultiRocketHydra", "difference", lambda cell: cell.difference(score), 1),
+        Column("ECE", "calibration_error", lambda c: c.stat(lambda run: score(c, run, "calibration_error")), 1, 100.0),
+        Column("Fit s", "fit_seconds", cost("fit", "seconds"), 1),
+        Column("Predict s", "predict_seconds", cost("predict", "seconds"), 1),
+        Column("Fit CPU s", "fit_cpu_seconds", cost("fit", "cpu_seconds"), 1),
+        Column("Seeds", "seeds", lambda cell: str(len(cell.by_seed(lambda run: score(cell, run)))), 0),
+    ]
+
+
+def classifier_notes(cells: Sequence[Cell]) -> list[str]:
+    scored = "holdout samples of the training set, no test score was computed" if is_holdout(cells) else "test"
+    refusals: dict[str, list[str]] = {}
+    for cell in cells:
+        for reason in {run.data["refused"] for run in cell.all_runs if "refused" in run.data}:
+            refusals.setdefault(f"{CLASSIFIERS[cell.variant.name]}: {reason}", []).append(cell.dataset)
+    return [
+        f"Accuracy on {scored}, in per cent, mean ± standard deviation over the seeds. − MultiRocketHydra: the "
+        "difference with the same seed, mean and 95 % interval by Student's t.",
+        "ECE: expected calibration error in points, 15 bins. MultiRocketHydra predicts probabilities 0 and 1 only.",
+        f"Seconds: only where other processes used less than {MAX_OTHER_CORES} cores during fit and predict. Each fit "
+        "has its own process.",
+        *(f"Refused on {', '.join(sets)}. {reason}" for reason, sets in refusals.items()),
+    ]
+
+
 # The grids behind the tables
+
+
+def classifier_variants() -> tuple[Variant, ...]:
+    """PrimalClassifier, each of its parts alone from the same fits, controls, and aeon's classifiers."""
+    parts = {f"primal-{part}": ("primal", part) for part in ("networks", "features")}
+    rows = [(name, *parts.get(name, (name, "last"))) for name in CLASSIFIERS]
+    return tuple(Variant("classifiers", name, model, {"part": part}) for name, model, part in rows)
 
 
 def model_variants(models: Iterable[str]) -> tuple[Variant, ...]:
     return tuple(Variant("models", model, model) for model in models)
 
 
+def extra_variants() -> tuple[Variant, ...]:
+    """Rows that a table of models accepts beside its own: every attention, none of them, and η = 0."""
+    names = [name + plus for name in attention_names() for plus in ("", "+")]
+    without_loss = [Variant("models", f"{name}-eta0", name, {"eta": 0.0}) for name in ("primal", "primal+")]
+    return (*model_variants([*names, "none"]), *without_loss)
+
+
 def ablation_variants(*parts: str) -> tuple[Variant, ...]:
-    """The paper's grid over η and s (PrimalFormer), data-independent weights (Primal.+), and outputs without r."""
+    """The paper's grids over η and s, data-independent weights (Primal.+), outputs without r, and η = 0."""
     grid = [(f"primal-s{s}-eta{eta:g}", "primal", {"rank": s, "eta": eta}) for s in (20, 30, 40) for eta in ETAS]
     dependent = {"independent": False, "dependent": True}
+    models = ("primal", "primal+")
     rows: dict[str, list[tuple[str, str, dict[str, Any]]]] = {
         "eta-s": grid,
         "data-dependence": [(f"primal+-{w}", "primal+", {"data_dependent": v}) for w, v in dependent.items()],
         "r-scores": [
             (f"{model}-{word}-r", model, {"r_scores": word == "with"})
-            for model in ("primal", "primal+")
+            for model in models
             for word in ("without", "with")
         ],
+        "eta": [row for m in models for row in ((f"{m}-eta0", m, {"eta": 0.0}), (m, m, {}))],
+        "rank": [(f"primal+-s{s}", "primal+", {"rank": s}) for s in (32, 64, 96)],
     }
     return tuple(Variant(part, *row) for part in parts for row in rows[part])
 
@@ -621,8 +792,12 @@ class TableKind:
     needed_scores: frozenset[str] | None = None
     has_average: bool = True
     is_timed: bool = False
-    shows_steps: bool = False
-    """The cells are step costs of `primal bench lra`, not runs."""
+    source: Literal["runs", "steps", "fits"] = "runs"
+    """Of the cells: trainings, the step costs of `primal bench lra`, or fits of classifiers."""
+    averages: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Further averages by title: over the sets on which these variants have scores."""
+    family: str = ""
+    """Of recipes; the benchmark's own by default."""
     suffix: str = ""
     """Of the folder of its runs and results, behind the recipe family's name."""
 
@@ -639,7 +814,7 @@ def table_kinds() -> dict[str, TableKind]:
         ),
         "uea-ablation": TableKind(
             "UEA ablations, test accuracy (%)", "uea", accuracy_columns, accuracy_notes, uea_sets,
-            ablation_variants("eta-s", "data-dependence", "r-scores"), changes={"protocol": "both"},
+            ablation_variants("eta-s", "data-dependence", "r-scores", "eta"), changes={"protocol": "both"},
         ),
         "uea-efficiency": TableKind(
             "UEA training time and memory", "uea", efficiency_columns, efficiency_notes, uea_sets,
@@ -652,15 +827,20 @@ def table_kinds() -> dict[str, TableKind]:
         ),
         "lra-ablation": TableKind(
             "Long-Range Arena ablations, test accuracy (%)", "lra", accuracy_columns, lra_notes, lra_sets,
-            ablation_variants("data-dependence", "r-scores"), needed_scores=chosen,
+            ablation_variants("data-dependence", "r-scores", "eta"), needed_scores=chosen,
         ),
         "lra-efficiency": TableKind(
             "Long-Range Arena: time and memory of a training step", "lra", lra_efficiency_columns, lra_efficiency_notes,
-            lra_sets, model_variants((*lra["seconds"]["columns"], AUTHORS_CODE)), has_average=False, shows_steps=True,
+            lra_sets, model_variants((*lra["seconds"]["columns"], AUTHORS_CODE)), has_average=False, seeds=1,
+            source="steps", suffix="-efficiency",
         ),
         "d4rl": TableKind(
             "D4RL normalised score", "d4rl", d4rl_columns, d4rl_notes, tuple(d4rl["score"]["rows"]),
             model_variants(d4rl["score"]["columns"]), True,
+        ),
+        "d4rl-ablation": TableKind(
+            "D4RL ablation, normalised score", "d4rl", d4rl_columns, d4rl_notes, tuple(d4rl["rank"]["rows"]),
+            ablation_variants("rank"),
         ),
         "d4rl-efficiency": TableKind(
             "D4RL training time and memory", "d4rl", efficiency_columns, efficiency_notes, ("hopper-medium",),
@@ -675,5 +855,10 @@ def table_kinds() -> dict[str, TableKind]:
             "Images: test accuracy (%), speed and memory of training", "image", image_columns, image_notes,
             ("imagenette",), model_variants(paper("image")["models"]), True, needed_scores=frozenset(PROTOCOLS),
             has_average=False, is_timed=True,
+        ),
+        "uea-modern": TableKind(
+            "UEA classifiers, accuracy (%)", "uea", classifier_columns, classifier_notes, CLASSIFIER_SETS,
+            classifier_variants(), seeds=5, changes={"holdout": 0.0}, is_timed=True, source="fits",
+            averages={"Average, both": ("primal", "multirocket-hydra")}, family="uea-modern", suffix="-classifiers",
         ),
     }  # fmt: skip

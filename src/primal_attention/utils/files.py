@@ -44,7 +44,7 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object], *, keep: 
 
     Args:
         path: The file; its folder is created if needed.
-        write: Writes the content to the open file that it is given.
+        write: Writes the content to an open file.
         keep: New name of the old file, which is replaced otherwise.
     """
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,13 @@
-"""`primal bench decode`: the time of one more token of a language model after N tokens, and the size of its state."""
+"""`primal bench generate`: tokens per second of a language model after N tokens, and the size of its state.
+
+Softmax attention has a cache of keys and values, which grows with N.
+"""
 
 from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +24,7 @@ from primal_attention.nn.baselines.softmax import CachedSoftmaxAttention, CacheS
 from primal_attention.nn.blocks import BlockState
 from primal_attention.ops.padding import Tokens
 
-CHUNK = 16384  # tokens of all sequences that are read at once before decoding
+CHUNK = 16384  # tokens of all sequences that are read at once before the step that is timed
 VOCABULARY = 8192
 MODELS: dict[str, dict[str, Any]] = {
     "sdpa": {"attention": ("softmax",)},
@@ -36,7 +40,9 @@ def run(args: Namespace) -> dict[str, Any]:
         Implementation(name, name.partition("-")[0], partial(build_model, args.layers, keywords))
         for name, keywords in MODELS.items()
     ]
-    return attention.run(args, attention.choose(models, args.only, baselines=False), measure_decoding)
+    chosen = attention.choose(models, args.only, baselines=False)
+    grid = [[replace(s, batch=batch) for s in shapes] for shapes in attention.make_grid(args) for batch in args.batches]
+    return attention.run(args, chosen, measure_step, grid)
 
 
 class PreallocatedCache(CachedSoftmaxAttention):
@@ -78,7 +84,7 @@ def random_caches(model: LanguageModel, shape: Shape) -> LanguageState:
 
 
 @torch.no_grad()
-def measure_decoding(build: Callable[[Shape], LanguageModel], shape: Shape, args: Namespace) -> Row:
+def measure_step(build: Callable[[Shape], LanguageModel], shape: Shape, args: Namespace) -> Row:
     """Measure the state after N random tokens, then the time of the next one."""
     model, row = build(shape).eval(), Row()
 
