@@ -20,10 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from scipy import stats
-
-from primal_attention.bench import classifiers
-from primal_attention.report.classifiers import read_runs as read_classifier_runs
+from primal_attention.report.results import Difference, read_summaries
 
 ROOT = Path(__file__).resolve().parent.parent
 # Rows of the support table: the name in `@pytest.mark.supports`, and its title.
@@ -112,24 +109,27 @@ def support_table() -> str:
 
 def classifier_table() -> str:
     """`primal table uea-modern`, or a sentence while no result is stored."""
-    if any((ROOT / "results" / classifiers.FOLDER).glob("*/*.json")):
+    if (ROOT / "results" / "uea-modern-classifiers").exists():
         return read_table("primal table uea-modern", "markdown").rstrip("\n")
     return "No result is stored yet. `primal table uea-modern` fits all classifiers and shows the table."
 
 
 def classifier_row() -> list[list[str]]:
     """The README's row about PrimalClassifier; empty while no set has results of both classifiers."""
-    titles = {"primal": "PrimalClassifier", "multirocket-hydra": "MultiRocketHydra"}
-    runs = {}
-    for (name, model), found in read_classifier_runs(ROOT / "results", classifiers.SETS, list(titles)).items():
-        runs[name, model.removesuffix(" (aeon)")] = [100 * run["accuracy"] for run in found.values()]
-    common = [name for name in classifiers.SETS if all(runs[name, title] for title in titles.values())]
-    if not common:
+    if not (ROOT / "results" / "uea-modern-classifiers").exists():
         return []
-    own, other = (statistics.mean(statistics.mean(runs[s, t]) for s in common) for t in titles.values())
+    command = "primal table uea-modern --models primal multirocket-hydra"
+    accuracies: dict[str, dict[str, float]] = {}
+    for row in csv.DictReader(io.StringIO(read_table(command, "csv"))):
+        if row["accuracy_mean"]:
+            accuracies.setdefault(row["dataset"], {})[row["model"]] = float(row["accuracy_mean"])
+    pairs = [values for values in accuracies.values() if len(values) == 2]
+    if not pairs:
+        return []
+    own, other = (statistics.mean(values[name] for values in pairs) for name in ("primal", "multirocket-hydra"))
     choice = "either" if abs(own - other) < 0.5 else "PrimalClassifier" if own > other else "MultiRocketHydra"
-    measured = f"PrimalClassifier {own:.1f} % on average over {len(common)} sets, MultiRocketHydra (aeon) {other:.1f} %"
-    return [["your own time series", f"{measured} (`{classifiers.FOLDER}`)", choice]]
+    measured = f"PrimalClassifier {own:.1f} % on average over {len(pairs)} sets, MultiRocketHydra (aeon) {other:.1f} %"
+    return [["your own time series", f"{measured} (`uea-modern-classifiers`)", choice]]
 
 
 # Speed
@@ -172,24 +172,26 @@ def difference_table(folder: str, sets: Sequence[str], scores: Sequence[str]) ->
     """Accuracy minus that of softmax attention, paired over the seeds, with its 95 % interval."""
     rows = []
     for name in sets:
-        runs = {m: read_runs(f"{folder}/{name}", m) for m in ("softmax", "primal", "primal+")}
+        runs = read_summaries(ROOT / "results" / folder / name)
         for model in ("primal", "primal+"):
-            seeds = sorted(runs[model].keys() & runs["softmax"].keys())
             for score in scores:
-                pairs = [[100 * runs[m][seed][score]["accuracy"] for m in (model, "softmax")] for seed in seeds]
-                own = [a - b for a, b in pairs]
-                mean, half = statistics.mean(own), stats.t.ppf(0.975, len(own) - 1) * stats.sem(own)
-                sign = "" if abs(mean) <= half else "ahead" if mean > 0 else "behind"
+                own, softmax = (
+                    {
+                        run.seed: 100 * run.scores[score]["accuracy"]
+                        for run in runs
+                        if run.path.stem == f"{m}-seed{run.seed}"
+                    }
+                    for m in (model, "softmax")
+                )
+                difference = Difference.between(own, softmax)
+                assert difference is not None
+                assert difference.half_interval is not None
+                is_clear = abs(difference.mean) > difference.half_interval
+                sign = ("ahead" if difference.mean > 0 else "behind") if is_clear else ""
                 label = score.replace("_", "-").upper()
-                rows.append([name, model, label, f"{mean:+.1f} ± {half:.1f}", str(len(own)), sign])
+                rows.append([name, model, label, difference.show(), str(difference.seeds), sign])
     heading = ["set", "model", "column", "points, 95 % interval", "seeds", "beyond the interval"]
     return render(heading, rows, [f"`results/{folder}`: the runs of the table above."], left=3)
-
-
-def read_runs(folder: str, model: str) -> dict[int, dict[str, Any]]:
-    """The scores of a model's stored runs by seed."""
-    files = sorted((ROOT / "results" / folder).glob(f"{model}-seed*.json"))
-    return {run["seed"]: run["scores"] for run in (json.loads(file.read_text(encoding="utf-8")) for file in files)}
 
 
 def generate_table() -> str:
