@@ -28,9 +28,16 @@ def tokens(samples: int = 2, length: int = 24) -> torch.Tensor:
     return torch.randint(1, 11, (samples, length))
 
 
-@pytest.mark.parametrize("attention", [*attention_names(), "primal+"])
-def test_padding_changes_nothing_and_may_be_dropped(attention):
-    model = make(attention=attention).eval()
+TWO_SIDED = {"primal": {"rank": 4, "data_dependent": False, "decay": "learned"}}
+MODERN = {"local_kernel": 5, "activation": "glu", "attention_kwargs": TWO_SIDED}
+
+
+@pytest.mark.parametrize(
+    ("attention", "changes"),
+    [*((name, {}) for name in (*attention_names(), "primal+")), *((n, MODERN) for n in ("primal", "softmax", "none"))],
+)
+def test_padding_changes_nothing_and_may_be_dropped(attention: str, changes: dict[str, Any]):
+    model = make(attention=attention, **changes).eval()
     ids = tokens()
     ids[1, 9:] = 0
     assert_close(model(ids, ids == 0)[1:], model(ids[1:, :9]), 1e-9)
@@ -147,10 +154,28 @@ def test_what_cannot_work_is_one_clear_line():
         make()(ids, None, ids)
     with pytest.raises(ValueError, match="come together"):
         make(pairs=True)(ids, ids == 0, ids)
-    with pytest.raises(ValueError, match=r"primal and softmax layers only \(got LinearAttention\)"):
+    with pytest.raises(ValueError, match=r"layers without convolution only \(got LinearAttention\)"):
         make(attention="linear", published_padding=True)
-    with pytest.raises(ValueError, match="primal and softmax layers only"):
+    with pytest.raises(ValueError, match="primal and softmax layers without convolution only"):
         make(attention="nystrom+").published_padding = True
+    with pytest.raises(ValueError, match="got a layer with local_kernel"):
+        make(attention="softmax", local_kernel=5, published_padding=True)
+    with pytest.raises(ValueError, match="a block without attention needs local_kernel"):
+        make(attention="none")
+
+
+def test_a_modern_block_is_attention_beside_convolution_and_a_gated_network():
+    for attention in ("primal", "softmax", "none"):
+        model = make(attention=attention, **MODERN)
+        block, x = model.encoder.blocks[0], torch.randn(2, 24, 16, dtype=torch.float64)
+        h = block.norm1(x)
+        mixed = block.local(h) if attention == "none" else block.local(h) + block.attention(h)
+        up, down = block.feed_forward[0], block.feed_forward[3]
+        a, b = up(block.norm2(x + mixed)).chunk(2, dim=-1)
+        assert_close(block(x), x + mixed + down(a * b.sigmoid()), 1e-12)
+        model(tokens()).square().mean().backward()
+        trained = [p for name, p in model.named_parameters() if not name.endswith("sqrt_lambda")]  # only J has it
+        assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in trained)
 
 
 # Compilation. That every attention compiles as one graph is tested in tests/nn/baselines/test_contract.py.

@@ -123,7 +123,7 @@ def test_wrapped_and_hooked_maps_take_effect(name: str) -> None:
 def test_bad_input_is_refused() -> None:
     with pytest.raises(ValueError, match="backend must be one of 'auto', 'reference', 'fused'"):
         make_layer(backend="cpu")
-    with pytest.raises(ValueError, match="gate must be one of 'silu', 'sigmoid'"):
+    with pytest.raises(ValueError, match="gate must be one of True, False, 'silu', 'sigmoid'"):
         make_layer(gate="tanh")
     layer, x = make_layer(), torch.randn(2, 3, 12, dtype=torch.float64)
     other = PrimalAttention(12, 3, rank=4, causal=True, data_dependent=False, dtype=torch.float64)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..nn.primal import PrimalAttention
-from ..ops.types import Output, Weights
+from ..ops.types import Weights
 
 RELATIVE = "it adds a bias to every pair of tokens (relative positions), and Primal-Attention has no pairs"
 CROSS = "it is cross-attention (queries and keys of different sequences); Primal-Attention is self-attention"
@@ -134,8 +134,7 @@ class RotaryPrimalAttention(PrimalAttention):
     ) -> tuple[Tensor, Tensor]:
         self._rotation = self._check_rotation(rotation)
         try:
-            with self.qk_proj.register_forward_hook(lambda module, inputs, qk: self._rotate(qk)):
-                return super().kernel_factors(x, key_padding_mask)
+            return super().kernel_factors(x, key_padding_mask)
         finally:
             self._rotation = None
 
@@ -151,13 +150,10 @@ class RotaryPrimalAttention(PrimalAttention):
         weights, applies_output = super()._weights()
         return Weights(None, None, *weights[2:]), applies_output  # `forward` then calls the map and passes q and k
 
-    def _attend(self, x: Tensor, *args: Any, dropout: float, **keywords: Any) -> Output:
-        keywords["qk"] = self._rotate(keywords["qk"])
-        return super()._attend(x, *args, dropout=dropout, **keywords)
-
-    def _rotate(self, qk: Tensor) -> Tensor:
-        """Rotate coordinates m and m + p/2 of every head of q and k, (B, N, 2d)."""
+    def _project_qk(self, x: Tensor) -> Tensor:
+        """Return q and k, (B, N, 2d), with coordinates m and m + p/2 of every head rotated."""
         assert self._rotation is not None
+        qk = super()._project_qk(x)
         cos, sin = (t.unsqueeze(-2) for t in self._rotation)
         z = qk.unflatten(-1, (2 * self.num_heads, -1))
         first, second = z.chunk(2, dim=-1)
