@@ -155,13 +155,7 @@ def test_the_default_is_the_best_stored_setting_without_softmax_attention() -> N
     assert {name: getattr(config, name) for name in names[1:]} == {n: best["config"]["model"][n] for n in names[1:]}
     assert (list(config.attention), config.positions) == (["primal"], "none")
     plain = LanguageConfig(primal_mode="mean").resolved()  # a mode alone has no convolution and no gate
-    assert (plain.primal_heads, plain.rank, plain.conv, plain.gate, plain.positions) == (
-        None,
-        30,
-        0,
-        False,
-        "sinusoidal",
-    )
+    assert [getattr(plain, name) for name in (*names[2:], "positions")] == [None, 30, 0, False, "sinusoidal"]
 
 
 def test_the_papers_sizes() -> None:
@@ -200,6 +194,10 @@ def test_bad_input_is_one_line() -> None:
         LanguageConfig(50, primal_mode="decay", positions="rotary")
     with pytest.raises(ValueError, match="initializer_range must be positive or None"):
         LanguageConfig(50, initializer_range=0.0)
+    with pytest.raises(ValueError, match="gate_activation must be one of 'silu', 'sigmoid'"):
+        LanguageConfig(50, gate_activation="tanh")
+    with pytest.raises(ValueError, match="a block without attention needs conv"):
+        LanguageModel(LanguageConfig(50, ("none",), **SIZES, conv=0))
     with pytest.raises(ValueError, match=r"embeddings must have shape \(batch, at least one token, 16\)"):
         model.hidden(torch.zeros(1, 3, 15))
 

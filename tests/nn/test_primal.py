@@ -95,8 +95,8 @@ def test_autocast_keeps_objective_state_and_gradients_in_float32(mode: str, deca
 
 
 @every_mode
-def test_objective_and_running_sums_do_not_overflow_in_float16(mode: str) -> None:
-    # The trace is −9.6 · 10⁵ or more and the running sum reaches 150,000; float16 ends at 65,504.
+def test_the_objective_does_not_overflow_in_float16(mode: str) -> None:
+    # The trace is −9.6 · 10⁵ or more; float16 ends at 65,504.
     layer = make(mode, dtype=torch.float16, landmarks=24, rank=4)
     with torch.no_grad():
         for weight in (layer.w_e, layer.w_r):
@@ -104,12 +104,6 @@ def test_objective_and_running_sums_do_not_overflow_in_float16(mode: str) -> Non
         layer.sqrt_lambda.zero_()
     layer(inputs(1, 24, dtype=torch.float16))
     assert_close(layer.objective, torch.tensor([-1e4 * layer.w_e.shape[1] * 4]), 1e-6)
-    if mode == "causal":
-        layer = make(mode, dtype=torch.float16, rank=2)
-        with torch.no_grad():
-            layer.qk_proj.bias.fill_(50.0)
-        _, scores = layer(torch.zeros(1, 3000, EMBED, dtype=torch.float16), return_scores=True)
-        assert_close(scores.e, scores.e[:, :, :1].expand_as(scores.e), 1e-3, "scores of equal tokens")
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu", "fused"])
@@ -121,12 +115,14 @@ def test_large_inputs_do_not_overflow(mode: str, backend: str) -> None:
     layer = make(mode, **options).eval()
     exact = copy.deepcopy(layer).double()
     exact.backend = "reference"
-    x = 1e20 * torch.randn(2, 12, EMBED, device=options["device"])
-    with torch.no_grad():
-        y, scores = layer(x, return_scores=True)
-        expected, expected_scores = exact(x.double(), return_scores=True)
-    for actual, other in zip((y, *scores), (expected, *expected_scores), strict=True):
-        assert_close(actual, other, 1e-5)
+    scale = 1e20 if backend == "fused" else 1e30
+    x, results = scale * torch.randn(2, 12, EMBED, device=options["device"]), []
+    for one, leaf in ((layer, x.clone()), (exact, x.double())):
+        y, scores = one(leaf.requires_grad_(), return_scores=True)
+        grads = torch.autograd.grad(y.sum(), [leaf, *one.parameters()], allow_unused=True, materialize_grads=True)
+        results.append([y, *scores, *grads])
+    for i, (actual, expected) in enumerate(zip(*results, strict=True)):
+        assert_close(actual, expected, 1e-5 if i < 3 else 2e-5)  # some gradients are sums that nearly cancel
 
 
 # Construction

@@ -118,20 +118,6 @@ def test_rows_below_the_smallest_norm() -> None:
 
 
 @every_mode
-def test_gradients_of_large_inputs_do_not_overflow(mode: str) -> None:
-    layer, x = make(mode, dtype=torch.float32), torch.randn(3, 50, 24) * 1e30
-    tensors = []
-    for layer.backend in ("reference", "cpu"):
-        leaf = x.clone().requires_grad_()
-        y = layer(leaf)
-        # e² overflows in the data-dependent mode, so J is left out.
-        grads = torch.autograd.grad(y.sum(), [leaf, *layer.parameters()], allow_unused=True, materialize_grads=True)
-        tensors.append([y, *grads])
-    for name, expected, ours in zip(["y", "x", *dict(layer.named_parameters())], *tensors, strict=True):
-        assert_close(ours, expected, 2e-5, name)  # some gradients are sums that nearly cancel
-
-
-@every_mode
 def test_gradients_of_one_tensor_and_of_the_objective_alone(mode: str) -> None:
     layer, x = make(mode), torch.randn(2, 30, 24, dtype=torch.float64)
     grads = []

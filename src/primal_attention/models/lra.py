@@ -180,7 +180,7 @@ class LRAClassifier(nn.Module):
             if on and not has_equivalent:
                 kind = type(block.attention).__name__ if block.local is None else "a layer with local_kernel"
                 raise ValueError(
-                    f"published_padding is known for primal and softmax layers without convolution only (got {kind}): "
+                    f"published_padding is known for primal and softmax layers only (got {kind}): "
                     "leave it off, or choose attention primal, primal+ or softmax"
                 )
         self._published_padding = on
