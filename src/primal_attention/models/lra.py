@@ -122,12 +122,12 @@ class LRAClassifier(nn.Module):
             rows and columns of an image ("grid").
 
     Attributes:
-        room: Upper bound of a sequence's valid tokens. Padding beyond it is dropped before the encoder, wherever it
-            is, which changes the time and not the result.
+        max_tokens: Upper bound of a sequence's valid tokens. Padding beyond it is dropped before the encoder, wherever
+            it is, which changes the time and not the result.
     """
 
     context: Context | None = None
-    room: int | None = None
+    max_tokens: int | None = None
 
     def __init__(
         self,
@@ -209,11 +209,11 @@ class LRAClassifier(nn.Module):
 
     def encode(self, ids: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """Return the mean of the encoded tokens, (B, N) → (B, d)."""
-        places, room = None, self.room
-        if room is None and self.has_convolution and self.context is None:
-            room = ids.shape[1]  # padding between tokens is moved to the end: a convolution reads neighbouring slots
-        if key_padding_mask is not None and room is not None:
-            ids, places, key_padding_mask = gather(ids, key_padding_mask, room)
+        places, max_tokens = None, self.max_tokens
+        if max_tokens is None and self.has_convolution and self.context is None:
+            max_tokens = ids.shape[1]  # a convolution reads neighbouring slots: move all padding to the end
+        if key_padding_mask is not None and max_tokens is not None:
+            ids, places, key_padding_mask = gather(ids, key_padding_mask, max_tokens)
         self._mark(ids, key_padding_mask, places)
         x = self.stem(ids, places)
         for block in self.encoder.blocks:
@@ -275,12 +275,12 @@ class SmallVocabularyEmbedding(nn.Embedding):
         return super().forward(ids)
 
 
-def gather(ids: Tensor, padding: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Move each sequence's valid tokens (B, N) to the front; return tokens, positions and padding mask, (B, room).
+def gather(ids: Tensor, padding: Tensor, max_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Move each sequence's valid tokens (B, N) to the front; return tokens, positions and padding mask, (B, n).
 
-    Tokens keep their order. `room` must be at least the largest number of valid tokens.
+    Tokens keep their order. n = max_tokens must be at least the largest number of valid tokens.
     """
-    places = padding.to(torch.uint8).argsort(dim=1, stable=True)[:, :room]
+    places = padding.to(torch.uint8).argsort(dim=1, stable=True)[:, :max_tokens]
     return ids.gather(1, places), places, padding.gather(1, places)
 
 

@@ -227,7 +227,7 @@ def make_model(config: LRAModel, data: TokenData, room: int | None = None) -> nn
         attention_kwargs={"primal": primal, "linformer": {"max_length": data.length}},
         **{name: getattr(config, name) for name in shared},
     )
-    model.room = room
+    model.max_tokens = room
     return model if config.r_scores else without_r_scores(model)
 
 
