@@ -11,7 +11,18 @@ from torch import Tensor, nn
 
 from closeness import assert_close
 from primal_attention import PrimalAttention, ksvd_loss
-from primal_cases import CAUSAL, EMBED, HEADS, MODES, MODES_AND_DECAYS, backend_options, gradients, inputs, make
+from primal_cases import (
+    CAUSAL,
+    CPU_MODES,
+    EMBED,
+    HEADS,
+    MODES,
+    MODES_AND_DECAYS,
+    backend_options,
+    gradients,
+    inputs,
+    make,
+)
 
 SAME = 1e-12  # float64, the same operations
 # Relative RMS of rounding: bits of the mantissa, times a few roundings between input and output.
@@ -77,21 +88,24 @@ def test_every_dtype_equals_float64_up_to_rounding(mode: str, decay: Any, dtype:
 @every_decay
 def test_autocast_keeps_objective_state_and_gradients_in_float32(mode: str, decay: Any, feature_map: str) -> None:
     dtype = torch.bfloat16
-    layer = make(mode, decay, dtype=torch.float32, feature_map=feature_map)
-    x, exact = inputs(3, 20, dtype=torch.float32), copy.deepcopy(layer)
-    expected = exact(x)
-    with torch.autocast("cpu", dtype=dtype):
-        y, *state = layer(x, return_state=True) if mode in CAUSAL else (layer(x),)
-        loss = y.float().square().mean() + ksvd_loss(layer)
-    assert y.dtype == dtype
-    assert layer.objective.dtype == torch.float32
-    assert_close(y, expected, ROUNDING[dtype], "y")
-    assert_objective_close(layer, exact, ROUNDING[dtype])
-    for name, grad in gradients(layer, loss).items():
-        assert grad.dtype == torch.float32
-        assert torch.isfinite(grad).all(), name
-    for after in state:
-        assert {part.dtype for part in tensors(after)} == {torch.float32}
+    exact, x = make(mode, decay, dtype=torch.float32, feature_map=feature_map), inputs(3, 20, dtype=torch.float32)
+    layer, expected = copy.deepcopy(exact), exact(x)
+    for layer.backend in ("reference", *(("cpu",) if mode in CPU_MODES and feature_map == "cosine" else ())):
+        with torch.autocast("cpu", dtype=dtype):
+            y, *state = layer(x, return_state=True) if mode in CAUSAL else (layer(x),)
+            loss = y.float().square().mean() + ksvd_loss(layer)
+        assert y.dtype == dtype
+        assert layer.objective.dtype == torch.float32
+        assert_close(y, expected, ROUNDING[dtype], "y")
+        assert_objective_close(layer, exact, ROUNDING[dtype])
+        for inside in (False, True):  # the backward pass outside of autocast and inside of it
+            with torch.autocast("cpu", dtype=dtype, enabled=inside):
+                grads = gradients(layer, loss, keep_graph=True)
+            for name, grad in grads.items():
+                assert grad.dtype == torch.float32
+                assert torch.isfinite(grad).all(), name
+        for after in state:
+            assert {part.dtype for part in tensors(after)} == {torch.float32}
 
 
 @every_mode
@@ -109,7 +123,7 @@ def test_the_objective_does_not_overflow_in_float16(mode: str) -> None:
 @pytest.mark.parametrize("backend", ["reference", "cpu", "fused"])
 @every_mode
 def test_large_inputs_do_not_overflow(mode: str, backend: str) -> None:
-    if backend == "cpu" and mode in ("two_sided", "causal_data_dependent"):
+    if backend == "cpu" and mode not in CPU_MODES:
         pytest.skip("the CPU backend does not serve this mode")
     options = backend_options(backend) | {"dtype": torch.float32}
     layer = make(mode, **options).eval()
@@ -168,7 +182,7 @@ def test_a_slow_decay_survives_half_precision(decay: Any) -> None:
 @pytest.mark.parametrize("backend", ["reference", "cpu", "fused"])
 @pytest.mark.parametrize("mode", [*CAUSAL, "two_sided"])
 def test_one_token_leaves_a_learned_decay_in_the_graph(mode: str, backend: str) -> None:
-    if backend == "cpu" and mode != "causal":
+    if backend == "cpu" and mode not in CPU_MODES:
         pytest.skip("the CPU backend does not serve this mode")
     options = backend_options(backend)
     layer = make(mode, "learned", **options)

@@ -154,25 +154,6 @@ def test_half_precision_is_as_exact_as_the_equations_in_it(mode: str, dtype: tor
         assert error <= 1.2 * errors["reference"][name] + 2 * torch.finfo(dtype).eps, name
 
 
-@every_mode
-def test_autocast(mode: str) -> None:
-    layer, x = make(mode, dtype=torch.float32), torch.randn(2, 60, 24)
-    expected = layer(x)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = layer(x)
-        loss = y.float().square().mean() + ksvd_loss(layer)
-    assert y.dtype == torch.bfloat16
-    assert layer.objective.dtype == torch.float32
-    assert_close(y.float(), expected, 2e-2)  # bfloat16 has 8 bits
-    with torch.no_grad():
-        assert torch.equal(layer(x), expected)
-    parameters = list(layer.parameters())
-    for inside in (False, True):  # the backward pass outside of autocast and inside of it
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside):
-            grads = torch.autograd.grad(loss, parameters, retain_graph=True)
-        assert {grad.dtype for grad in grads} == {torch.float32}
-
-
 def test_dropout_keeps_the_expectation_and_its_mask() -> None:
     layer = make("plain", 16, 2, rank=4, dropout=0.25)
     x = torch.randn(1, 5, 16, dtype=torch.float64)
