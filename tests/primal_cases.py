@@ -23,6 +23,7 @@ MODES: dict[str, dict[str, Any]] = {
     "causal": {"data_dependent": False, "causal": True},
     "causal_data_dependent": {"causal": True, "max_length": MAX_LENGTH},
 }
+CPU_MODES = ["plain", "data_dependent", "causal"]  # of the CPU backend
 CAUSAL = [name for name, keywords in MODES.items() if keywords.get("causal")]
 
 # (mode, decay). The causal modes also exist without decay.

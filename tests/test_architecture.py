@@ -22,7 +22,7 @@ ORDER = [
 def imported_packages(path: Path) -> set[str]:
     """The packages of primal_attention that a file imports, in functions and under TYPE_CHECKING too."""
     package = path.relative_to(SOURCE.parent).parts[:-1]
-    found = set()
+    packages = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -32,8 +32,8 @@ def imported_packages(path: Path) -> set[str]:
             names = [module, *(f"{module}.{alias.name}" for alias in node.names)]
         else:
             continue
-        found |= {name.split(".")[1] for name in names if name.startswith("primal_attention.")}
-    return found
+        packages |= {name.split(".")[1] for name in names if name.startswith("primal_attention.")}
+    return packages
 
 
 def test_every_package_has_its_place_in_the_order() -> None:

@@ -1,4 +1,4 @@
-"""Decision Transformer: equal to transformers' own and to the authors' causal attention, padded, whole and by steps."""
+"""Decision Transformer: equal to transformers' own and to the authors' causal attention, padded and step by step."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ def episode(steps: int, batch: int = 3) -> tuple[Tensor, Tensor, Tensor, Tensor]
 
 def pad(columns: tuple[Tensor, ...], lengths: list[int], left: bool) -> tuple[list[Tensor], Tensor]:
     """Windows of K steps whose padding holds values that must not matter."""
-    kept, masks = [], []
+    windows, masks = [], []
     for column in columns:
-        junk = torch.full_like(column[:, :K], 7)
+        window = torch.full_like(column[:, :K], 7)
         for row, n in enumerate(lengths):
-            junk[row, K - n if left else 0 : K if left else n] = column[row, :n]
-        kept.append(junk)
+            window[row, K - n if left else 0 : K if left else n] = column[row, :n]
+        windows.append(window)
     for n in lengths:
         place = torch.arange(K)
         masks.append(place < K - n if left else place >= n)
-    return kept, torch.stack(masks)
+    return windows, torch.stack(masks)
 
 
 def test_it_is_the_decision_transformer_of_transformers():
@@ -78,8 +78,8 @@ def test_it_is_the_decision_transformer_of_transformers():
         states=states, actions=actions, returns_to_go=returns.unsqueeze(-1) / 1000, timesteps=stamps,
         rewards=None, attention_mask=(~padding).long(),
     ).action_preds  # fmt: skip
-    found = ours(states, actions, returns, stamps, padding)
-    assert_close(found[~padding], expected[~padding], TIGHT)
+    actual = ours(states, actions, returns, stamps, padding)
+    assert_close(actual[~padding], expected[~padding], TIGHT)
 
 
 def test_the_last_layer_is_causal_primal_attention_with_the_running_mean():
@@ -93,17 +93,17 @@ def test_the_last_layer_is_causal_primal_attention_with_the_running_mean():
 @pytest.mark.parametrize("attention", CAUSAL)
 def test_padding_changes_nothing_and_no_action_depends_on_later_steps(attention: str):
     model, columns, lengths = small(attention), episode(K), [K, 4, 1]
-    step, wanted = 3, [c.clone().requires_grad_() for c in columns[:3]]
-    grads = torch.autograd.grad(model(*wanted, columns[3])[:, step].sum(), wanted)
+    step, inputs = 3, [c.clone().requires_grad_() for c in columns[:3]]
+    grads = torch.autograd.grad(model(*inputs, columns[3])[:, step].sum(), inputs)
     for grad, last in zip(grads, (step, step - 1, step), strict=True):  # its own action is not an input
         assert grad[:, last + 1 :].abs().max() == 0
         assert grad[:, : last + 1].abs().amax() > 0
-    alone = [model(*(c[row : row + 1, :n] for c in columns))[0] for row, n in enumerate(lengths)]
+    unpadded = [model(*(c[row : row + 1, :n] for c in columns))[0] for row, n in enumerate(lengths)]
     for left in (True, False):
         padded, mask = pad(columns, lengths, left)
-        found = model(*padded, mask)
+        actual = model(*padded, mask)
         for row, n in enumerate(lengths):
-            assert_close(found[row][~mask[row]], alone[row], TIGHT, f"left={left}, {n} steps")
+            assert_close(actual[row][~mask[row]], unpadded[row], TIGHT, f"left={left}, {n} steps")
     padded, mask = pad(columns, lengths, left=False)
     assert_close(model.predict(*padded, mask)[~mask], model(*padded, mask)[~mask], TIGHT)
 
@@ -119,11 +119,11 @@ def test_the_objective_and_its_gradient_see_no_padding():
         loss.backward()
         values.append(loss)
         grads.append(model.state_map.weight.grad.clone())
-    alone = []
+    unpadded = []
     for row, n in enumerate(lengths):
         model(*(c[row : row + 1, :n] for c in columns))
-        alone.append(torch.stack([b.attention.objective[0] for b in model.blocks]).square().mean())
-    assert_close(values[0], torch.stack(alone).mean(), TIGHT)
+        unpadded.append(torch.stack([b.attention.objective[0] for b in model.blocks]).square().mean())
+    assert_close(values[0], torch.stack(unpadded).mean(), TIGHT)
     assert_close(values[1], values[0], TIGHT)
     assert_close(grads[1], grads[0], TIGHT)
 

@@ -36,6 +36,10 @@ KINDS = {
     "delta-bare": {"attention": ("primal",), "primal_mode": "delta"},
     "primal+": {"attention": ("primal+",), "positions": "rotary"},
     "hybrid": {"attention": ("primal", "softmax"), "primal_mode": "delta", "conv": 3, "positions": "rotary"},
+    "decay-sigmoid": {"primal_mode": "decay", "conv": 4, "gate": True, "gate_activation": "sigmoid"},
+    "delta-sigmoid": {"primal_mode": "delta", "conv": 4, "gate": True, "gate_activation": "sigmoid"},
+    "softmax-conv-gate": {"attention": ("softmax",), "conv": 4, "gate": True, "conv_layers": "all"},
+    "none": {"attention": ("none",), "conv": 4, "gate": True, "gate_activation": "sigmoid", "activation": "glu"},
     "linear": {"attention": ("linear",)},
     "performer": {"attention": ("performer",)},
     "cosformer": {"attention": ("cosformer",)},
@@ -70,9 +74,9 @@ def test_padded_equals_alone_and_nothing_is_seen_early(kind: str) -> None:
     model, (tokens, mask) = make(kind), batch()
     together, last = model(tokens, mask), model(tokens, mask, only_last=True)
     for row, padding, logits, final in zip(tokens, mask, together, last, strict=True):
-        alone = model(row[~padding][None])[0]
-        torch.testing.assert_close(logits[~padding], alone, **EXACT)
-        torch.testing.assert_close(final, alone[-1], **EXACT)
+        unpadded = model(row[~padding][None])[0]
+        torch.testing.assert_close(logits[~padding], unpadded, **EXACT)
+        torch.testing.assert_close(final, unpadded[-1], **EXACT)
     changed = tokens.clone()
     changed[:, 8] = (tokens[:, 8] + 1) % 50
     a, b = model(tokens), model(changed)
@@ -94,9 +98,9 @@ def test_continuing_from_a_padded_prompt_equals_one_pass(kind: str) -> None:
         logits, state = model.step(token, state)
         stepped.append(logits)
     for i in range(3):
-        alone = model(torch.cat([tokens[i][~mask[i]], following[i]])[None])[0, -3:]
-        torch.testing.assert_close(at_once[i], alone, **EXACT)
-        torch.testing.assert_close(torch.stack(stepped, dim=1)[i], alone, **EXACT)
+        unpadded = model(torch.cat([tokens[i][~mask[i]], following[i]])[None])[0, -3:]
+        torch.testing.assert_close(at_once[i], unpadded, **EXACT)
+        torch.testing.assert_close(torch.stack(stepped, dim=1)[i], unpadded, **EXACT)
     assert state.position.tolist() == ((~mask).sum(dim=1) + 3).tolist()
 
 
@@ -123,8 +127,8 @@ def test_every_parameter_has_a_gradient(kind: str) -> None:
     loss = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
     torch.testing.assert_close(model(tokens, targets=tokens), loss, **EXACT)
     (loss + 0.1 * ksvd_loss(model)).backward()
-    silent = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
-    assert silent == []
+    missing = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
+    assert missing == []
 
 
 @pytest.mark.parametrize("kind", ["default", *KINDS])
@@ -150,14 +154,8 @@ def test_the_default_is_the_best_stored_setting_without_softmax_attention() -> N
     config = LanguageConfig().resolved()
     assert {name: getattr(config, name) for name in names[1:]} == {n: best["config"]["model"][n] for n in names[1:]}
     assert (list(config.attention), config.positions) == (["primal"], "none")
-    plain = LanguageConfig(primal_mode="mean").resolved()  # a mode alone has no convolution and no gate
-    assert (plain.primal_heads, plain.rank, plain.conv, plain.gate, plain.positions) == (
-        None,
-        30,
-        0,
-        False,
-        "sinusoidal",
-    )
+    plain = LanguageConfig(primal_mode="mean").resolved()  # a mode unpadded has no convolution and no gate
+    assert [getattr(plain, name) for name in (*names[2:], "positions")] == [None, 30, 0, False, "sinusoidal"]
 
 
 def test_the_papers_sizes() -> None:
@@ -196,6 +194,10 @@ def test_bad_input_is_one_line() -> None:
         LanguageConfig(50, primal_mode="decay", positions="rotary")
     with pytest.raises(ValueError, match="initializer_range must be positive or None"):
         LanguageConfig(50, initializer_range=0.0)
+    with pytest.raises(ValueError, match="gate_activation must be one of 'silu', 'sigmoid'"):
+        LanguageConfig(50, gate_activation="tanh")
+    with pytest.raises(ValueError, match="a block without attention needs conv"):
+        LanguageModel(LanguageConfig(50, ("none",), **SIZES, conv=0))
     with pytest.raises(ValueError, match=r"embeddings must have shape \(batch, at least one token, 16\)"):
         model.hidden(torch.zeros(1, 3, 15))
 
@@ -218,9 +220,9 @@ def test_greedy_generation_is_the_argmax_of_the_full_pass(kind: str) -> None:
 @torch.no_grad()
 def test_a_long_prompt_is_read_in_chunks(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make(kind)
-    whole = lm.Stream(model).read(*lm.pad(PROMPTS))
+    expected = lm.Stream(model).read(*lm.pad(PROMPTS))
     monkeypatch.setattr(lm, "PROMPT_CHUNK", 2)
-    torch.testing.assert_close(lm.Stream(model).read(*lm.pad(PROMPTS)), whole, **EXACT)
+    torch.testing.assert_close(lm.Stream(model).read(*lm.pad(PROMPTS)), expected, **EXACT)
 
 
 def test_a_batch_stops_row_by_row_and_one_seed_draws_one_text() -> None:

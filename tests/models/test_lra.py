@@ -28,29 +28,36 @@ def tokens(samples: int = 2, length: int = 24) -> torch.Tensor:
     return torch.randint(1, 11, (samples, length))
 
 
-@pytest.mark.parametrize("attention", [*attention_names(), "primal+"])
-def test_padding_changes_nothing_and_may_be_dropped(attention):
-    model = make(attention=attention).eval()
+TWO_SIDED = {"primal": {"rank": 4, "data_dependent": False, "decay": "learned"}}
+MODERN = {"local_kernel": 5, "activation": "glu", "attention_kwargs": TWO_SIDED}
+
+
+@pytest.mark.parametrize(
+    ("attention", "changes"),
+    [*((name, {}) for name in (*attention_names(), "primal+")), *((n, MODERN) for n in ("primal", "softmax", "none"))],
+)
+def test_padding_changes_nothing_and_may_be_dropped(attention: str, changes: dict[str, Any]):
+    model = make(attention=attention, **changes).eval()
     ids = tokens()
     ids[1, 9:] = 0
     assert_close(model(ids, ids == 0)[1:], model(ids[1:, :9]), 1e-9)
     ids = tokens(3) * (torch.rand(3, 24) < torch.tensor([[0.3], [0.6], [0.0]]))
-    whole = model(ids, ids == 0)
-    model.room = int((ids != 0).sum(dim=1).max())
-    assert_close(model(ids, ids == 0), whole, 1e-9, "padding between tokens dropped")
+    expected = model(ids, ids == 0)
+    model.max_tokens = int((ids != 0).sum(dim=1).max())
+    assert_close(model(ids, ids == 0), expected, 1e-9, "padding between tokens dropped")
 
 
 def test_gradients_are_those_of_the_whole_sequence():
     model, ids = make(attention="primal+").train(), tokens() * (torch.rand(2, 24) < 0.5)
-    found = []
-    for room in (None, 20):
-        model.room = room
+    grads = []
+    for max_tokens in (None, 20):
+        model.max_tokens = max_tokens
         loss = model(ids, ids == 0).square().sum() + ksvd_loss(model, "batch")
-        found.append(torch.autograd.grad(loss, list(model.parameters()), allow_unused=True))
-    for whole, gathered in zip(*found, strict=True):
-        assert (whole is None) == (gathered is None)
-        if whole is not None:
-            assert_close(gathered, whole, 1e-9)
+        grads.append(torch.autograd.grad(loss, list(model.parameters()), allow_unused=True))
+    for full, gathered in zip(*grads, strict=True):
+        assert (full is None) == (gathered is None)
+        if full is not None:
+            assert_close(gathered, full, 1e-9)
 
 
 def test_positions_may_start_as_a_grid():
@@ -90,15 +97,15 @@ def test_the_papers_network():
 
 def test_the_one_hot_gradient_of_a_lookup_is_torchs():
     ids, table = tokens(3), torch.randn(11, 16, dtype=torch.float64, requires_grad=True)
-    weigh = torch.randn(3, 24, 16, dtype=torch.float64)
+    weight = torch.randn(3, 24, 16, dtype=torch.float64)
     theirs = torch.nn.functional.embedding(ids, table)
-    (expected,) = torch.autograd.grad((theirs * weigh).sum(), table)
+    (expected,) = torch.autograd.grad((theirs * weight).sum(), table)
     compiled = torch.compile(Lookup.apply, backend="aot_eager", fullgraph=True)
     for lookup in (Lookup.apply, compiled):
         for dtype, error in ((torch.float64, 1e-12), (torch.bfloat16, 2**-8)):  # bfloat16 rounds to 2⁻⁹
             ours = lookup(ids, table, dtype)
             assert torch.equal(ours, theirs)
-            assert_close(torch.autograd.grad((ours * weigh).sum(), table)[0], expected, error)
+            assert_close(torch.autograd.grad((ours * weight).sum(), table)[0], expected, error)
 
 
 def test_pairs_are_encoded_alike_and_compared():
@@ -127,13 +134,13 @@ def test_the_authors_padding_is_a_switch():
     model = make(attention="primal+").eval()
     ids = tokens()
     ids[:, 15:] = 0
-    honest = model(ids, ids == 0)
+    masked = model(ids, ids == 0)
     model.published_padding = True
     published = model(ids, ids == 0)
-    assert not torch.allclose(published, honest)
+    assert not torch.allclose(published, masked)
     without_padding = model(ids[:, :15])
     model.published_padding = False
-    assert torch.equal(model(ids, ids == 0), honest)
+    assert torch.equal(model(ids, ids == 0), masked)
     assert torch.equal(model(ids[:, :15]), without_padding)
 
 
@@ -151,6 +158,22 @@ def test_what_cannot_work_is_one_clear_line():
         make(attention="linear", published_padding=True)
     with pytest.raises(ValueError, match="primal and softmax layers only"):
         make(attention="nystrom+").published_padding = True
+    with pytest.raises(ValueError, match="got a layer with local_kernel"):
+        make(attention="softmax", local_kernel=5, published_padding=True)
+
+
+def test_a_modern_block_is_attention_beside_convolution_and_a_gated_network():
+    for attention in ("primal", "softmax", "none"):
+        model = make(attention=attention, **MODERN)
+        block, x = model.encoder.blocks[0], torch.randn(2, 24, 16, dtype=torch.float64)
+        h = block.norm1(x)
+        mixed = block.local(h) if attention == "none" else block.local(h) + block.attention(h)
+        up, down = block.feed_forward[0], block.feed_forward[3]
+        a, b = up(block.norm2(x + mixed)).chunk(2, dim=-1)
+        assert_close(block(x), x + mixed + down(a * b.sigmoid()), 1e-12)
+        model(tokens()).square().mean().backward()
+        trained = [p for name, p in model.named_parameters() if not name.endswith("sqrt_lambda")]  # only J has it
+        assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in trained)
 
 
 # Compilation. That every attention compiles as one graph is tested in tests/nn/baselines/test_contract.py.
@@ -174,12 +197,12 @@ def step(model: LRAClassifier, ids: Tensor) -> dict[str, Tensor]:
     model.zero_grad(set_to_none=True)
     logits = model(ids, ids == 0)
     loss = logits.square().mean()
-    found = {"logits": logits.detach()}
+    results = {"logits": logits.detach()}
     if primal_layers(model):
         ksvd = ksvd_loss(model, "batch")
-        loss, found["ksvd"] = loss + ksvd, ksvd.detach()
+        loss, results["ksvd"] = loss + ksvd, ksvd.detach()
     loss.backward()
-    return found | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return results | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def batch(length: int, samples: int = 3) -> Tensor:
@@ -189,39 +212,30 @@ def batch(length: int, samples: int = 3) -> Tensor:
 
 
 @pytest.mark.usefixtures("_new_compiler")
-@pytest.mark.parametrize(("attention", "kinds", "room"), [("softmax", 1, None), ("primal+", 2, 24)])
-def test_a_compiled_step_is_the_step(attention: str, kinds: int, room: int | None):
+@pytest.mark.parametrize(("attention", "variants", "max_tokens"), [("softmax", 1, None), ("primal+", 2, 24)])
+def test_a_compiled_step_is_the_step(attention: str, variants: int, max_tokens: int | None):
     plain, compiled = train_model(attention), train_model(attention)
-    plain.room = compiled.room = room
+    plain.max_tokens = compiled.max_tokens = max_tokens
     compiler = CompileCounterWithBackend("aot_eager")
     compiled.compile(backend=compiler)
     assert list(compiled.state_dict()) == list(plain.state_dict())
-    expected, found = step(plain, batch(24)), step(compiled, batch(24))
-    assert expected.keys() == found.keys()
+    expected, results = step(plain, batch(24)), step(compiled, batch(24))
+    assert expected.keys() == results.keys()
     for name, value in expected.items():
-        assert_close(found[name], value, 1e-9, name)
+        assert_close(results[name], value, 1e-9, name)
     assert not counters["graph_break"]
-    assert compiler.frame_count == 2 + kinds, "stem, mean, and a block of each kind"
+    assert compiler.frame_count == 2 + variants, "stem, mean, and a block of each kind"
 
 
 @pytest.mark.usefixtures("_new_compiler")
-def test_all_lengths_share_one_graph_of_each_part():
+@pytest.mark.parametrize("autocast", [False, True])
+def test_all_lengths_share_one_graph_of_each_part(autocast: bool):
     compiler = CompileCounter()
-    model = train_model("primal+", dropout=0.1)
+    model = train_model("primal+", dropout=0.1).float()
     model.compile(backend=compiler, any_length=True)
-    for length in (24, 20, 12, 24):
-        step(model, batch(length))
-    assert compiler.frame_count == 4
-    assert not counters["graph_break"]
-
-
-@pytest.mark.usefixtures("_new_compiler")
-def test_autocast_does_not_break_the_graphs():
-    compiler = CompileCounter()
-    model = train_model("primal", dropout=0.1).float()
-    model.compile(backend=compiler)
-    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
-        step(model, batch(24))
+    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False, enabled=autocast):
+        for length in (24, 20, 12, 24):
+            step(model, batch(length))
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
-    assert compiler.frame_count == 3
+    assert compiler.frame_count == 4
     assert not counters["graph_break"]

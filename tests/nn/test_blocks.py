@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from closeness import assert_close
-from primal_attention.nn.baselines import attention_names as known_attentions
-from primal_attention.nn.blocks import CausalConv, Encoder, EncoderBlock, attention_names, masked_max, masked_mean
+from primal_attention.nn.blocks import (
+    CausalConv,
+    DecoderBlock,
+    Encoder,
+    EncoderBlock,
+    attention_names,
+    masked_max,
+    masked_mean,
+)
 from primal_attention.nn.objective import primal_layers
 from primal_attention.nn.primal import PrimalAttention
 
@@ -41,14 +49,12 @@ def test_bad_arguments_are_refused():
         attention_names("primal", 0)
     with pytest.raises(ValueError, match="kernel_size=4"):
         EncoderBlock(16, 2, "softmax", local_kernel=4)
-
-
-@pytest.mark.parametrize("name", known_attentions())
-def test_any_attention_trains_in_a_block(name):
-    block = EncoderBlock(16, 2, name, attention_kwargs=KEYWORDS.get(name))
-    x = torch.randn(2, 9, 16, requires_grad=True)
-    block(x).square().mean().backward()
-    assert torch.isfinite(x.grad).all()
+    with pytest.raises(ValueError, match="a block without attention needs local_kernel"):
+        EncoderBlock(16, 2, "none")
+    with pytest.raises(ValueError, match="activation must be one of 'gelu', 'relu', 'glu'"):
+        EncoderBlock(16, 2, activation="tanh")
+    with pytest.raises(ValueError, match="gate must be one of True, False, 'silu', 'sigmoid'"):
+        DecoderBlock(16, 2, None, conv=4, gate="tanh")
 
 
 @pytest.mark.parametrize("norm_first", [True, False], ids=["pre-LN", "post-LN"])
@@ -69,6 +75,18 @@ def test_post_ln_is_the_original_order():
     x = torch.randn(2, 7, 16, dtype=torch.float64)
     middle = block.norm1(x + attention(x))
     assert_close(block(x), block.norm2(middle + block.feed_forward(middle)), 1e-12)
+
+
+@pytest.mark.parametrize(("gate", "activation"), [(False, None), (True, F.silu), ("sigmoid", torch.sigmoid)])
+@pytest.mark.parametrize("has_attention", [True, False])
+def test_a_decoder_block_gates_attention_and_convolution(gate, activation, has_attention):
+    attention = PrimalAttention(16, 2, rank=4, data_dependent=False, causal=True) if has_attention else None
+    block = DecoderBlock(16, 2, attention, conv=4, gate=gate).double()
+    x = torch.randn(2, 7, 16, dtype=torch.float64)
+    h = block.norm1(x)
+    mixed = block.conv(h) + (attention(h) if has_attention else 0.0)
+    x_mixed = x + (mixed if activation is None else mixed * activation(block.gate(h)))
+    assert_close(block(x), x_mixed + block.feed_forward(block.norm2(x_mixed)), 1e-12)
 
 
 def test_pooling_ignores_padding_and_an_empty_row_gives_zero():

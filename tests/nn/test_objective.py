@@ -100,9 +100,9 @@ def test_bad_calls_of_the_loss_are_refused() -> None:
         ksvd_loss(TwoLayers())
     layer = make("plain")
     layer(inputs(1, 3))
-    with pytest.raises(ValueError, match=r"^reduction must be 'sample' or 'batch' \(got 'sum'\)$"):
+    with pytest.raises(ValueError, match=r"^reduction must be one of 'sample', 'batch' \(got 'sum'\)$"):
         ksvd_loss(layer, "sum")
-    with pytest.raises(ValueError, match=r"^layers must be 'mean' or 'sum' \(got 'max'\)$"):
+    with pytest.raises(ValueError, match=r"^layers must be one of 'mean', 'sum' \(got 'max'\)$"):
         ksvd_loss(layer, layers="max")
 
 

@@ -98,8 +98,8 @@ def test_prompts_of_different_lengths_prefill_together(mode: str, decay: Any, fe
     _, state = layer(batch, mask, return_state=True)
     together, _ = stream(layer, more, state)
     for b, prompt in enumerate(prompts):
-        single = layer(torch.cat([prompt, more[b]])[None])[:, len(prompt) :]
-        assert_close(together[b : b + 1], single, SAME, f"prompt {b}")
+        expected = layer(torch.cat([prompt, more[b]])[None])[:, len(prompt) :]
+        assert_close(together[b : b + 1], expected, SAME, f"prompt {b}")
 
 
 @every_map

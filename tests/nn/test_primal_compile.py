@@ -15,6 +15,7 @@ from primal_attention import PrimalAttention, ksvd_loss
 from primal_cases import MAX_LENGTH, MODES, MODES_AND_DECAYS, gradients, inputs, make
 
 SAME = 1e-12  # float64, the same operations; compilers may reorder sums
+LONG = ((3, 64), (2, 65), (4, 130))  # (batch, tokens) around the chunks of the decayed sums
 
 every_mode = pytest.mark.parametrize("mode", MODES)
 every_decay = pytest.mark.parametrize(("mode", "decay"), MODES_AND_DECAYS)
@@ -73,7 +74,7 @@ class TestCompile:
     def test_one_graph_trains_at_all_lengths(self, mode: str) -> None:
         block, counter = Block(make(mode)), CompileCounter()
         compiled = torch.compile(block, fullgraph=True, dynamic=True, backend=counter)
-        for b, n in ((2, 9), (5, 24), (2, 2)):
+        for b, n in ((3, 9), (5, 24), (3, 2), *(() if mode == "causal_data_dependent" else LONG)):
             assert_same_step(block, compiled, b, n)
         assert counter.graphs == 1
 
@@ -124,8 +125,11 @@ class TestCompile:
 @every_mode
 def test_an_exported_program_is_saved_and_loaded_and_serves_other_shapes(mode: str, tmp_path: Path) -> None:
     layer = make(mode).eval()
-    shape = {0: torch.export.Dim("batch", min=1), 1: torch.export.Dim("tokens", min=2, max=MAX_LENGTH)}
-    masks = [torch.arange(n) >= torch.randint(1, n, (b, 1)) for b, n in ((2, 9), (5, 20))]
+    sizes, longest = [(2, 9), (5, 20)], MAX_LENGTH
+    if mode != "causal_data_dependent":
+        sizes, longest = [*sizes, *LONG], 1000
+    shape = {0: torch.export.Dim("batch", min=1), 1: torch.export.Dim("tokens", min=2, max=longest)}
+    masks = [torch.arange(n) >= torch.randint(1, n, (b, 1)) for b, n in sizes]
     program = torch.export.export(layer, (inputs(2, 9), masks[0]), dynamic_shapes=(shape, shape))
     torch.export.save(program, tmp_path / "layer.pt2")
     loaded = torch.export.load(tmp_path / "layer.pt2").module()

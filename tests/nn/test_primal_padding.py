@@ -94,17 +94,17 @@ def test_any_lengths_agree(kind: tuple[Any, ...], where: str, lengths: list[int]
 @every_mode
 def test_a_row_of_padding_is_zero_and_leaves_the_others_unchanged(mode: str, feature_map: str) -> None:
     layer, x = make(mode, feature_map=feature_map), inputs(2, 7)
-    single = layer(x[:1])
-    single_j = layer.objective
+    expected = layer(x[:1])
+    expected_j = layer.objective
     x[1] = float("nan")
     x.requires_grad_()
     y, scores = layer(x, torch.tensor([[False] * 7, [True] * 7]), return_scores=True)
-    assert_close(y[:1], single, SAME, "the other row")
+    assert_close(y[:1], expected, SAME, "the other row")
     assert (y[1] == 0).all()
     assert (scores.e[1] == 0).all()
     # Without tokens there is no energy: J is the trace term alone.
     trace = (layer.w_e * layer.w_r).sum((-2, -1)).mean()
-    assert_close(layer.objective, torch.stack([single_j[0], -trace]), SAME, "objective")
+    assert_close(layer.objective, torch.stack([expected_j[0], -trace]), SAME, "objective")
     loss = y.sum() + layer.objective.square().sum()
     for name, grad in gradients(layer, loss, keep_graph=True).items():
         assert torch.isfinite(grad).all(), name

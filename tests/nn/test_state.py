@@ -55,7 +55,7 @@ def sequences(model: nn.Module) -> Tensor:
 def test_every_state_continues_as_the_unbroken_stream(kind: str, tmp_path: Path) -> None:
     model = make(kind)
     x = sequences(model)
-    whole = model(x)
+    expected = model(x)
 
     # Streams of different lengths, one file each: load, batch, continue together, split, continue alone.
     read = [3, 5, 4]
@@ -66,10 +66,10 @@ def test_every_state_continues_as_the_unbroken_stream(kind: str, tmp_path: Path)
     nexts = torch.stack([x[i, n : n + 2] for i, n in enumerate(read)])
     y, together = model(nexts, state=together, return_state=True)
     for i, n in enumerate(read):
-        torch.testing.assert_close(y[i], whole[i, n : n + 2], **EXACT)
+        torch.testing.assert_close(y[i], expected[i, n : n + 2], **EXACT)
     for i, (n, state) in enumerate(zip(read, split_state(together), strict=True)):
         y, _ = model(x[i : i + 1, n + 2 :], state=state, return_state=True)
-        torch.testing.assert_close(y[0], whole[i, n + 2 :], **EXACT)
+        torch.testing.assert_close(y[0], expected[i, n + 2 :], **EXACT)
 
     # One prefix, many continuations; the prefix's own state does not change.
     _, prefix = model(x[:2, :4], return_state=True)
@@ -77,7 +77,7 @@ def test_every_state_continues_as_the_unbroken_stream(kind: str, tmp_path: Path)
     y, _ = model(ends, state=fork_state(prefix, 2), return_state=True)
     torch.testing.assert_close(y, model(torch.cat([x[[0, 0, 1, 1], :4], ends], dim=1))[:, 4:], **EXACT)
     y, _ = model(x[:2, 4:], state=prefix, return_state=True)
-    torch.testing.assert_close(y, whole[:2, 4:], **EXACT)
+    torch.testing.assert_close(y, expected[:2, 4:], **EXACT)
 
 
 def test_errors_are_one_line_and_nothing_is_unpickled(tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def test_black_pixels_are_padding_only_on_request(tmp_path: Path):
     for zero_is_padding in (False, True):
         experiment = loop.build(small("lra/pathfinder", tmp_path, data__zero_is_padding=zero_is_padding).resolved())
         assert experiment.module.padded == zero_is_padding
-        assert (experiment.module.model.room is not None) == zero_is_padding
+        assert (experiment.module.model.max_tokens is not None) == zero_is_padding
         assert experiment.train.lengths is None
         assert torch.isfinite(experiment.module(next(iter(experiment.train))))
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..nn.primal import PrimalAttention
-from ..ops.types import Output, Weights
+from ..ops.types import Weights
 
 RELATIVE = "it adds a bias to every pair of tokens (relative positions), and Primal-Attention has no pairs"
 CROSS = "it is cross-attention (queries and keys of different sequences); Primal-Attention is self-attention"
@@ -136,9 +136,11 @@ class RotaryPrimalAttention(PrimalAttention):
     def kernel_factors(
         self, x: Tensor, key_padding_mask: Tensor | None = None, rotation: Rotation | None = None
     ) -> tuple[Tensor, Tensor]:
-        angles = self._check_rotation(rotation)
-        with self.qk_proj.register_forward_hook(lambda module, inputs, qk: self._rotate(qk, angles)):
+        self._rotation = self._check_rotation(rotation)
+        try:
             return super().kernel_factors(x, key_padding_mask)
+        finally:
+            self._rotation = None
 
     def _check_rotation(self, rotation: Rotation | None) -> Rotation:
         self._check_not_sharded("a rotary position")
@@ -152,14 +154,11 @@ class RotaryPrimalAttention(PrimalAttention):
         weights, applies_output = super()._weights()
         return Weights(None, None, *weights[2:]), applies_output  # `forward` then calls the map and passes q and k
 
-    def _attend(self, x: Tensor, *args: Any, dropout: float, **keywords: Any) -> Output:
+    def _project_qk(self, x: Tensor) -> Tensor:
+        """Return q and k, (B, N, 2d), with coordinates m and m + p/2 of every head rotated."""
         assert self._rotation is not None
-        keywords["qk"] = self._rotate(keywords["qk"], self._rotation)
-        return super()._attend(x, *args, dropout=dropout, **keywords)
-
-    def _rotate(self, qk: Tensor, rotation: Rotation) -> Tensor:
-        """Rotate coordinates m and m + p/2 of every head of q and k, (B, N, 2d)."""
-        cos, sin = (t.unsqueeze(-2) for t in rotation)
+        qk = super()._project_qk(x)
+        cos, sin = (t.unsqueeze(-2) for t in self._rotation)
         z = qk.unflatten(-1, (2 * self.num_heads, -1))
         first, second = z.chunk(2, dim=-1)
         return (z * cos + torch.cat([-second, first], dim=-1) * sin).to(qk.dtype).flatten(-2)

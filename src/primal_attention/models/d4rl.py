@@ -14,15 +14,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from primal_attention.nn.baselines import make_attention
 from primal_attention.nn.baselines.softmax import CachedSoftmaxAttention
 from primal_attention.nn.blocks import DecoderBlock, attention_names
 from primal_attention.nn.primal import PrimalAttention
+from primal_attention.ops.padding import Padding
 
 Memory = tuple[Any, ...]
 """State of each block within an episode."""
@@ -136,13 +139,14 @@ class DecisionTransformer(nn.Module):
             actions: (B, K, action_dim).
             returns: (B, K), returns to go.
             timesteps: (B, K), steps since the start of the episode.
-            padding_mask: (B, K) bool, True at padding, which may be anywhere; predictions there are meaningless.
+            padding_mask: (B, K) bool, True at padding, which may be anywhere; predictions there are zero.
         """
         if padding_mask is None:
             return self.predict(states, actions, returns, timesteps)
-        order = padding_mask.to(torch.uint8).argsort(dim=1, stable=True)
-        columns = [_take(t, order) for t in (states, actions, returns, timesteps, padding_mask)]
-        return _take(self.predict(*columns), order.argsort(dim=1))
+        padding = Padding(padding_mask, compact=True)
+        states, actions, returns, timesteps = map(padding.enter, (states, actions, returns, timesteps))
+        assert padding.tokens.present is not None
+        return padding.leave(self.predict(states, actions, returns, timesteps, ~padding.tokens.present))
 
     def predict(
         self, states: Tensor, actions: Tensor, returns: Tensor, timesteps: Tensor, padding_mask: Tensor | None = None
@@ -219,14 +223,4 @@ def causal_attention(
 
 def select(memory: Any, rows: Tensor) -> Any:
     """Return the memory of some of the episodes."""
-    if isinstance(memory, Tensor):
-        return memory[rows]
-    if isinstance(memory, tuple):
-        parts = [select(part, rows) for part in memory]
-        return type(memory)(*parts) if hasattr(memory, "_fields") else tuple(parts)
-    return memory
-
-
-def _take(t: Tensor, order: Tensor) -> Tensor:
-    """Return the steps of t (B, K, …) in the order (B, K)."""
-    return t.gather(1, order.reshape(*order.shape, *[1] * (t.ndim - 2)).expand(*order.shape, *t.shape[2:]))
+    return pytree.tree_map_only(Tensor, itemgetter(rows), memory)

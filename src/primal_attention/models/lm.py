@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from primal_attention.nn.baselines import make_attention
 from primal_attention.nn.baselines.softmax import CachedSoftmaxAttention
-from primal_attention.nn.blocks import BlockState, DecoderBlock, attention_names
+from primal_attention.nn.blocks import Activation, BlockState, DecoderBlock, attention_names
 from primal_attention.nn.checks import one_of
 from primal_attention.nn.delta import DeltaPrimalAttention
 from primal_attention.ops.padding import Padding
@@ -56,12 +56,13 @@ class LanguageConfig:
 
     Args:
         vocabulary: number of tokens.
-        attention: one name for all layers, a name with a plus for the last layer only, or one name per layer.
+        attention: one name for all layers, a name with a plus for the last layer only, or one name per layer. "none"
+            is a layer without attention, whose convolution mixes the tokens.
         embed_dim: width of the tokens.
         num_heads: heads of each layer.
         layers: number of layers.
         ffn_dim: hidden width of the MLPs.
-        activation: of the MLPs.
+        activation: of the MLPs: "gelu", "relu" or "glu", a gated MLP with a third linear map.
         dropout: rate on attention, MLP and embeddings.
         primal_mode: "mean" is the paper's running mean; "landmarks" is causal and data-dependent; "decay" has a
             learned decay per head; "delta" has projection weights that follow the delta rule. None is the setting
@@ -74,6 +75,9 @@ class LanguageConfig:
             on q, k and h.
         conv_place: "beside" adds the convolution to the layer's output, "before" to its input, through SiLU.
         gate: multiply each Primal layer's output by a gate; in "delta" layers the scores. None is no gate.
+        gate_activation: of the gate, "silu" or "sigmoid".
+        conv_layers: "primal" puts convolution and gate at the Primal layers, "all" at the other layers, too. Layers
+            without attention ("none") always have them.
         positions: "rotary" in the softmax layers, "sinusoidal" added to the embeddings, or "none". None is "rotary"
             with softmax layers, "none" if decay, the delta rule or a convolution encodes the order of the tokens, and
             "sinusoidal" otherwise.
@@ -88,7 +92,7 @@ class LanguageConfig:
     num_heads: int = 8
     layers: int = 6
     ffn_dim: int = 2048
-    activation: Literal["gelu", "relu"] = "gelu"
+    activation: Activation = "gelu"
     dropout: float = 0.0
     primal_mode: PrimalMode | None = None
     primal_heads: int | None = None
@@ -98,11 +102,15 @@ class LanguageConfig:
     conv: int | None = None
     conv_place: Literal["beside", "before"] = "beside"
     gate: bool | None = None
+    gate_activation: Literal["silu", "sigmoid"] = "silu"
+    conv_layers: Literal["primal", "all"] = "primal"
     positions: Positions | None = None
     initializer_range: float | None = 0.02
 
     def __post_init__(self) -> None:
         check_primal_mode(self.primal_mode)
+        one_of("gate_activation", self.gate_activation, ("silu", "sigmoid"))
+        one_of("conv_layers", self.conv_layers, ("primal", "all"))
         if self.positions is not None:
             one_of("positions", self.positions, get_args(Positions))
         names = attention_names(self.attention, self.layers)
@@ -125,7 +133,8 @@ class LanguageConfig:
         names = attention_names(config.attention, config.layers)
         if "softmax" in names:
             return replace(config, positions="rotary")
-        encodes_order = "primal" in names and (config.primal_mode in ("decay", "delta") or bool(config.conv))
+        has_conv = bool(config.conv) and ("primal" in names or config.conv_layers == "all" or "none" in names)
+        encodes_order = has_conv or ("primal" in names and config.primal_mode in ("decay", "delta"))
         return replace(config, positions="none" if encodes_order else "sinusoidal")
 
 
@@ -158,8 +167,10 @@ class LanguageState(NamedTuple):
     position: Tensor  # (B,): tokens read
 
 
-def causal_attention(name: str, config: LanguageConfig) -> nn.Module:
+def causal_attention(name: str, config: LanguageConfig) -> nn.Module | None:
     """Return the causal attention of one layer."""
+    if name == "none":
+        return None
     if name == "softmax":
         return CachedSoftmaxAttention(
             config.embed_dim, config.num_heads, rotary=config.positions == "rotary", dropout=config.dropout
@@ -169,7 +180,8 @@ def causal_attention(name: str, config: LanguageConfig) -> nn.Module:
     heads = config.primal_heads or config.num_heads
     keywords: dict[str, Any] = {"rank": config.rank}
     if config.primal_mode == "delta":
-        keywords |= {"conv": config.conv, "gate": config.gate, "dropout": config.dropout}
+        gate = config.gate_activation if config.gate else False
+        keywords |= {"conv": config.conv, "gate": gate, "dropout": config.dropout}
         return DeltaPrimalAttention(config.embed_dim, heads, **keywords)
     keywords |= {"causal": True, "data_dependent": False}
     if config.primal_mode == "landmarks":
@@ -202,16 +214,17 @@ class LanguageModel(nn.Module):
 
     def _block(self, name: str) -> DecoderBlock:
         config = self.config
-        beside = name == "primal" and config.primal_mode != "delta"  # delta layers have their own convolution and gate
+        is_delta = name == "primal" and config.primal_mode == "delta"  # it has its own convolution and gate
+        has_conv = not is_delta and (name in ("primal", "none") or config.conv_layers == "all")
         return DecoderBlock(
             config.embed_dim,
             config.num_heads,
             causal_attention(name, config),
             ffn_dim=config.ffn_dim,
             dropout=config.dropout,
-            conv=config.conv or 0 if beside else 0,
+            conv=config.conv or 0 if has_conv else 0,
             conv_place=config.conv_place,
-            gate=bool(config.gate) and beside,
+            gate=config.gate_activation if config.gate and has_conv else False,
             activation=config.activation,
         )
 

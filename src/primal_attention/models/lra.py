@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from primal_attention.models.uea import local_rows
 from primal_attention.nn.baselines.softmax import SoftmaxAttention
-from primal_attention.nn.blocks import Encoder, EncoderBlock, masked_mean
+from primal_attention.nn.blocks import Activation, Encoder, EncoderBlock, masked_mean
 from primal_attention.nn.primal import PrimalAttention
 from primal_attention.ops.padding import Tokens
 
@@ -71,7 +71,7 @@ class LRABlock(EncoderBlock):
     def mix(self, x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
         if key_padding_mask is None or not self.published_padding:
             return super().mix(x, key_padding_mask)
-        return self.dropout(_mix_as_published(self.attention, x, key_padding_mask))  # type: ignore
+        return self.dropout(_mix_as_published(self.attention, x, key_padding_mask))
 
 
 def _mix_as_published(attention: nn.Module, x: Tensor, padding: Tensor) -> Tensor:
@@ -105,11 +105,14 @@ class LRAClassifier(nn.Module):
         vocabulary: Number of tokens.
         classes: Number of classes.
         max_length: The longest sequence.
-        attention: One name for all layers, a name with a plus for the last layer only, or one name per layer.
+        attention: One name for all layers, a name with a plus for the last layer only, or one name per layer. "none"
+            leaves the attention out; the convolution of `local_kernel` then mixes the tokens.
         embed_dim: Width of the tokens.
         num_heads: Number of heads.
         layers: Number of blocks.
         ffn_dim: Width of the feed-forward layers.
+        activation: Of the feed-forward layers: "gelu", "relu" or "glu", gated with a third linear map.
+        local_kernel: Width of a depthwise convolution beside each attention; None leaves it out.
         dropout: Dropout rate.
         pairs: Classify pairs of sequences with one encoder.
         attention_kwargs: Keywords by attention name.
@@ -119,12 +122,12 @@ class LRAClassifier(nn.Module):
             rows and columns of an image ("grid").
 
     Attributes:
-        room: Upper bound of a sequence's valid tokens. Padding beyond it is dropped before the encoder, wherever it
-            is, which changes the time and not the result.
+        max_tokens: Upper bound of a sequence's valid tokens. Padding beyond it is dropped before the encoder, wherever
+            it is, which changes the time and not the result.
     """
 
     context: Context | None = None
-    room: int | None = None
+    max_tokens: int | None = None
 
     def __init__(
         self,
@@ -137,6 +140,8 @@ class LRAClassifier(nn.Module):
         num_heads: int = 2,
         layers: int = 2,
         ffn_dim: int = 128,
+        activation: Activation = "gelu",
+        local_kernel: int | None = None,
         dropout: float = 0.1,
         pairs: bool = False,
         attention_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
@@ -151,15 +156,16 @@ class LRAClassifier(nn.Module):
             layers,
             attention,
             ffn_dim=ffn_dim,
+            activation=activation,
+            local_kernel=local_kernel,
             dropout=dropout,
-            norm_first=True,
             attention_kwargs=attention_kwargs,
             block=LRABlock,
         )
         self.mean = TokenMean()
         head_dim = 4 * embed_dim if pairs else embed_dim
         self.head = nn.Sequential(nn.Linear(head_dim, ffn_dim), nn.ReLU(), nn.Linear(ffn_dim, classes))
-        self.pairs = pairs
+        self.pairs, self.has_convolution = pairs, local_kernel is not None
         self._any_length = False
         self.published_padding = published_padding
 
@@ -170,8 +176,9 @@ class LRAClassifier(nn.Module):
     @published_padding.setter
     def published_padding(self, on: bool) -> None:
         for block in self.encoder.blocks:
-            if on and not isinstance(block.attention, (PrimalAttention, SoftmaxAttention)):
-                kind = type(block.attention).__name__
+            has_equivalent = isinstance(block.attention, (PrimalAttention, SoftmaxAttention)) and block.local is None
+            if on and not has_equivalent:
+                kind = type(block.attention).__name__ if block.local is None else "a layer with local_kernel"
                 raise ValueError(
                     f"published_padding is known for primal and softmax layers only (got {kind}): "
                     "leave it off, or choose attention primal, primal+ or softmax"
@@ -202,9 +209,11 @@ class LRAClassifier(nn.Module):
 
     def encode(self, ids: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """Return the mean of the encoded tokens, (B, N) → (B, d)."""
-        places = None
-        if key_padding_mask is not None and self.room is not None:
-            ids, places, key_padding_mask = gather(ids, key_padding_mask, self.room)
+        places, max_tokens = None, self.max_tokens
+        if max_tokens is None and self.has_convolution and self.context is None:
+            max_tokens = ids.shape[1]  # a convolution reads neighbouring slots: move all padding to the end
+        if key_padding_mask is not None and max_tokens is not None:
+            ids, places, key_padding_mask = gather(ids, key_padding_mask, max_tokens)
         self._mark(ids, key_padding_mask, places)
         x = self.stem(ids, places)
         for block in self.encoder.blocks:
@@ -266,12 +275,12 @@ class SmallVocabularyEmbedding(nn.Embedding):
         return super().forward(ids)
 
 
-def gather(ids: Tensor, padding: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Move each sequence's valid tokens (B, N) to the front; return tokens, positions and padding mask, (B, room).
+def gather(ids: Tensor, padding: Tensor, max_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Move each sequence's valid tokens (B, N) to the front; return tokens, positions and padding mask, (B, n).
 
-    Tokens keep their order. `room` must be at least the largest number of valid tokens.
+    Tokens keep their order. n = max_tokens must be at least the largest number of valid tokens.
     """
-    places = padding.to(torch.uint8).argsort(dim=1, stable=True)[:, :room]
+    places = padding.to(torch.uint8).argsort(dim=1, stable=True)[:, :max_tokens]
     return ids.gather(1, places), places, padding.gather(1, places)
 
 

@@ -200,7 +200,14 @@ class TimeSeriesClassifier(nn.Module):
         attend_to_padding: Pass no mask to the attention, as the authors' implementation does; only to reproduce it.
     """
 
-    def __init__(self, stem: nn.Module, encoder: Encoder, head: nn.Module, *, attend_to_padding: bool = False) -> None:
+    def __init__(
+        self,
+        stem: LinearStem | ConvStem,
+        encoder: Encoder,
+        head: FlattenHead | PoolingHead,
+        *,
+        attend_to_padding: bool = False,
+    ) -> None:
         super().__init__()
         self.stem = stem
         self.encoder = encoder
@@ -213,7 +220,7 @@ class TimeSeriesClassifier(nn.Module):
             x = x.masked_fill(key_padding_mask.unsqueeze(-1), 0.0)
         seen = None if self.attend_to_padding else key_padding_mask
         x = self.stem(x, seen)
-        seen, key_padding_mask = (token_mask(mask, self.stem.stride) for mask in (seen, key_padding_mask))  # type: ignore
+        seen, key_padding_mask = (token_mask(mask, self.stem.stride) for mask in (seen, key_padding_mask))
         return self.head(self.encoder(x, seen), key_padding_mask)
 
 

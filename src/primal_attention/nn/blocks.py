@@ -4,9 +4,9 @@
     pre-LN:                              x = x + A(LN x);   x = x + F(LN x)
     decoder, h = LN x:                   x = x + gate(h) ⊙ (A(h) + C(h));  x = x + F(LN x)
 
-F is a GELU network of two linear maps, A is `make_attention(name, …)`, C a short convolution and gate(h) = SiLU(W_g h);
-C and gate are optional. Layers that mix tokens and have an attribute `context` work on shards of the sequences, too:
-`primal_attention.context_parallel` sets it.
+F is a network of two linear maps, A is `make_attention(name, …)`, C a short convolution and gate(h) = SiLU(W_g h) or
+σ(W_g h); A, C and gate are optional. Layers that mix tokens and have an attribute `context` work on shards of the
+sequences, too: `primal_attention.context_parallel` sets it.
 """
 
 from __future__ import annotations
@@ -134,6 +134,10 @@ class CausalConv(nn.Module):
 # Encoder
 
 
+Activation = Literal["gelu", "relu", "glu"]
+ACTIVATIONS: dict[str, type[nn.Module]] = {"gelu": nn.GELU, "relu": nn.ReLU, "glu": nn.GLU}
+
+
 class EncoderBlock(nn.Module):
     """One Transformer block.
 
@@ -145,33 +149,38 @@ class EncoderBlock(nn.Module):
         dropout: rate after attention and after each linear map.
         norm_first: pre-LN, else post-LN.
         local_kernel: width of a depthwise convolution beside the attention; None for none.
+        activation: of the feed-forward network: "gelu", "relu" or "glu", a gated network with a third linear map.
         attention_kwargs: keywords of `make_attention`.
     """
+
+    attention: Any  # a module, or None
 
     def __init__(
         self,
         embed_dim: int,
         num_heads: int,
-        attention: str | nn.Module = "primal",
+        attention: str | nn.Module | None = "primal",
         *,
         ffn_dim: int | None = None,
         dropout: float = 0.0,
         norm_first: bool = True,
         local_kernel: int | None = None,
+        activation: Activation = "gelu",
         attention_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
+        checks.one_of("activation", activation, tuple(ACTIVATIONS))
         if attention == "none" and not local_kernel:
             raise ValueError("a block without attention needs local_kernel, or it mixes no tokens")
         if isinstance(attention, str) and attention != "none":
             attention = make_attention(attention, embed_dim, num_heads, **(attention_kwargs or {}))
-        self.attention: nn.Module | None = None if isinstance(attention, str) else attention
+        self.attention = None if isinstance(attention, str) else attention
         self.local = LocalMixing(embed_dim, local_kernel) if local_kernel else None
         self.norm1 = nn.LayerNorm(embed_dim)
         self.norm2 = nn.LayerNorm(embed_dim)
-        hidden = ffn_dim or 4 * embed_dim
-        up, down = nn.Linear(embed_dim, hidden), nn.Linear(hidden, embed_dim)
-        self.feed_forward = nn.Sequential(up, nn.GELU(), nn.Dropout(dropout), down, nn.Dropout(dropout))
+        hidden, halves = ffn_dim or 4 * embed_dim, 2 if activation == "glu" else 1
+        up, down = nn.Linear(embed_dim, halves * hidden), nn.Linear(hidden, embed_dim)
+        self.feed_forward = nn.Sequential(up, ACTIVATIONS[activation](), nn.Dropout(dropout), down, nn.Dropout(dropout))
         self.dropout = nn.Dropout(dropout)
         self.norm_first = norm_first
 
@@ -251,46 +260,47 @@ class DecoderBlock(EncoderBlock):
     Args:
         embed_dim: width of the tokens.
         num_heads: number of heads.
-        attention: a causal attention module. Padding must be after the tokens.
+        attention: a causal attention module, or None for the convolution alone. Padding must be after the tokens.
         ffn_dim: hidden width of the feed-forward network, 4 · embed_dim if None.
         dropout: rate after attention and after each linear map.
         conv: kernel of a causal convolution at the attention; 0 for none.
         conv_place: "beside" adds C(h) to the output of the attention, "before" adds SiLU(C(h)) to its input.
-        gate: multiply the result by SiLU(W_g h).
-        activation: of the feed-forward network.
+        gate: multiply the result by SiLU(W_g h) (True or "silu") or by σ(W_g h) ("sigmoid").
+        activation: of the feed-forward network, as in `EncoderBlock`.
     """
 
     def __init__(
         self,
         embed_dim: int,
         num_heads: int,
-        attention: nn.Module,
+        attention: nn.Module | None,
         *,
         ffn_dim: int | None = None,
         dropout: float = 0.0,
         conv: int = 0,
         conv_place: Literal["beside", "before"] = "beside",
-        gate: bool = False,
-        activation: Literal["gelu", "relu"] = "gelu",
+        gate: bool | Literal["silu", "sigmoid"] = False,
+        activation: Activation = "gelu",
     ) -> None:
-        super().__init__(embed_dim, num_heads, attention, ffn_dim=ffn_dim, dropout=dropout)
+        super().__init__(embed_dim, num_heads, attention, ffn_dim=ffn_dim, dropout=dropout, activation=activation)
         checks.one_of("conv_place", conv_place, ("beside", "before"))
-        checks.one_of("activation", activation, ("gelu", "relu"))
-        if activation == "relu":
-            self.feed_forward[1] = nn.ReLU()
+        checks.one_of("gate", gate, (True, False, "silu", "sigmoid"))
+        if attention is None and not conv:
+            raise ValueError("a block without attention needs conv, or it mixes no tokens")
         self.conv = CausalConv(embed_dim, conv) if conv else None
         self.conv_place = conv_place
         self.gate = nn.Linear(embed_dim, embed_dim, bias=False) if gate else None
+        self.gate_activation = F.sigmoid if gate == "sigmoid" else F.silu
 
     @property
     def streams(self) -> bool:
-        """Whether the attention has a state to continue from."""
-        return hasattr(self.attention, "initial_state")
+        """Whether the block has a state to continue from."""
+        return self.attention is None or hasattr(self.attention, "initial_state")
 
     def initial_state(self, batch_size: int) -> BlockState:
         """Return the state before the first token."""
-        conv = None if self.conv is None else self.conv.initial_state(batch_size)
-        return BlockState(self.attention.initial_state(batch_size), conv)  # type: ignore
+        attention = None if self.attention is None else self.attention.initial_state(batch_size)
+        return BlockState(attention, None if self.conv is None else self.conv.initial_state(batch_size))
 
     def mix(
         self,
@@ -301,22 +311,20 @@ class DecoderBlock(EncoderBlock):
     ) -> Any:
         """As in `EncoderBlock`; with `return_state`, continue from `state` and also return the state after x."""
         past = BlockState(None, None) if state is None else state
-        local = None if self.conv is None else self.conv(x, past.conv)
-        streaming = {"state": past.attention, "return_state": True} if return_state else {}
-        y = self.attention(self._add_local(x, local, "before"), key_padding_mask=key_padding_mask, **streaming)  # type: ignore
-        y, attention = y if return_state else (y, None)
-        y = self._add_local(y, local, "beside")
-        y = self.dropout(y if self.gate is None else y * F.silu(self.gate(x)))
+        local: Any = None if self.conv is None else self.conv(x, past.conv)
+        y, attention = local, None
+        if self.attention is not None:
+            is_before = local is not None and self.conv_place == "before"
+            streaming = {"state": past.attention, "return_state": True} if return_state else {}
+            y = self.attention(x + F.silu(local) if is_before else x, key_padding_mask=key_padding_mask, **streaming)
+            y, attention = y if return_state else (y, None)
+            y = y if local is None or is_before else y + local
+        y = self.dropout(y if self.gate is None else y * self.gate_activation(self.gate(x)))
         if not return_state:
             return y
         lengths = None if key_padding_mask is None else (~key_padding_mask).sum(dim=1)
         conv = None if self.conv is None else self.conv.last_inputs(x, past.conv, lengths)
         return y, BlockState(attention, conv)
-
-    def _add_local(self, x: Tensor, local: Tensor | None, place: str) -> Tensor:
-        if local is None or place != self.conv_place:
-            return x
-        return x + (F.silu(local) if place == "before" else local)
 
     def resume(
         self, x: Tensor, key_padding_mask: Tensor | None = None, state: BlockState | None = None

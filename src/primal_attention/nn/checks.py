@@ -35,7 +35,7 @@ def probability(name: str, value: float) -> None:
         raise ValueError(f"{name} must be in [0, 1) (got {value})")
 
 
-def one_of(name: str, value: object, choices: Sequence[str]) -> None:
+def one_of(name: str, value: object, choices: Sequence[object]) -> None:
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))} (got {value!r})")
 

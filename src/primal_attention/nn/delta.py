@@ -64,8 +64,7 @@ class DeltaPrimalAttention(PrimalAttention):
         dtype: torch.dtype | None = None,
     ) -> None:
         checks.one_of("backend", backend, delta_rule.BACKENDS)
-        if not isinstance(gate, bool):
-            checks.one_of("gate", gate, ("silu", "sigmoid"))
+        checks.one_of("gate", gate, (True, False, "silu", "sigmoid"))
         super().__init__(
             embed_dim, num_heads, rank=rank, causal=True, data_dependent=False, decay="learned", bias=bias,
             dropout=dropout, backend=backend, objective_form=objective_form, device=device, dtype=dtype,
@@ -164,10 +163,8 @@ class DeltaPrimalAttention(PrimalAttention):
     def _features(self, z: Tensor, past: Tensor | None, fused: bool) -> tuple[Tensor, Tensor]:
         """φ(q), φ(k) (B, N, 2, H, p) and h_r, h_e (B, N, 2, H, s). past: the inputs before z."""
         conv = self.conv
-        if conv is None:
-            return delta_rule.split_features(z, self.num_heads, self.rank)
-        if not fused:
-            z = F.silu(conv(z, past))
+        if conv is None or not fused:
+            z = z if conv is None else F.silu(conv(z, past))
             return delta_rule.split_features(z, self.num_heads, self.rank)
         seen = z if past is None else torch.cat([past.to(z.dtype), z], dim=1)
         phi, h = delta_rule.conv_features(seen, conv.weight, conv.bias, self.num_heads, self.rank)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from . import checks
 from .primal import PrimalAttention, RecordedCall
 
 if TYPE_CHECKING:
@@ -86,10 +87,8 @@ def ksvd_loss(
         >>> loss = y.square().mean() + 0.1 * ksvd_loss(attn)
         >>> loss.backward()
     """
-    if reduction not in ("sample", "batch"):
-        raise ValueError(f"reduction must be 'sample' or 'batch' (got {reduction!r})")
-    if layers not in ("mean", "sum"):
-        raise ValueError(f"layers must be 'mean' or 'sum' (got {layers!r})")
+    checks.one_of("reduction", reduction, ("sample", "batch"))
+    checks.one_of("layers", layers, ("mean", "sum"))
     by_name = primal_layers(model)
     if not by_name:
         raise ValueError(

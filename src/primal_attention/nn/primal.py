@@ -8,6 +8,7 @@ The cost is linear in the number of tokens: the N×N kernel matrix is never form
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -277,7 +278,7 @@ class PrimalAttention(nn.Module):
         tokens: Tensor | int = x.shape[-2]
         if weights.qk_weight is None or self.context is not None:
             x = x if valid is None else x.masked_fill(~valid[..., None], 0.0)  # zero the padding, including NaNs
-            qk = self.qk_proj(x)
+            qk = self._project_qk(x)
             weights = Weights(None, None, *weights[2:])
         decay, feature_map = self.decay, self._feature_map()
         if self.context is not None:
@@ -290,7 +291,12 @@ class PrimalAttention(nn.Module):
         # The CPU backend reads the weights of plain maps only.
         is_called = x.device.type == "cpu" and (qk is not None or applies_output)
         backend = "reference" if is_called and self.backend == "cpu" else self.backend
-        result = self._attend(
+        compute: Callable[..., Output] = attend
+        if self.recompute and torch.is_grad_enabled():
+            # The recomputation must draw the same dropout mask. Without dropout the generator is not read, because
+            # CUDA-graph capture forbids reading it.
+            compute = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=dropout > 0)
+        result = compute(
             x, weights, self.mode, feature_map, qk=qk, valid=valid, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
             decay=decay, state=state, shift=shift, boundary=boundary, dropout=dropout, trace=self.objective_trace,
             backend=backend, need_scores=return_scores, need_state=return_state,
@@ -328,18 +334,6 @@ class PrimalAttention(nn.Module):
             extras.append(result.state._replace(layer=self._state_label()))
         return (y, *extras) if extras else y
 
-    def _attend(self, x: Tensor, *args: Any, dropout: float, **keywords: Any) -> Output:
-        if not (self.recompute and torch.is_grad_enabled()):
-            return attend(x, *args, dropout=dropout, **keywords)
-        # The recomputation must draw the same dropout mask. Without dropout the generator is not read, because
-        # CUDA-graph capture forbids reading it.
-        return checkpoint(  # type: ignore[no-any-return]
-            lambda x: attend(x, *args, dropout=dropout, **keywords),
-            x,
-            use_reentrant=False,
-            preserve_rng_state=dropout > 0,
-        )
-
     def _weights(self) -> tuple[Weights, bool]:
         """Return the parameters, without maps that must be called, and whether the output maps must be called."""
         qk, score, out = self.qk_proj, self.score_proj, self.out_proj
@@ -347,6 +341,10 @@ class PrimalAttention(nn.Module):
         maps: list[Tensor | None] = [None] * 4 if is_called else [score.weight, score.bias, out.weight, out.bias]
         of_qk = (qk.weight, qk.bias) if is_plain_linear(qk) else (None, None)
         return Weights(*of_qk, self.w_e, self.w_r, *maps), is_called  # type: ignore[call-arg]
+
+    def _project_qk(self, x: Tensor) -> Tensor:
+        """Call `qk_proj` as a module; subclasses change q and k here."""
+        return self.qk_proj(x)
 
     def _apply_output(self, result: Output, dropout: float, is_packed: bool) -> Tensor:
         """Call `score_proj` and `out_proj` as modules."""
@@ -481,7 +479,7 @@ class PrimalAttention(nn.Module):
         valid = None if mask is None else ~mask
         x = x if mask is None else x.masked_fill(mask[..., None], 0.0)
         feature_map = self._feature_map()
-        return reference.kernel_factors(x, self.qk_proj(x), self.mode, feature_map, valid=valid, decay=self.decay)
+        return reference.kernel_factors(x, self._project_qk(x), self.mode, feature_map, valid=valid, decay=self.decay)
 
     def kernel_matrix(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """Return K_ij = ⟨φ′_q(x_i), φ′_k(x_j)⟩ of Theorem 3.2, (B, H, N, N), for inspecting short sequences.

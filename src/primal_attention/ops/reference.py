@@ -87,8 +87,7 @@ def attention(
         past_sums = state if isinstance(state, RunningState) else boundary.past
         phi_q, phi_k, state = sum_features(q, k, mode, feature_map, valid, decay, past_sums, boundary)
         scores = Scores(project(phi_q, w_e), project(phi_k, w_r))
-    if valid is not None:
-        scores = Scores(*(s.masked_fill(~valid[:, None, :, None], 0.0) for s in scores))
+    scores = Scores(*(zero_padding(s, valid) for s in scores))
     energy = torch.stack([score_energy(s) for s in scores], dim=2)
     traced = (weights.w_e, weights.w_r) if trace == "weights" or w_x is None else w_x
     y = None
@@ -111,6 +110,11 @@ def output_projection(scores: Scores, weights: Weights, dropout: float = 0.0) ->
 def split_heads(x: Tensor, heads: int) -> Tensor:
     """(B, N, H·p) → (B, H, N, p)."""
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def zero_padding(t: Tensor, valid: Tensor | None) -> Tensor:
+    """Zero the padding of t, (B, H, N, ·)."""
+    return t if valid is None else t.masked_fill(~valid[:, None, :, None], 0.0)
 
 
 # Landmarks and projection weights
@@ -147,8 +151,7 @@ def token_features(
     if not feature_map.is_normalised:
         return phi_q, phi_k
     if feature_sum is None:
-        valid_phi_k = phi_k if valid is None else phi_k * valid[:, None, :, None]
-        feature_sum = valid_phi_k.to(accumulation_dtype(phi_k.dtype)).sum(dim=2, keepdim=True)
+        feature_sum = zero_padding(phi_k, valid).to(accumulation_dtype(phi_k.dtype)).sum(dim=2, keepdim=True)
     return normalise_features(phi_q, phi_k, feature_sum)
 
 
@@ -205,9 +208,7 @@ def running_sum(
 
     z: (B, H, N, p), decay γ: (H,), start: (B, H, p).
     """
-    s = z.to(accumulation_dtype(z.dtype))
-    if valid is not None:
-        s = s.masked_fill(~valid[:, None, :, None], 0.0)
+    s = zero_padding(z.to(accumulation_dtype(z.dtype)), valid)
     if decay is None:
         s = s.cumsum(dim=2)
         return s if start is None else s + start[:, :, None]
@@ -223,9 +224,7 @@ def two_sided_sum(
     z: Tensor, decay: Tensor | None, valid: Tensor | None, start: Tensor | None, end: Tensor | None
 ) -> Tensor:
     """s_i = Σ_j γ^|i−j| z_j over the valid tokens. start, end: (B, H, p), the sums before and after the tokens."""
-    own = z.to(accumulation_dtype(z.dtype))
-    if valid is not None:
-        own = own.masked_fill(~valid[:, None, :, None], 0.0)
+    own = zero_padding(z.to(accumulation_dtype(z.dtype)), valid)
     forward = running_sum(z, decay, valid, start)
     backward = running_sum(z.flip(2), decay, None if valid is None else valid.flip(1), end).flip(2)
     return forward + backward - own
@@ -242,10 +241,11 @@ def linear_recurrence(s: Tensor, a: Tensor, level: int = 1) -> tuple[Tensor, Ten
     shorter recurrence. Only earlier terms are read, so a NaN cannot propagate to earlier tokens. Under torch.compile
     no branch depends on N, so that one graph serves all lengths.
     """
-    n = s.shape[2]
+    n, is_tracing = s.shape[2], torch.compiler.is_compiling()
     if isinstance(n, int) and n == 1:  # not a symbol of torch.export, whose graph serves all lengths
         return s, a
-    chunks = (n + CHUNK - 1) // CHUNK
+    # Tracing specialises sizes of one, so that a traced graph has a chunk more.
+    chunks = (n + (2 * CHUNK if is_tracing else CHUNK) - 1) // CHUNK
     spare = (0, 0, 0, chunks * CHUNK - n)
     s = F.pad(s, spare).unflatten(2, (chunks, CHUNK))  # (B, H, M, C, p)
     a = F.pad(a, spare, value=1.0).unflatten(2, (chunks, CHUNK))
@@ -254,11 +254,12 @@ def linear_recurrence(s: Tensor, a: Tensor, level: int = 1) -> tuple[Tensor, Ten
         s = torch.cat([s[..., :shift, :], s[..., shift:, :] + a[..., shift:, :] * s[..., :-shift, :]], dim=3)
         a = torch.cat([a[..., :shift, :], a[..., shift:, :] * a[..., :-shift, :]], dim=3)
         shift *= 2
-    if level < MAX_LEVELS if torch.compiler.is_compiling() else chunks > 1:
+    if level < MAX_LEVELS if is_tracing else chunks > 1:
         ends, factors = linear_recurrence(s[..., -1, :], a[..., -1, :], level + 1)
         s = s + a * F.pad(ends, (0, 0, 1, 0))[:, :, :-1, None]
         a = a * F.pad(factors, (0, 0, 1, 0), value=1.0)[:, :, :-1, None]
-    return s.flatten(2, 3)[:, :, :n], a.flatten(2, 3)[:, :, :n]
+    rest = (0, 0, 0, n - chunks * CHUNK)  # a negative padding: a slice would compare n with the number of rows
+    return F.pad(s.flatten(2, 3), rest), F.pad(a.flatten(2, 3), rest)
 
 
 # Causal and data-dependent
@@ -394,7 +395,4 @@ def kernel_factors(
         else:
             rows = landmark_rows(x_h, mode.landmarks, valid)
             phi_q, phi_k = (phi @ rows.mT for phi in token_features(q, k, feature_map, valid))
-    if valid is None:
-        return phi_q, phi_k
-    padding = ~valid[:, None, :, None]
-    return phi_q.masked_fill(padding, 0.0), phi_k.masked_fill(padding, 0.0)
+    return zero_padding(phi_q, valid), zero_padding(phi_k, valid)

@@ -184,7 +184,7 @@ class SequenceShard:
             self.context._checked_lengths.add((max_length, local))
 
     def rows(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Return the tokens at the given positions of the whole sequences, from all ranks; zero beyond the end.
+        """Return the tokens at `positions` of the complete sequences, from all ranks; zero beyond the end.
 
         x: (B, N, d), positions: (B or 1, n) among the valid tokens → (B, n, d), the same on all ranks.
         """

@@ -194,7 +194,7 @@ def make_model(config: LRAModel, data: TokenData, room: int | None = None) -> nn
     keywords = {"primal": primal, "linformer": {"max_length": data.length}}
     has_pairs, sizes = data.train.second is not None, (data.vocabulary, data.classes, data.length)
     model = LRAClassifier(*sizes, pairs=has_pairs, attention_kwargs=keywords, **settings)
-    model.room = room
+    model.max_tokens = room
     return model if has_r_scores else without_r_scores(model)
 
 

