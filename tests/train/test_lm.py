@@ -94,6 +94,9 @@ DELTA = {"primal_mode": "delta", "primal_heads": 4, "rank": 64, "conv": 4, "gate
         (("primal",), {"primal_mode": "landmarks"}, "sinusoidal"),
         (("linear",), {}, "sinusoidal"),
         (("flow",), {}, "sinusoidal"),
+        (("softmax",), {"conv": 4, "gate": True, "conv_layers": "all"}, "rotary"),
+        (("none",), {"conv": 4, "gate": True}, "rotary"),
+        (("primal",), {**DELTA, "gate_activation": "sigmoid"}, "rotary"),
     ],
     ids=str,
 )

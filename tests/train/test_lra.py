@@ -79,11 +79,13 @@ def test_the_papers_settings_and_a_shorter_training_of_the_same_model(task: str)
         {"model__sampling": "random", "model__data_dependent": False},  # no landmarks that could move
         {"model__published_padding": True},
         {"name": "lra/retrieval"},
+        *({"name": "lra-modern/text", "model__attention": (name,)} for name in ("primal", "softmax", "none")),
     ],
     ids=str,
 )
 def test_variants_train(changes):
-    experiment = build_from(small(**changes).resolved(), made_up(pairs="name" in changes))
+    is_pair = changes.get("name") == "lra/retrieval"
+    experiment = build_from(small(**changes).resolved(), made_up(pairs=is_pair))
     batch = next(iter(experiment.train))
     assert {t.dtype for t in batch[:-1]} == {torch.uint8}
     loss = experiment.module(batch)

@@ -88,6 +88,8 @@ def main(args: Sequence[str]) -> int:
         errors = run_missing(plan, kind, options)
     index = read_index(plan, kind, options)
     cells = tables.make_cells(kind.benchmark, plan, index.find)
+    shown = {*(options.models or ()), *(cell.variant.name for cell in cells if cell.all_runs)}
+    cells = [cell for cell in cells if {cell.variant.name, cell.variant.part} & shown]  # not all models have run yet
     if any(cell.all_runs for cell in cells):
         table = tables.make_table(kind, table_title(kind, plan), cells, command)
         tables.to_terminal(table)

@@ -87,6 +87,10 @@ class LanguageNetwork(NetworkConfig):
     """Add the convolution to the layer's output, or apply it to the layer's input."""
     gate: bool = False
     """A multiplicative gate on each Primal layer's output; always on with primal-mode None."""
+    gate_activation: Literal["silu", "sigmoid"] = "silu"
+    """Of the gates."""
+    conv_layers: Literal["primal", "all"] = "primal"
+    """Layers with convolution and gate: the Primal ones, or all; layers without attention (none) always have them."""
     positions: Literal["rotary", "sinusoidal", "none"] | None = None
     """None: rotary in softmax layers; sinusoidal where nothing else in the model encodes the order of the tokens."""
 
@@ -95,10 +99,16 @@ class LanguageNetwork(NetworkConfig):
         return any(name.startswith("primal") for name in self.attention)
 
     @property
+    def has_convolution(self) -> bool:
+        is_used = self.has_primal_layers or self.conv_layers == "all" or "none" in self.attention
+        return bool(self.conv) and is_used
+
+    @property
     def encodes_order(self) -> bool:
         """Softmax layers (by rotation), decay or a convolution encode the order of the tokens."""
-        decays = self.primal_mode in ("decay", "delta") or bool(self.conv)
-        return any(name == "softmax" or name.endswith("+") or (name == "primal" and decays) for name in self.attention)
+        decays = self.primal_mode in ("decay", "delta") and "primal" in self.attention
+        has_softmax = any(name == "softmax" or name.endswith("+") for name in self.attention)
+        return has_softmax or decays or self.has_convolution
 
 
 @dataclass(frozen=True)
@@ -124,12 +134,12 @@ class LanguageRecipe(Recipe):
     def label(self) -> str:
         """Return the attention, the mode of its Primal layers, and their convolution and gate."""
         model, words = self.resolved().model, [super().label()]
-        if model.has_primal_layers:
-            words.append(str(model.primal_mode))
-            if model.conv:
-                before = model.conv_place == "before" and model.primal_mode != "delta"
-                words.append(f"conv{model.conv}" + ("-before" if before else ""))
-            words += ["gate"] if model.gate else []
+        words += [str(model.primal_mode)] if model.has_primal_layers else []
+        if model.has_convolution:
+            before = model.conv_place == "before" and model.primal_mode != "delta"
+            words.append(f"conv{model.conv}" + ("-before" if before else ""))
+        if model.gate and (model.has_primal_layers or model.has_convolution):
+            words.append("gate" if model.gate_activation == "silu" else model.gate_activation)
         return "-".join(words)
 
     def build(self) -> Experiment:
@@ -182,7 +192,7 @@ def network(recipe: LanguageRecipe, vocabulary: int) -> LanguageConfig:
 
 def equal_width(config: LanguageConfig) -> int:
     """Return the feed-forward width that gives as many parameters as softmax with a width of 4 × embed_dim has."""
-    softmax = replace(config, attention=("softmax",), ffn_dim=4 * config.embed_dim)
+    softmax = replace(config, attention=("softmax",), conv_layers="primal", ffn_dim=4 * config.embed_dim)
     count, next_count = parameters(config), parameters(replace(config, ffn_dim=config.ffn_dim + WIDTH_MULTIPLE))
     steps = round((parameters(softmax) - count) / (next_count - count))
     require(steps >= 0, "the attention alone has more parameters than softmax's model: set --model.ffn-dim")

@@ -4,6 +4,7 @@
     primal train lra/text --model.attention primal+               Primal.+
     primal train lra/image --model.attention nystrom --data.folder data/cifar10
     primal train lra-short/text                                   the same model in a fraction of the time
+    primal train lra-modern/text                                  convolutions beside decay in both directions
 
 The benchmark counts steps: an epoch is what lies between two evaluations. Validation chooses the epoch, and test is
 evaluated once. A batch is (tokens (B, N), labels (B,)), or (tokens, tokens, labels) where a sample is a pair.
@@ -29,6 +30,7 @@ from primal_attention.data.lra.tokens import TokenData, TokenSplit
 from primal_attention.data.storage import default_folder
 from primal_attention.models.lra import LRAClassifier
 from primal_attention.models.uea import without_r_scores
+from primal_attention.nn.blocks import Activation
 from primal_attention.train.batches import Batches, derive_seed
 from primal_attention.train.config import NetworkConfig, OptimConfig, Recipe, TrainerConfig, override, require_range
 from primal_attention.train.task import Batch, Experiment, TrainingModule, hash_data
@@ -90,6 +92,24 @@ SHORT: dict[str, dict[str, Any]] = {
     },
 }
 
+MODERN: dict[str, Any] = {
+    "eta": 0.1,
+    "model.embed_dim": 128,
+    "model.num_heads": 4,
+    "model.layers": 6,
+    "model.ffn_dim": 256,
+    "model.activation": "glu",
+    "model.local_kernel": 31,
+    "model.rank": 20,
+    "model.data_dependent": False,
+    "model.decay": "learned",
+    "model.positions": "line",
+    "optim.weight_decay": 0.05,
+    "trainer.steps_per_epoch": 1000,
+    "trainer.batch_size": 64,
+    "trainer.ema": 0.998,
+}
+
 
 @dataclass(frozen=True)
 class LRAData:
@@ -124,8 +144,14 @@ class LRAModel(NetworkConfig):
     data-dependent weights there is no f(X), and random counts as even."""
     data_dependent: bool = True
     """Build Primal-Attention's projection weights from f(X); off uses W_e and W_r themselves."""
+    decay: Literal["learned"] | None = None
+    """Of Primal-Attention without data-dependent weights: sums over the tokens with weights γ^|i−j|."""
     r_scores: bool = True
     """Use Primal-Attention's r-scores in its output; off is the paper's ablation (the objective keeps them)."""
+    local_kernel: int | None = None
+    """Width of a depthwise convolution beside each attention; None is none."""
+    activation: Activation = "gelu"
+    """Of the feed-forward layers."""
     positions: Literal["random", "line", "grid"] = "random"
     """Initial values of the learned positions: noise, waves along the sequence (line), or waves along the rows and the
     columns of an image (grid)."""
@@ -180,6 +206,15 @@ def short_recipe(name: str) -> LRARecipe:
     return override(paper_recipe(name), {**SHORT_TRAINING, **SHORT[name]})
 
 
+def modern_recipe(name: str) -> LRARecipe:
+    """Return the settings of a deeper network that are the same for all tasks.
+
+    A data-dependent layer can memorise training sequences by the positions of their tokens. Here the weights do not
+    depend on the data, and running sums that decay in both directions mix the tokens.
+    """
+    return override(paper_recipe(name), {**SHORT_TRAINING, **MODERN})
+
+
 def load(config: LRAData) -> TokenData:
     """Read a task's three splits."""
     data = READERS[config.task](config.folder or default_folder("lra", config.task))
@@ -190,7 +225,7 @@ def make_model(config: LRAModel, data: TokenData, room: int | None = None) -> nn
     """Return the network of a resolved configuration; room: see `LRAClassifier`."""
     settings = dict(vars(config))
     has_r_scores = settings.pop("r_scores")
-    primal = {name: settings.pop(name) for name in ("rank", "landmarks", "sampling", "data_dependent")}
+    primal = {name: settings.pop(name) for name in ("rank", "landmarks", "sampling", "data_dependent", "decay")}
     keywords = {"primal": primal, "linformer": {"max_length": data.length}}
     has_pairs, sizes = data.train.second is not None, (data.vocabulary, data.classes, data.length)
     model = LRAClassifier(*sizes, pairs=has_pairs, attention_kwargs=keywords, **settings)

@@ -57,6 +57,7 @@ FAMILIES = {
     "uea-modern": Family("uea:modern_recipe", "one modern recipe for every data set", UEA_SETS, True, True),
     "lra": Family("lra:paper_recipe", "the paper's classifiers of Long-Range Arena", LRA_TASKS),
     "lra-short": Family("lra:short_recipe", "the same classifiers in fewer steps", LRA_TASKS),
+    "lra-modern": Family("lra:modern_recipe", "convolutions beside decay in both directions", LRA_TASKS),
     "image": Family("image:RECIPES", "DeiT with Primal-Attention, images in class folders", IMAGE_SETS),
     "d4rl": Family("d4rl:paper_recipe", "the paper's Decision Transformers", D4RL_SETS, is_open=True),
     "lm": Family("lm:RECIPES", "language models, the paper's setting and a modern one", TEXTS),
