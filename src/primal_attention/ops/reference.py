@@ -231,7 +231,7 @@ def two_sided_sum(
 
 
 CHUNK = 64  # 2⁶: six rounds of doubling solve a chunk
-MAX_LEVELS = 4  # of chunks of chunks while tracing, where the length is unknown: 64⁴ is 16 million tokens
+MAX_LEVELS = 4  # of chunks of chunks where the length is unknown, while tracing: 64⁴ is 16 million tokens
 
 
 def linear_recurrence(s: Tensor, a: Tensor, level: int = 1) -> tuple[Tensor, Tensor]:
@@ -244,8 +244,10 @@ def linear_recurrence(s: Tensor, a: Tensor, level: int = 1) -> tuple[Tensor, Ten
     n, is_tracing = s.shape[2], torch.compiler.is_compiling()
     if isinstance(n, int) and n == 1:  # not a symbol of torch.export, whose graph serves all lengths
         return s, a
-    # Tracing specialises sizes of one, so that a traced graph has a chunk more.
-    chunks = (n + (2 * CHUNK if is_tracing else CHUNK) - 1) // CHUNK
+    is_known = torch.fx.experimental.symbolic_shapes.statically_known_true if is_tracing else bool
+    is_single_chunk = is_known(n <= CHUNK)  # without a guard on n
+    # Tracing specialises sizes of one: where their number is unknown, it has a chunk more than needed.
+    chunks = (n + CHUNK - 1 + (CHUNK if is_tracing and not is_single_chunk else 0)) // CHUNK
     spare = (0, 0, 0, chunks * CHUNK - n)
     s = F.pad(s, spare).unflatten(2, (chunks, CHUNK))  # (B, H, M, C, p)
     a = F.pad(a, spare, value=1.0).unflatten(2, (chunks, CHUNK))
@@ -254,7 +256,7 @@ def linear_recurrence(s: Tensor, a: Tensor, level: int = 1) -> tuple[Tensor, Ten
         s = torch.cat([s[..., :shift, :], s[..., shift:, :] + a[..., shift:, :] * s[..., :-shift, :]], dim=3)
         a = torch.cat([a[..., :shift, :], a[..., shift:, :] * a[..., :-shift, :]], dim=3)
         shift *= 2
-    if level < MAX_LEVELS if is_tracing else chunks > 1:
+    if not is_single_chunk and (level < MAX_LEVELS or not is_tracing):
         ends, factors = linear_recurrence(s[..., -1, :], a[..., -1, :], level + 1)
         s = s + a * F.pad(ends, (0, 0, 1, 0))[:, :, :-1, None]
         a = a * F.pad(factors, (0, 0, 1, 0), value=1.0)[:, :, :-1, None]
