@@ -16,6 +16,8 @@ from primal_attention.models.uea import (
     NOISE,
     MaskedBatchNorm,
     ScorePosterior,
+    masked_max,
+    masked_mean,
     modern_classifier,
     paper_classifier,
     pooled_scores,
@@ -175,3 +177,10 @@ def test_an_ablated_run_is_evaluated_as_it_was_trained(toy_folder: Path, tmp_pat
     summary = loop.train(recipe, tmp_path / "run")
     assert loop.evaluate(tmp_path / "run")[""]["accuracy"] == summary["scores"]["last"]["accuracy"]
     assert summary["config"]["model"]["r_scores"] is False
+
+
+def test_pooling_ignores_padding_and_an_empty_row_gives_zero():
+    x = torch.tensor([[[1.0], [-5.0], [torch.nan]], [[1.0], [2.0], [3.0]]])
+    mask = torch.tensor([[False, False, True], [True, True, True]])
+    assert masked_mean(x, mask).tolist() == [[-2.0], [0.0]]
+    assert masked_max(x, mask).tolist() == [[1.0], [0.0]]

@@ -13,8 +13,6 @@ from primal_attention.nn.blocks import (
     Encoder,
     EncoderBlock,
     attention_names,
-    masked_max,
-    masked_mean,
 )
 from primal_attention.nn.objective import primal_layers
 from primal_attention.nn.primal import PrimalAttention
@@ -87,13 +85,6 @@ def test_a_decoder_block_gates_attention_and_convolution(gate, activation, has_a
     mixed = block.conv(h) + (attention(h) if has_attention else 0.0)
     x_mixed = x + (mixed if activation is None else mixed * activation(block.gate(h)))
     assert_close(block(x), x_mixed + block.feed_forward(block.norm2(x_mixed)), 1e-12)
-
-
-def test_pooling_ignores_padding_and_an_empty_row_gives_zero():
-    x = torch.tensor([[[1.0], [-5.0], [torch.nan]], [[1.0], [2.0], [3.0]]])
-    mask = torch.tensor([[False, False, True], [True, True, True]])
-    assert masked_mean(x, mask).tolist() == [[-2.0], [0.0]]
-    assert masked_max(x, mask).tolist() == [[1.0], [0.0]]
 
 
 def test_the_causal_convolution_and_its_state():

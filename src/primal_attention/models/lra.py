@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from primal_attention.models.uea import local_rows
+from primal_attention.models.uea import local_rows, masked_mean
 from primal_attention.nn.baselines.softmax import SoftmaxAttention
-from primal_attention.nn.blocks import Activation, Encoder, EncoderBlock, masked_mean
+from primal_attention.nn.blocks import Activation, Encoder, EncoderBlock
 from primal_attention.nn.primal import PrimalAttention
 from primal_attention.ops.padding import Tokens
 

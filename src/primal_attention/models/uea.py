@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from primal_attention.nn.blocks import Encoder, convolve, masked_max, masked_mean
+from primal_attention.nn.blocks import Encoder, convolve
 from primal_attention.nn.objective import primal_layers
 
 if TYPE_CHECKING:
@@ -172,6 +172,43 @@ class FlattenHead(nn.Module):
             return self.context.sum(torch.einsum("bnd,ncd->bc", x, weight)) + self.proj.bias
         x = F.pad(x, (0, 0, 0, self.max_length - x.shape[1]))
         return self.proj(x.flatten(1))
+
+
+def masked_mean(x: Tensor, key_padding_mask: Tensor | None = None, context: Context | None = None) -> Tensor:
+    """Mean over the valid tokens; zero for an empty sequence.
+
+    Args:
+        x: (B, N, d).
+        key_padding_mask: (B, N), True at padding.
+        context: the ranks that have the other tokens, if the sequence is sharded.
+
+    Returns:
+        (B, d).
+    """
+    if key_padding_mask is None:
+        return x.mean(dim=1) if context is None else context.sum(x.sum(dim=1)) / context.locate(x).total[:, None]
+    valid = ~key_padding_mask
+    total, count = torch.where(valid[..., None], x, 0.0).sum(dim=1), valid.sum(dim=1)
+    if context is not None:
+        total, count = context.sum(total), context.locate(x, valid).total
+    return total / count[:, None].clamp(min=1)
+
+
+def masked_max(x: Tensor, key_padding_mask: Tensor | None = None, context: Context | None = None) -> Tensor:
+    """Maximum over the valid tokens; zero for an empty sequence.
+
+    Args:
+        x: (B, N, d).
+        key_padding_mask: (B, N), True at padding.
+        context: the ranks that have the other tokens, if the sequence is sharded.
+
+    Returns:
+        (B, d).
+    """
+    if key_padding_mask is not None:
+        x = x.masked_fill(key_padding_mask.unsqueeze(-1), -torch.inf)
+    best = x.amax(dim=1) if context is None else context.maximum(x)
+    return best if key_padding_mask is None else torch.where(torch.isneginf(best), 0.0, best)
 
 
 class PoolingHead(nn.Module):

@@ -1,4 +1,4 @@
-"""Transformer blocks that take any attention by name, short convolutions, and pooling.
+"""Transformer blocks that take any attention by name, and short convolutions.
 
     post-LN (the original Transformer):  x = LN(x + A(x));  x = LN(x + F(x))
     pre-LN:                              x = x + A(LN x);   x = x + F(LN x)
@@ -333,43 +333,3 @@ class DecoderBlock(EncoderBlock):
         mixed, state = self.mix(self.norm1(x), key_padding_mask, state, return_state=True)
         x = x + mixed
         return x + self.feed_forward(self.norm2(x)), state
-
-
-# Pooling
-
-
-def masked_mean(x: Tensor, key_padding_mask: Tensor | None = None, context: Any = None) -> Tensor:
-    """Mean over the valid tokens; zero for an empty sequence.
-
-    Args:
-        x: (B, N, d).
-        key_padding_mask: (B, N), True at padding.
-        context: the ranks that have the other tokens, if the sequence is sharded.
-
-    Returns:
-        (B, d).
-    """
-    if key_padding_mask is None:
-        return x.mean(dim=1) if context is None else context.sum(x.sum(dim=1)) / context.locate(x).total[:, None]
-    valid = ~key_padding_mask
-    total, count = torch.where(valid[..., None], x, 0.0).sum(dim=1), valid.sum(dim=1)
-    if context is not None:
-        total, count = context.sum(total), context.locate(x, valid).total
-    return total / count[:, None].clamp(min=1)
-
-
-def masked_max(x: Tensor, key_padding_mask: Tensor | None = None, context: Any = None) -> Tensor:
-    """Maximum over the valid tokens; zero for an empty sequence.
-
-    Args:
-        x: (B, N, d).
-        key_padding_mask: (B, N), True at padding.
-        context: the ranks that have the other tokens, if the sequence is sharded.
-
-    Returns:
-        (B, d).
-    """
-    if key_padding_mask is not None:
-        x = x.masked_fill(key_padding_mask.unsqueeze(-1), -torch.inf)
-    best = x.amax(dim=1) if context is None else context.maximum(x)
-    return best if key_padding_mask is None else torch.where(torch.isneginf(best), 0.0, best)
