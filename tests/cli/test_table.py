@@ -12,11 +12,10 @@ import test_lm
 import toy
 
 import page_cases
-from primal_attention.bench import classifiers
-from primal_attention.bench.classifiers import Fit
 from primal_attention.report import tables
 from primal_attention.report.results import ResultIndex
-from primal_attention.train import grid, registry
+from primal_attention.train import classifiers, grid, registry
+from primal_attention.train.classifiers import Fit
 from primal_attention.train.config import override, to_plain
 from primal_attention.utils.files import write_json
 

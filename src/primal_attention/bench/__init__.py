@@ -1,4 +1,4 @@
-"""Benchmarks: layers (`attention.py`), generation (`generate.py`), models (`model.py`, `lra.py`), and `classifiers.py`.
+"""Benchmarks of layers (`attention.py`) and of whole models (`model.py`).
 
-`measurement.py` holds what they share: timing, memory, the JSON report, its table and its plot.
+`measurement.py` holds what they share: timing, memory, the loop over rows, the JSON report, its table and its plot.
 """

@@ -1,22 +1,23 @@
-"""What all benchmarks share: timing, memory, the JSON report, its table and its plot."""
+"""What all benchmarks share: time and memory of a step, the loop over rows, the JSON report, its table and its plot."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import itertools
-import math
+import warnings
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from primal_attention.utils.files import COUNT, Number, check, write_atomically, write_json
-from primal_attention.utils.provenance import collect, device_name, load
+from primal_attention.utils.errors import check_name
+from primal_attention.utils.figures import draw_lengths, new_figure
+from primal_attention.utils.files import COUNT, Number, check, write_json
+from primal_attention.utils.progress import Progress
+from primal_attention.utils.provenance import collect, device_name
 
 GRAPH, EVENTS, HOST = "CUDA graph", "CUDA events, eager", "torch.utils.benchmark"
 OK, OUT_OF_MEMORY, REFUSED, UNSUPPORTED, SKIPPED, FAILED = STATUSES = (
@@ -25,34 +26,34 @@ OK, OUT_OF_MEMORY, REFUSED, UNSUPPORTED, SKIPPED, FAILED = STATUSES = (
 Row = dict[str, Any]
 
 
-# Time
+def measure_step(step: Callable[[], object], args: Namespace, eager: bool) -> Row:
+    """Measure peak memory on a GPU, then time: the pool of a CUDA graph must not exist while memory is counted."""
+    step()  # compiles and allocates
+    peak = peak_bytes(step, args.device) if args.device.type == "cuda" else None
+    return {"peak_bytes": peak, **time_step(step, args, eager)}
 
 
-def time_step(
-    step: Callable[[], object], device: torch.device, eager: bool = False, repeats: int = 20, seconds: float = 0.5
-) -> Row:
+def time_step(step: Callable[[], object], args: Namespace, eager: bool) -> Row:
     """Time a step: on a GPU by replays of a CUDA graph between events, on a CPU by torch.utils.benchmark.
 
     Args:
         step: the work.
-        device: where it runs.
+        args: flags: `device`, `repeats` (runs on a GPU) and `seconds` (time to measure for on a CPU).
         eager: on a GPU, launch the kernels from the host instead of replaying a graph.
-        repeats: runs on a GPU.
-        seconds: time to measure for on a CPU.
 
     Returns:
         Median and interquartile range in seconds, number of runs, method, and a note.
     """
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            return _time_on_gpu(step, eager, repeats)
+    if args.device.type == "cuda":
+        with torch.cuda.device(args.device):
+            return _time_on_gpu(step, eager, args.repeats)
     from torch.utils.benchmark import Timer
 
     step()  # the first call allocates and compiles
     timer = Timer("step()", globals={"step": step}, num_threads=torch.get_num_threads())
     # At least a few runs, so that there are quartiles; slow steps get fewer.
     once = timer.timeit(1).median
-    result = timer.blocked_autorange(min_run_time=max(seconds, min(6 * once, 8 * seconds)))
+    result = timer.blocked_autorange(min_run_time=max(args.seconds, min(6 * once, 8 * args.seconds)))
     runs = len(result.times) * result.number_per_run
     return {"seconds": result.median, "iqr": result.iqr, "runs": runs, "method": HOST, "note": ""}
 
@@ -101,9 +102,6 @@ def _time_on_gpu(step: Callable[[], object], eager: bool, repeats: int) -> Row:
     return {"seconds": median, "iqr": high - low, "runs": repeats, "method": method, "note": note}
 
 
-# Memory and errors
-
-
 def free_memory(device: torch.device) -> None:
     """Release what earlier measurements left on a GPU, so that it does not count as the next one's."""
     if device.type == "cuda":
@@ -130,74 +128,139 @@ def first_line(error: BaseException) -> str:
     return " ".join((str(error).strip().splitlines() or [type(error).__name__])[0].split())
 
 
-def failure(error: Exception) -> tuple[str, str]:
+def failure(error: Exception) -> Row:
     """Return the status and the note of a row that an error ended."""
     line = first_line(error)[:200]
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in line:
-        return OUT_OF_MEMORY, "does not fit into the memory"
+        return {"status": OUT_OF_MEMORY, "note": "does not fit into the memory"}
     if line.startswith(("No available kernel", "No viable backend")):
-        return UNSUPPORTED, "torch has no such kernel for this device, dtype and head width"
+        return {"status": UNSUPPORTED, "note": "torch has no such kernel for this device, dtype and head width"}
     if isinstance(error, (ValueError, NotImplementedError, ImportError)):
-        return UNSUPPORTED, line
-    return FAILED, f"{type(error).__name__}: {line}"
+        return {"status": UNSUPPORTED, "note": line}
+    return {"status": FAILED, "note": f"{type(error).__name__}: {line}"}
 
 
-# The report: provenance, settings and rows
+# The loop over rows
 
 
-def start_report(kind: str, args: Namespace) -> dict[str, Any]:
-    """Return a report without rows: provenance and the flags."""
-    values = {name: value for name, value in vars(args).items() if name not in ("command", "commit", "file")}
-    plain = {name: str(v) if isinstance(v, (Path, torch.device)) else v for name, v in values.items()}
+class Implementation(NamedTuple):
+    """A layer or a model by name; `build` takes a shape."""
+
+    name: str
+    kind: str
+    build: Callable[[Any], Any]
+
+
+def choose(implementations: Sequence[Implementation], only: Sequence[str], baselines: bool) -> list[Implementation]:
+    """Return those that `only` names by name or kind (all but baselines if empty), and with `baselines` these too."""
+    kinds = dict.fromkeys(i.kind for i in implementations)
+    for name in only:
+        check_name(name, [*kinds, *(i.name for i in implementations)], "implementation")
+    wanted = {*(only or kinds.keys() - {"baseline"}), *(["baseline"] if baselines else [])}
+    return [i for i in implementations if {i.name, i.kind} & wanted]
+
+
+def measure_all(
+    args: Namespace,
+    implementations: Sequence[Implementation],
+    measure: Callable[[Implementation, Any, Namespace], Row],
+    grid: Sequence[Sequence[Any]],
+) -> dict[str, Any]:
+    """Measure every implementation at every shape; return the report, which is also written to `args.file`, if set.
+
+    Args:
+        args: the flags of the command.
+        implementations: what is measured, in the order of the rows.
+        measure: returns the numbers of a row, or a status and a note.
+        grid: lists of shapes, or of what `build` takes. An implementation that is too slow for a shape skips the others
+            in the same list.
+    """
+    settings = {name: value for name, value in vars(args).items() if name not in ("command", "commit", "file")}
+    settings = {name: str(v) if isinstance(v, (Path, torch.device)) else v for name, v in settings.items()}
     origin = collect(command=args.command, device=args.device, commit=args.commit)
-    return {"format": 1, "kind": kind, **origin, "settings": plain, "rows": []}
+    report = {"format": 1, "kind": args.benchmark, **origin, "settings": settings, "rows": []}
+    with Progress(len(implementations) * sum(map(len, grid)), "timing") as progress, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a large rank; torch's reasons against each SDPA backend
+        for shapes in grid:
+            torch.compiler.reset()  # Dynamo stops compiling at its limit of graphs per function
+            too_slow: dict[str, str] = {}
+            for shape in shapes:
+                # All implementations at one length before the next, so that what is compared is measured together.
+                rows = []
+                for implementation in implementations:
+                    name, kind, _ = implementation
+                    sizes = {size: getattr(shape, size) for size in SIZES} | getattr(shape, "facts", {})
+                    row = {"name": name, "kind": kind, **sizes, "status": OK, "note": "", "seconds": None}
+                    if name in too_slow:
+                        row |= {"status": SKIPPED, "note": too_slow[name]}
+                    else:
+                        torch.manual_seed(args.seed)
+                        try:
+                            row |= measure(implementation, shape, args)
+                        except Exception as error:  # becomes the note of the row
+                            row |= failure(error)
+                        free_memory(args.device)
+                    if (row["seconds"] or 0.0) > args.limit:
+                        too_slow[name] = f"{row['seconds']:.1f} s at {shape.length:,} tokens"
+                    rows.append(row)
+                    result = row["status"] if row["seconds"] is None else f"{1e3 * row['seconds']:.3g} ms"
+                    progress.advance(f"{name}, {shape}: {result}")
+                add_ratios(rows)
+                report["rows"] += rows
+                if args.file:
+                    write_json(args.file, report)
+    return report
 
 
-def write_report(file: Path, report: dict[str, Any]) -> None:
-    report["hardware"]["load_after"] = load()
-    write_json(file, report)
+def add_ratios(rows: Sequence[Row]) -> None:
+    """Set the speed relative to SDPA at the same shape, and the bytes relative to SDPA's."""
+    sdpa = next((row for row in rows if row["name"] == "sdpa" and row["status"] == OK), None)
+    for row in rows:
+        if sdpa and row["status"] == OK:
+            row["speedup"] = sdpa["seconds"] / row["seconds"]
+            for name in ("peak", "saved"):
+                own, base = row.get(f"{name}_bytes"), sdpa.get(f"{name}_bytes")
+                row[f"{name}_ratio"] = own / base if own is not None and base else None
 
 
-def ratio(above: float | None, below: float | None) -> float | None:
-    return above / below if above is not None and below else None
-
+# The report, its table and its plot
 
 # Numbers of a row: heading and scale in the table.
 _NUMBERS = {
     "seconds": ("ms", 1e3),
     "iqr": ("IQR ms", 1e3),
     "speedup": ("speed ÷ SDPA's", 1),
+    "eager_seconds": ("eager ms", 1e3),
     "tokens_per_second": ("tokens/s", 1),
-    "first_seconds": ("first step s", 1),
     "peak_bytes": ("peak MiB", 2**-20),
     "peak_ratio": ("÷ SDPA's", 1),
     "saved_bytes": ("saved MiB", 2**-20),
     "saved_ratio": ("÷ SDPA's", 1),
     "state_bytes": ("state kB", 1e-3),
-    "recompilations": ("recompilations", 1),
+}
+_SUBJECTS = {
+    "attention": "One attention layer",
+    "generate": "One more token after N tokens",
+    "model": "Training steps of whole models",
+    "lra": "Training steps on Long-Range Arena",
 }
 SIZES = ("embed_dim", "num_heads", "batch", "length")
 _OPTIONAL = (Number(least=0), None)
-_ROW = {
-    "name": str,
-    **dict.fromkeys(("label?", "note?", "model?"), str),
-    "status": frozenset(STATUSES),
-    **dict.fromkeys(SIZES, COUNT),
-    **{f"{name}?": _OPTIONAL for name in _NUMBERS},
-}
 _REPORT = {
     "format": frozenset({1}),
-    "kind": frozenset({"attention", "generate", "model"}),
-    **dict.fromkeys(("date?", "command?", "commit?"), (str, None)),
-    "hardware": {
-        **dict.fromkeys(("device", "cpu", "gpu?"), str),
-        "cores": (COUNT, None),
-        "threads": COUNT,
-        **dict.fromkeys(("load_before?", "load_after?"), _OPTIONAL),
-    },
+    "kind": frozenset(_SUBJECTS),
+    "command?": (str, None),
+    "hardware": {"cpu": str, "gpu?": str, "cores": (COUNT, None), "threads": COUNT, "load_before?": _OPTIONAL},
     "versions": {"torch": str},
-    "settings": {"dtype?": str, "causal?": bool, "layers?": (COUNT, None)},
-    "rows": [_ROW],
+    "settings": {"dtype?": str, "layers?": (COUNT, None)},
+    "rows": [
+        {
+            **dict.fromkeys(("name", "label?", "note?", "model?"), str),
+            "status": frozenset(STATUSES),
+            **dict.fromkeys(SIZES, COUNT),
+            **{f"{name}?": _OPTIONAL for name in _NUMBERS},
+        }
+    ],
 }
 
 
@@ -208,9 +271,9 @@ def check_report(content: Any, path: Path) -> dict[str, Any]:
     """
     check(content, _REPORT, path)
     for i, row in enumerate(content["rows"]):
-        if row["status"] == OK and row.get("recompilations") is None:
+        if row["status"] == OK and "recompilations" not in row:  # rows of earlier versions that only counted graphs
             check(row, {"seconds": Number(above=0)}, path, f"rows[{i}]")
-    return {**content, "rows": [{"label": row["name"], "note": "", **row} for row in content["rows"]]}
+    return {**content, "rows": [{"label": row["name"], "note": "", "seconds": None, **row} for row in content["rows"]]}
 
 
 def format_report(report: dict[str, Any]) -> str:
@@ -221,51 +284,23 @@ def format_report(report: dict[str, Any]) -> str:
             return ""
         return f"{scale * value:,.0f}" if scale * value >= 1000 else f"{scale * value:.4g}"
 
-    names = ("model", "name", *SIZES)
     table = [["", "", *SIZES, *(heading for heading, _ in _NUMBERS.values()), ""]]
     for row in report["rows"]:
-        cells = [str(row.get(name, "")) for name in names]
+        cells = [str(row.get(name, "")) for name in ("model", "name", *SIZES)]
         cells += [show(row.get(name), scale) for name, (_, scale) in _NUMBERS.items()]
-        problems = (row["status"], row.get("note"))
-        table.append([*cells, ", ".join(text for text in problems if text not in (OK, "", None))])
+        table.append([*cells, ", ".join(text for text in (row["status"], row["note"]) if text not in (OK, ""))])
     columns = [column for column in zip(*table, strict=True) if any(column[1:])]
     padded = [[cell.rjust(max(map(len, column))) for cell in column] for column in columns]
     return f"{title(report)}\n\n" + "\n".join("  ".join(line) for line in zip(*padded, strict=True))
 
 
 def title(report: dict[str, Any]) -> str:
-    settings, subject = report["settings"], "Training steps of whole models"
-    if report["kind"] == "generate":
-        model = f" of a language model of {settings['layers']} layers" if settings.get("layers") else ""
-        subject = f"One more token{model} after N tokens"
-    elif report["kind"] == "attention":
-        passes = "forward" if settings.get("inference") else "forward + backward"
-        subject = f"One {'causal ' if settings.get('causal') else ''}attention layer, {passes}"
-    torch_version = report["versions"]["torch"].split("+")[0]
-    parts = (device_name(report["hardware"]), settings.get("dtype"), f"torch {torch_version}")
-    return f"{subject}\n{', '.join(part for part in parts if part)}"
-
-
-# Figures
-
-
-@contextlib.contextmanager
-def new_figure(file: Path, rows: int, columns: int, height: float = 4.0) -> Iterator[tuple[Any, Any]]:
-    """Yield a figure and its axes, then write FILE.png and FILE.svg; raise ImportError without matplotlib."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    # The same numbers give the same bytes, and names with dollar signs are no formulas.
-    with matplotlib.rc_context({"svg.hashsalt": "primal", "svg.fonttype": "none", "text.parse_math": False}):
-        figure = Figure(figsize=(4.4 * columns + 3.0, height * rows), layout="constrained")
-        axes = figure.subplots(rows, columns, squeeze=False)
-        yield figure, axes
-        for axis in axes.flat:
-            axis.grid(alpha=0.25)
-            axis.spines[["top", "right"]].set_visible(False)
-        for kind, metadata in (("png", None), ("svg", {"Date": None})):
-            path = file.with_name(f"{file.name}.{kind}")
-            write_atomically(path, partial(figure.savefig, format=kind, dpi=150, metadata=metadata))
+    settings = report["settings"]
+    subject = [_SUBJECTS[report["kind"]], *(name for name in ("causal", "inference") if settings.get(name))]
+    if settings.get("layers"):
+        subject.append(f"layers: {settings['layers']}")
+    where = [device_name(report["hardware"]), settings.get("dtype"), f"torch {report['versions']['torch']}"]
+    return f"{', '.join(subject)}\n{', '.join(filter(None, where))}"
 
 
 _MEMORY = {
@@ -276,41 +311,25 @@ _MEMORY = {
 
 
 def plot_report(report: dict[str, Any], file: Path) -> list[Path]:
-    """Plot time and memory against length, a row of panels per width and batch of generation; return the files."""
-    rows: Sequence[Row] = [row for row in report["rows"] if row["status"] == OK]
-    if not rows or report["kind"] == "model":  # training steps have no lengths
+    """Plot time and memory against length as FILE.png and FILE.svg; return the files. Training steps have no plot.
+
+    Each width has its row of panels, in reports on generation each batch too: that of a layer depends on the length.
+    """
+    rows = [row for row in report["rows"] if row["status"] == OK]
+    if not rows or report["kind"] not in ("attention", "generate"):
         return []
+    is_layer = report["kind"] == "attention"
     memory = next((name for name in _MEMORY if any(row.get(name) for row in rows)), "saved_bytes")
-    is_generation = report["kind"] == "generate"
-
-    def panel(row: Row) -> str:
-        batch = f", batch {row['batch']}" if is_generation else ""  # that of a layer depends on the length
-        return f"d {row['embed_dim']}, {row['num_heads']} heads{batch}"
-
-    def seconds(row: Row) -> float:
-        return float(row["seconds"]) / (1 if is_generation else row["batch"] * row["length"])
-
-    panels = list(dict.fromkeys(map(panel, rows)))
+    panels: dict[str, list[Row]] = {}
+    for row in rows:
+        name = f"d {row['embed_dim']}, {row['num_heads']} heads" + ("" if is_layer else f", batch {row['batch']}")
+        time = row["seconds"] / (row["batch"] * row["length"] if is_layer else 1)
+        panels.setdefault(name, []).append({**row, "time": time})
     with new_figure(file, len(panels), 2) as (figure, grid):
-        for (left, right), name in zip(grid, panels, strict=True):
-            own = [row for row in rows if panel(row) == name]
-            draw_lengths(left, own, seconds, f"time per {'step' if is_generation else 'token'}", "s")
-            draw_lengths(right, own, lambda row: row.get(memory), _MEMORY[memory], "B")
+        figure.suptitle(title(report))
+        for (left, right), (name, own) in zip(grid, panels.items(), strict=True):
+            draw_lengths(left, own, "time", f"time per {'token' if is_layer else 'step'}", "s")
+            draw_lengths(right, own, memory, _MEMORY[memory], "B")
             left.set_title(name, loc="left")
             right.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=8)
-        figure.suptitle(title(report))
     return [file.with_name(f"{file.name}.{kind}") for kind in ("png", "svg")]
-
-
-def draw_lengths(axis: Any, rows: Sequence[Row], value: Callable[[Row], float | None], label: str, unit: str) -> None:
-    """Draw one line per name against the sequence length, both axes logarithmic."""
-    from matplotlib.ticker import EngFormatter
-
-    for name in dict.fromkeys(row["name"] for row in rows):
-        points = sorted((row["length"], value(row) or math.nan) for row in rows if row["name"] == name)
-        axis.loglog(*zip(*points, strict=True), "o-", label=name)
-    ticks = sorted({row["length"] for row in rows})
-    axis.set_xticks(ticks, [f"{n:,}" for n in ticks], rotation=30)
-    axis.minorticks_off()
-    axis.yaxis.set_major_formatter(EngFormatter(unit))
-    axis.set(xlabel="sequence length (tokens)", ylabel=label)

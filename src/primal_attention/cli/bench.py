@@ -35,7 +35,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "generate": {"seconds": 0.3, "limit": 60.0, "repeats": 100, "batch": 1, "tokens": None, "decay": None}
     | {"causal": True, "data_dependent": False, "landmarks": 300, "layers": 6},
     "model": {"seconds": 1.0, "limit": 600.0, "repeats": 50, "tokens": 32768, "compiler": "inductor"},
-    "lra": {"repeats": 20, "out": Path("results/lra-efficiency"), "name": None},
+    "lra": {"seconds": 0.5, "limit": 600.0, "repeats": 20, "out": Path("results/lra-efficiency"), "name": None},
     "plot": {},
 }
 LENGTHS = {"attention": [256 * 4**k for k in range(5)], "generate": [1024 * 4**k for k in range(6)]}  # on a GPU
@@ -133,7 +133,7 @@ def read_flags(words: Sequence[str]) -> argparse.Namespace:
     if name == "generate":
         args.batches = args.batches or ([1, 64] if is_gpu else [1])
     flags = [flag.removeprefix("--") for flag in NAMING if flag in words]
-    args.file = args.out / f"{args.name or '-'.join([name, *flags])}.json"
+    args.file = None if name == "lra" else args.out / f"{args.name or '-'.join([name, *flags])}.json"
     try:  # now, not after the measurements
         args.out.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=args.out).close()
@@ -151,9 +151,9 @@ def main(words: Sequence[str]) -> int:
         report = measurement.check_report(read_json(args.file), args.file)
         files = measurement.plot_report(report, args.file.with_suffix(""))
     else:
-        report = importlib.import_module(f"primal_attention.bench.{args.benchmark}").run(args)
-        files = [args.file if report else args.out]
-    if report:
-        print(measurement.format_report(report))
+        module = "attention" if args.benchmark == "attention" else "model"
+        report = getattr(importlib.import_module(f"primal_attention.bench.{module}"), f"run_{args.benchmark}")(args)
+        files = [args.file or args.out]
+    print(measurement.format_report(report))
     print("written:", *files)
     return 0

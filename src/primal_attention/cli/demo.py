@@ -75,7 +75,8 @@ def main(args: Sequence[str]) -> int:
     lengths = [str(n) for n in LENGTHS if n <= options.max_length]
     flags = bench.read_flags([*TIMING, "--lengths", *lengths, "--out", str(options.out)])
     flags.seconds = 0.2
-    rows = [{**row, "name": NETWORKS[row["name"]]} for row in attention.run(flags)["rows"] if row["status"] == "ok"]
+    report = attention.run_attention(flags)
+    rows = [{**row, "name": NETWORKS[row["name"]]} for row in report["rows"] if row["status"] == "ok"]
     cpu_share = (time.process_time() - cpu) / (time.perf_counter() - wall)
     seconds = {name: {row["length"]: row["seconds"] for row in rows if row["name"] == name} for name in sigma}
     numbers = {"results": results, "seconds": seconds, "singular_values": sigma, "cpu_share": cpu_share}
@@ -137,11 +138,11 @@ def show(console: Any, results: Sequence[dict[str, Any]], seconds: dict[str, dic
 
 def draw_figure(file: Path, rows: Sequence[dict[str, Any]], sigma: dict[str, Sequence[float]]) -> None:
     """Draw time against length and the decay of the singular values."""
-    from primal_attention.bench.measurement import draw_lengths, new_figure
+    from primal_attention.utils.figures import draw_lengths, new_figure
 
     with new_figure(file, 1, 2) as (figure, ((left, right),)):
         figure.suptitle("Primal-Attention and softmax attention, JapaneseVowels")
-        draw_lengths(left, rows, lambda row: row["seconds"], "forward + backward of one layer", "s")
+        draw_lengths(left, rows, "seconds", "forward + backward of one layer", "s")
         left.set_title("Time on this machine, one CPU thread")
         for name, values in sigma.items():
             shown = [value for value in values if value > 1e-6]  # smaller values are rounding of zero

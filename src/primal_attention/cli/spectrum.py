@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from primal_attention.bench.measurement import first_line, new_figure
 from primal_attention.cli.flags import DEVICE, Parser, positive, read_device
 from primal_attention.convert.spectrum import Spectrum, spectrum
+from primal_attention.data.storage import one_line
 from primal_attention.utils.errors import RunError
+from primal_attention.utils.figures import new_figure
 from primal_attention.utils.files import write_csv
 from primal_attention.utils.progress import Progress
 
@@ -49,7 +50,7 @@ def main(args: Sequence[str]) -> int:
             try:
                 spectra[label] = spectrum(model.to(device), batches, step=lambda: bar.advance(label))  # noqa: B023
             except (ValueError, RuntimeError) as error:  # for example a model without attention
-                raise RunError(f"{label}: {first_line(error)}") from error
+                raise RunError(f"{label}: {one_line(error)}") from error
         print(f"{label}\n{spectra[label]}")
     file = options.out / options.name
     rows = [{"model": label, **row} for label, layers in spectra.items() for row in layers.rows()]

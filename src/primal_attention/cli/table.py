@@ -209,9 +209,8 @@ def run_missing(plan: Plan, kind: TableKind, options: argparse.Namespace) -> lis
     """Run what has no result; return a line for each run that failed."""
     import torch
 
-    from primal_attention.bench import classifiers
     from primal_attention.report.results import in_full
-    from primal_attention.train import grid
+    from primal_attention.train import classifiers, grid
 
     if kind.is_timed and options.launcher != "local":
         raise RunError("times are measured with the local launcher: a cluster's machines may have other work")

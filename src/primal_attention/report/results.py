@@ -20,10 +20,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from primal_attention.bench import classifiers
-from primal_attention.bench.classifiers import Fit
-from primal_attention.train import registry
+from primal_attention.train import classifiers, registry
 from primal_attention.train.checkpoint import FREE, check_format, read_metrics
+from primal_attention.train.classifiers import Fit
 from primal_attention.train.config import Recipe, from_plain, override, to_plain
 from primal_attention.train.grid import Job, Plan, Variant
 from primal_attention.utils.errors import RunError

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import toy
 
-from primal_attention.bench import classifiers
-from primal_attention.bench.classifiers import Fit
 from primal_attention.report.results import read_summaries
+from primal_attention.train import classifiers
+from primal_attention.train.classifiers import Fit
 
 pytest.importorskip("aeon")
 
