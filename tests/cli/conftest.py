@@ -29,14 +29,6 @@ def primal(capsys: pytest.CaptureFixture[str]) -> Run:
 
 
 @pytest.fixture
-def small() -> list[str]:
-    """Flags of a small network that is trained on a CPU."""
-    model = "--model.embed-dim 8 --model.num-heads 2 --model.layers 2 --model.ffn-dim 16 --model.rank 3"
-    trainer = "--trainer.epochs 2 --trainer.batch-size 8 --trainer.accelerator cpu --trainer.no-progress"
-    return f"{model} --model.landmarks 4 {trainer}".split()
-
-
-@pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with a small data set under data/uea."""
     toy.folder(tmp_path / "data" / "uea")

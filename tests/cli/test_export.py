@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import test_lm
 import torch
+import toy
 
 pytest.importorskip("lightning")
 pytest.importorskip("tokenizers")
@@ -22,8 +23,8 @@ from primal_attention.train.lm import load_language  # noqa: E402
 texts = test_lm.folder
 
 
-def test_a_classifier_takes_raw_series(workplace: Path, primal, small: list[str]) -> None:
-    assert primal("train", "uea/Toy", *small, "--model.layers", "1", "--out", "run")[0] == 0
+def test_a_classifier_takes_raw_series(workplace: Path, primal) -> None:
+    assert primal("train", "uea/Toy", *toy.FLAGS, "--out", "run")[0] == 0
     code, out, err = primal("export", "run", "model.onnx")
     assert (code, err) == (0, "")
     assert out.startswith("inputs: x (batch, length, ")

@@ -11,6 +11,7 @@ from types import ModuleType
 
 import pytest
 import torch
+import toy
 
 from primal_attention.cli import demo
 from primal_attention.cli import main as cli
@@ -64,8 +65,8 @@ def test_flags_of_recipes_are_listed_without_the_training_libraries() -> None:
     assert not modules & {"lightning", "aeon", "transformers", "sklearn", "pandas"}
 
 
-def test_train_then_evaluate_then_resume(workplace: Path, primal, small: list[str]) -> None:
-    words = ["train", "uea/Toy", *small, "--protocol", "both", "--seed", "3", "--model.attention", "softmax", "primal"]
+def test_train_then_evaluate_then_resume(workplace: Path, primal) -> None:
+    words = ["train", "uea/Toy", *toy.FLAGS, "--protocol", "both", "--seed", "3", "--model.attention", "softmax", "primal"]
     code, out, err = primal(*words)
     assert (code, err) == (0, "")
     for column in ("LAST", "BEST ON TEST", "VALIDATION-CHOSEN"):
@@ -102,12 +103,12 @@ def mine():
 """
 
 
-def test_recipes_of_a_file_train_and_evaluate(workplace: Path, primal, small: list[str], monkeypatch) -> None:
+def test_recipes_of_a_file_train_and_evaluate(workplace: Path, primal, monkeypatch) -> None:
     (workplace / "my_recipes.py").write_text(OWN_RECIPES)
-    assert primal("train", "my_recipes.py:quick", *small)[0] == 0
+    assert primal("train", "my_recipes.py:quick", *toy.FLAGS)[0] == 0
     run = workplace / "runs" / "my_recipes" / "quick" / "primal-seed5"
     assert primal("evaluate", str(run))[0] == 0  # its class is one of the package
-    assert primal("train", "my_recipes.py:mine", *small, "--note", "typed", "--out", "own")[0] == 0
+    assert primal("train", "my_recipes.py:mine", *toy.FLAGS, "--note", "typed", "--out", "own")[0] == 0
     monkeypatch.setattr(registry, "_OWN_TYPES", {})  # as in a new process
     code, _, err = primal("evaluate", "own")
     assert code == 2

@@ -146,7 +146,8 @@ def test_long_range_arena_and_trainings_of_another_length(launched: Launched, pr
 def test_language_models_are_compared_with_softmax(launched: Launched, texts: Path, primal, monkeypatch) -> None:
     monkeypatch.setitem(grid.LAUNCHERS, "local", lambda jobs, workers: map(grid.run_job, jobs))  # trains
     skipped = {"data.folder", "seed", "model.attention", *grid.QUIET}
-    settings = [f"{name}={value}" for name, value in test_lm.SMALL.items() if name not in skipped]
+    small = {**toy.SMALL, **test_lm.SMALL, "trainer.steps_per_epoch": 3}
+    settings = [f"{name}={value}" for name, value in small.items() if name not in skipped]
     words = ["lm", "--models", "softmax", "primal-mean", "--seeds", "1", "--data", str(texts), "--set", *settings]
     code, out, _ = primal("table", *words)
     assert code == 0

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import toy
 from faults import kill_at, stop_at
 
-from primal_attention.train import distributed, loop, registry
+from primal_attention.train import distributed, loop
 from primal_attention.train.config import Recipe
 from primal_attention.train.task import TrainingModule
 from primal_attention.train.uea import ClassificationModule
@@ -41,24 +41,15 @@ def series(root: Path, **changes: Any) -> Recipe:
 
 
 def text(root: Path, **changes: Any) -> Recipe:
-    small = {
-        **toy.SMALL,
-        "data.folder": root / "text",
-        "data.context": 33,
-        "model.attention": ("primal",),
-        "model.primal_mode": "decay",
-        "model.conv": 4,
-        "model.num_heads": 2,
-        "model.layers": 2,
-        "model.dropout": 0.0,
-    }
-    return toy.change(registry.get("lm/wikitext-103"), {**small, **changes})
+    model = {"model.attention": ("primal",), "model.primal_mode": "decay", "model.conv": 4, "model.dropout": 0.0}
+    settings = {"data.context": 33, "trainer.epochs": 1, **model, **changes}
+    return toy.small("lm/wikitext-103", root / "text", **settings)
 
 
 def expressions(root: Path, **changes: Any) -> Recipe:
     """Long-Range Arena with landmarks that move at every step."""
-    small = {**toy.SMALL, "data.folder": root / "listops", "model.landmarks": 4, "model.sampling": "random"}
-    return toy.change(registry.get("lra/listops"), {**small, **changes})
+    settings = {"trainer.epochs": 1, "model.sampling": "random", **changes}
+    return toy.small("lra/listops", root / "listops", **settings)
 
 
 def write_data(root: Path) -> None:

@@ -14,7 +14,6 @@ from closeness import assert_close
 from primal_attention.cli import main as cli
 from primal_attention.data import d4rl as data
 from primal_attention.train import loop, registry
-from primal_attention.train.config import override
 from primal_attention.train.d4rl import ContextBatches, make_environment, play
 from primal_attention.utils.errors import RunError
 
@@ -23,11 +22,7 @@ import gymnasium
 
 K = 5
 SHORT = "ShortHopper-v4"
-SMALL = {
-    "model.embed_dim": 16, "model.num_heads": 2, "model.layers": 2, "model.context": K, "model.rank": 4,
-    "trainer.epochs": 2, "trainer.steps_per_epoch": 3, "trainer.batch_size": 8, "trainer.progress": False,
-    "trainer.accelerator": "cpu", "evaluation.episodes": 3, "evaluation.env": SHORT,
-}  # fmt: skip
+SMALL = {"model.context": K, "evaluation.episodes": 3, "evaluation.env": SHORT}
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +45,7 @@ def folder(tmp_path_factory):
 
 
 def recipe(folder, **changes):
-    return override(registry.get("d4rl/hopper-medium"), {**SMALL, "data.folder": folder, **changes})
+    return toy.small("d4rl/hopper-medium", folder, **{**SMALL, **changes})
 
 
 def test_the_recipes_are_the_papers():

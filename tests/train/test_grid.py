@@ -16,17 +16,13 @@ import toy
 from primal_attention.cli import train as commands
 from primal_attention.report.tables import model_variants
 from primal_attention.train import grid, registry
-from primal_attention.train.config import override, to_plain
+from primal_attention.train.config import override
 from primal_attention.utils.errors import RunError
 from primal_attention.utils.files import read_json
 
-SMALL = ("model.embed_dim", "model.num_heads", "model.layers", "model.ffn_dim", "model.rank", "model.landmarks")
-
 
 def jobs(data: Path, place: Path, sets: tuple[str, ...] = ("Toy",)) -> list[grid.Job]:
-    plain = to_plain(toy.recipe(data))
-    changes = {name: plain["model"][name.split(".")[1]] for name in SMALL}
-    changes |= {"data.folder": str(data), "trainer.epochs": 1, "trainer.accelerator": "cpu"}
+    changes = {**toy.SMALL, "data.folder": str(data), "trainer.epochs": 1}
     plan = grid.Plan("uea", sets, model_variants(("primal",)), [0], changes, "uea")
     return [plan.job(name, variant, 0, place / "runs", place / "results") for name, variant in plan.cells()]
 

@@ -24,19 +24,8 @@ from primal_attention.utils.errors import DataError, RunError
 pytest.importorskip("PIL")
 pytest.importorskip("transformers", minversion="5")
 CROP = partial(image_data.crop_centre, size=28)
-SMALL = {
-    "data.size": 28,
-    "data.workers": 0,
-    "data.holdout": 0.2,
-    "model.patch_size": 7,
-    "model.embed_dim": 16,
-    "model.num_heads": 2,
-    "model.layers": 2,
-    "model.rank": 4,
-    "trainer.epochs": 2,
-    "trainer.batch_size": 8,
-    "trainer.compile": "off",
-}
+SMALL = {"data.size": 28, "data.workers": 0, "data.holdout": 0.2, "model.patch_size": 7}
+SMALL |= {"model.embed_dim": 16, "model.rank": 4}
 
 
 def random_square(image: Any) -> np.ndarray:
@@ -67,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def small(folder: Path, **changes: Any) -> ImageRecipe:
-    return toy.change(registry.get("image/imagenette"), {**SMALL, "data.folder": folder}, **changes)
+    return toy.small("image/imagenette", folder, **SMALL, **changes)
 
 
 def test_the_papers_and_deits_settings() -> None:

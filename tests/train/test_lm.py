@@ -23,16 +23,7 @@ from primal_attention.utils.errors import DataError, RunError
 
 pytest.importorskip("tokenizers")
 
-SMALL: dict[str, Any] = {
-    **toy.SMALL,
-    "data.vocabulary": 280,
-    "data.context": 16,
-    "model.embed_dim": 32,
-    "model.num_heads": 2,
-    "model.layers": 2,
-    "model.landmarks": 8,
-    "model.ffn_dim": None,
-}
+SMALL: dict[str, Any] = {"data.vocabulary": 280, "data.context": 16, "trainer.epochs": 1}
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def small(folder: Path, **changes: Any) -> LanguageRecipe:
-    return toy.change(registry.get("lm/wikipedia"), {**SMALL, "data.folder": folder}, **changes)
+    return toy.small("lm/wikipedia", folder, **SMALL, **changes)
 
 
 def split(count: int) -> TextSplit:

@@ -22,11 +22,10 @@ from primal_attention.train.lra import TASKS, LRARecipe, TokenBatches, bucket_wi
 from primal_attention.utils.errors import DataError, RunError
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-SMALL = {**toy.SMALL, "model.landmarks": 4, "trainer.epochs": 2}
 
 
 def small(name: str = "lra/listops", folder: Path | None = None, **changes: Any) -> LRARecipe:
-    return toy.change(registry.get(name), {**SMALL, "data.folder": folder}, **changes)
+    return toy.small(name, folder, **changes)
 
 
 @pytest.fixture(scope="module")
