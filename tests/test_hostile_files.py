@@ -15,19 +15,15 @@ from typing import Any
 
 import pytest
 import torch
+import toy
+from safetensors.torch import load_file, save_file
 
-for package in ("tyro", "lightning", "matplotlib", "yaml", "aeon", "h5py", "pyarrow.parquet", "tokenizers", "PIL"):
-    pytest.importorskip(package)
-safetensors = pytest.importorskip("safetensors.torch")
-
-import toy  # noqa: E402
-
-import page_cases  # noqa: E402
-from hostile_data import COMMON, DATA_KINDS, MARK, Damage, Damages, Kind, Payload, content, edit, put, rows, without  # noqa: E402
-from primal_attention.cli import main as cli  # noqa: E402
-from primal_attention.train import registry  # noqa: E402
-from primal_attention.train.config import override  # noqa: E402
-from primal_attention.utils.errors import DataError  # noqa: E402
+import page_cases
+from hostile_data import COMMON, DATA_KINDS, MARK, Damage, Damages, Kind, Payload, content, edit, put, rows, without
+from primal_attention.cli import main as cli
+from primal_attention.train import registry
+from primal_attention.train.config import override
+from primal_attention.utils.errors import DataError
 
 # Damages of the files of runs and models
 
@@ -115,9 +111,9 @@ def weights(change: Callable[[dict[str, torch.Tensor], str], object]) -> Damage:
     """Apply a change to the tensors, with the name of the first matrix among them."""
 
     def damage(file: Path) -> None:
-        tensors = safetensors.load_file(file)
+        tensors = load_file(file)
         change(tensors, next(name for name, tensor in tensors.items() if tensor.ndim == 2))
-        safetensors.save_file({name: tensor.clone() for name, tensor in tensors.items()}, file, {"format": "pt"})
+        save_file({name: tensor.clone() for name, tensor in tensors.items()}, file, {"format": "pt"})
 
     return damage
 

@@ -13,8 +13,6 @@ from pathlib import Path
 import pytest
 import toy
 
-pytest.importorskip("lightning")
-
 COMMAND = [sys.executable, "-m", "primal_attention"]
 # A compiled module turns the exception of a signal handler into an ImportError.
 INTERRUPTING = """

@@ -11,12 +11,9 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from once import once
-
-pytest.importorskip("hatchling", reason="builds the package: pip install hatchling")
-
-from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 PRETRAINED = ROOT / "src" / "primal_attention" / "pretrained"

@@ -5,20 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
+import onnxruntime
 import test_lm
 import torch
 import toy
 
-pytest.importorskip("lightning")
-pytest.importorskip("tokenizers")
-onnxruntime = pytest.importorskip("onnxruntime")
-
-from models.test_export import assert_near  # noqa: E402
-from primal_attention.models import export  # noqa: E402
-from primal_attention.train import loop  # noqa: E402
-from primal_attention.train.checkpoint import read_run  # noqa: E402
-from primal_attention.train.lm import load_language  # noqa: E402
+from models.test_export import assert_near
+from primal_attention.models import export
+from primal_attention.train import loop
+from primal_attention.train.checkpoint import read_run
+from primal_attention.train.lm import load_language
 
 texts = test_lm.folder
 

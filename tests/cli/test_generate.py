@@ -14,8 +14,6 @@ from primal_attention.train import lm as language
 from primal_attention.train import loop
 from primal_attention.train.lm import load_language
 
-pytest.importorskip("tokenizers")
-
 texts = test_lm.folder
 
 

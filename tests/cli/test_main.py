@@ -18,9 +18,6 @@ from primal_attention.cli import main as cli
 from primal_attention.data.lra import listops, pathfinder
 from primal_attention.train import registry
 
-pytest.importorskip("tyro")
-pytest.importorskip("lightning")
-
 PARTS = [f"bench {name}" for name in ("attention", "generate", "model", "lra", "plot")]
 PARTS += ["data listops", "data pathfinder", "data retrieval"]
 
@@ -66,7 +63,18 @@ def test_flags_of_recipes_are_listed_without_the_training_libraries() -> None:
 
 
 def test_train_then_evaluate_then_resume(workplace: Path, primal) -> None:
-    words = ["train", "uea/Toy", *toy.FLAGS, "--protocol", "both", "--seed", "3", "--model.attention", "softmax", "primal"]
+    words = [
+        "train",
+        "uea/Toy",
+        *toy.FLAGS,
+        "--protocol",
+        "both",
+        "--seed",
+        "3",
+        "--model.attention",
+        "softmax",
+        "primal",
+    ]
     code, out, err = primal(*words)
     assert (code, err) == (0, "")
     for column in ("LAST", "BEST ON TEST", "VALIDATION-CHOSEN"):
@@ -221,8 +229,6 @@ def test_recipes_and_info(primal) -> None:
 
 
 def test_a_small_demo(workplace: Path, primal, monkeypatch) -> None:
-    for package in ("aeon", "matplotlib"):
-        pytest.importorskip(package)
     monkeypatch.setattr(demo, "MIN_CPU_SHARE", 2.0)  # as on a machine with other work
     code, out, _ = primal("demo", "--epochs", "1", "--max-length", "128", "--out", "demo")
     assert code == 0

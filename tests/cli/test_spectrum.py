@@ -8,10 +8,6 @@ from pathlib import Path
 import pytest
 import toy
 
-pytest.importorskip("tyro")
-pytest.importorskip("lightning")
-pytest.importorskip("matplotlib")
-
 from primal_attention.report.results import read_spectrum
 
 

@@ -171,7 +171,6 @@ def test_the_grid_of_eta_and_s_is_the_papers() -> None:
 
 
 def test_classifiers_are_fitted_once_and_settings_do_not_mix(launched: Launched, primal, monkeypatch) -> None:
-    pytest.importorskip("aeon")
     started = []
 
     def run_fits(fits: Sequence[Fit]) -> list[str]:

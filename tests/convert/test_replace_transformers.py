@@ -6,13 +6,12 @@ import re
 
 import pytest
 import torch
+import transformers as hf
 
-hf = pytest.importorskip("transformers", minversion="5")
-
-from closeness import assert_close  # noqa: E402
-from convert.hf_models import DECODERS, ENCODERS, IMAGES, OTHERS, ROTARY, SMALL, inputs, make, output  # noqa: E402
-from primal_attention import PrimalAttention, ksvd_loss, load_primalized, primalize  # noqa: E402
-from primal_attention.nn.objective import primal_layers  # noqa: E402
+from closeness import assert_close
+from convert.hf_models import DECODERS, ENCODERS, IMAGES, OTHERS, ROTARY, SMALL, inputs, make, output
+from primal_attention import PrimalAttention, ksvd_loss, load_primalized, primalize
+from primal_attention.nn.objective import primal_layers
 
 ALL = ENCODERS + DECODERS + IMAGES + OTHERS
 TWO_SIDED = {"data_dependent": False, "decay": 0.9}

@@ -9,12 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from image_files import COLOURS, spoil, write
 from primal_attention.data import image as images
 from primal_attention.utils.errors import DataError
-
-pytest.importorskip("PIL")
 
 
 @pytest.fixture
@@ -69,8 +68,6 @@ def test_a_wrong_layout_is_one_line(folder: Path, tmp_path: Path) -> None:
 
 
 def test_decoding_takes_the_centre_of_the_short_side(tmp_path: Path) -> None:
-    from PIL import Image
-
     wide = np.zeros((24, 72, 3), dtype=np.uint8)  # of 24 pixels the central 7/8 are 21
     wide[:, 24:48] = (10, 20, 30)
     Image.fromarray(wide).save(tmp_path / "wide.png")

@@ -13,8 +13,6 @@ from primal_attention.data import lm as text
 from primal_attention.data.lm import Vocabulary, load_vocabulary
 from primal_attention.utils.errors import DataError
 
-pytest.importorskip("tokenizers")
-
 
 def article(name: str, lines: int = 3) -> str:
     return f" = {name} = \n\n" + "".join(f"Line {i} of {name}, naïve café № {i}.\n" for i in range(lines))

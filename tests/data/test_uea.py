@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hostile_data import save_columns
 from primal_attention.data import uea
 from primal_attention.data.uea import PrincipalChannels, Standardizer
 from primal_attention.utils.errors import DataError
@@ -26,7 +27,6 @@ SAMPLES = ["1,2,3:4,5,6:a", "1,2:4,5:b", "1,?,3,4:4,5,6,NaN:b"]
 
 
 def write_ts(file: Path, lines: list[str], classes: str = "a b") -> Path:
-    pytest.importorskip("aeon")
     file.parent.mkdir(exist_ok=True)
     file.write_text(HEADER.format(classes=classes) + "\n".join(lines) + ("\n" if lines else ""))
     return file
@@ -43,7 +43,6 @@ def toy(tmp_path: Path) -> Path:
 
 
 def test_japanese_vowels_needs_no_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    pytest.importorskip("aeon")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PRIMAL_UEA", raising=False)
     data = uea.load("JapaneseVowels")
@@ -111,8 +110,6 @@ def write_npz(file: Path, **changes: Any) -> Path:
 
 def write_parquet(file: Path, **changes: Any) -> Path:
     """The samples of `write_npz` in long form, rows in a random order."""
-    pyarrow = pytest.importorskip("pyarrow")
-    pytest.importorskip("pyarrow.parquet")
     rows = [(i, t) for i in range(10) for t in range(3 if i < 5 else 4)]
     order = np.random.default_rng(0).permutation(len(rows))
     sample, time = (np.array(column)[order] for column in zip(*rows, strict=True))
@@ -125,7 +122,7 @@ def write_parquet(file: Path, **changes: Any) -> Path:
         **changes,
     }
     columns = {key: value for key, value in table.items() if value is not None}
-    pyarrow.parquet.write_table(pyarrow.table(columns), file)
+    save_columns(file, columns)
     return file
 
 

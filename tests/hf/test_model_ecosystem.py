@@ -8,15 +8,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import peft
 import pytest
 import torch
+import torchao.quantization as torchao
+import transformers as hf
 
-hf = pytest.importorskip("transformers", minversion="5")
-
-from hf.small_models import MODES, batch, make  # noqa: E402
-from primal_attention import PrimalAttention  # noqa: E402
-from primal_attention.hf import PrimalConfig, PrimalForCausalLM  # noqa: E402
-from primal_attention.models.lm import LanguageModel  # noqa: E402
+from hf.small_models import MODES, batch, make
+from primal_attention import PrimalAttention
+from primal_attention.hf import PrimalConfig, PrimalForCausalLM
+from primal_attention.models.lm import LanguageModel
 
 HEADS = ["AutoModelForSequenceClassification", "AutoModelForTokenClassification"]
 
@@ -116,7 +117,6 @@ def test_a_folder_loads_without_importing_the_library(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_lora_on_all_linear_maps_and_prompt_tuning_train(mode: str) -> None:
-    peft = pytest.importorskip("peft")
     tokens, mask = batch()
     labels = tokens.masked_fill(mask == 0, -100)
     for settings in (
@@ -162,7 +162,6 @@ def test_a_folder_of_an_earlier_version_keeps_its_meaning(tmp_path: Path) -> Non
 @torch.no_grad()
 def test_int8_weights_cost_less_than_two_percent(mode: str, tmp_path: Path) -> None:
     """The error of rounding each row to 256 steps is 0.5 % of the layer's output and up to 1.3 % of the logits."""
-    torchao = pytest.importorskip("torchao.quantization")
     torch.manual_seed(0)
     tokens = torch.randint(0, 500, (2, 24))
     if mode == "layer":

@@ -8,16 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-hf = pytest.importorskip("transformers", minversion="5")
-
-from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
-
-from hf.small_models import MODES, batch, make  # noqa: E402
-from primal_attention.data.lm import Vocabulary  # noqa: E402
-from primal_attention.hf import PrimalCache, from_run, make_tokenizer  # noqa: E402
-from primal_attention.models.lm import LanguageConfig, LanguageModel, generate  # noqa: E402
-from primal_attention.train import lm as language  # noqa: E402
+from hf.small_models import MODES, batch, make
+from primal_attention.data.lm import Vocabulary
+from primal_attention.hf import PrimalCache, from_run, make_tokenizer
+from primal_attention.models.lm import LanguageConfig, LanguageModel, generate
+from primal_attention.train import lm as language
 
 GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
 

@@ -9,9 +9,6 @@ from pathlib import Path
 import pytest
 
 from page_cases import SPECTRUM, bench, put_run
-
-pytest.importorskip("plotly")
-
 from primal_attention.cli import main as cli
 from primal_attention.report.page import SCRIPT, group_runs, write_page
 from primal_attention.report.results import collect

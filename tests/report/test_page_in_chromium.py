@@ -11,9 +11,6 @@ import pytest
 
 from browser import need_browser, open_tab
 from page_cases import SPECTRUM, bench, put_run
-
-pytest.importorskip("plotly")
-
 from primal_attention.report.page import write_page
 from primal_attention.report.results import collect
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -16,9 +17,6 @@ from primal_attention.data import d4rl as data
 from primal_attention.train import loop, registry
 from primal_attention.train.d4rl import ContextBatches, make_environment, play
 from primal_attention.utils.errors import RunError
-
-pytest.importorskip("mujoco")
-import gymnasium
 
 K = 5
 SHORT = "ShortHopper-v4"

@@ -8,9 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("aeon")
-
 from aeon.testing.estimator_checking import parametrize_with_checks
 from safetensors import safe_open
 from safetensors.numpy import save_file

@@ -42,7 +42,6 @@ def test_two_workers_run_a_grid_and_a_failure_stays_alone(toy_folder: Path, tmp_
 
 
 def test_ray_trains_a_job_from_the_working_directory(toy_folder: Path, tmp_path: Path, monkeypatch) -> None:
-    pytest.importorskip("ray", reason="ray is not installed: pip install ray")
     monkeypatch.chdir(tmp_path)
     # Workers are started by Ray, with the modules of this process.
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))

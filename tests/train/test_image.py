@@ -21,8 +21,6 @@ from primal_attention.train.config import override
 from primal_attention.train.image import AUGMENT, NO_LABEL, ImageBatches, ImageRecipe, make_batches
 from primal_attention.utils.errors import DataError, RunError
 
-pytest.importorskip("PIL")
-pytest.importorskip("transformers", minversion="5")
 CROP = partial(image_data.crop_centre, size=28)
 SMALL = {"data.size": 28, "data.workers": 0, "data.holdout": 0.2, "model.patch_size": 7}
 SMALL |= {"model.embed_dim": 16, "model.rank": 4}

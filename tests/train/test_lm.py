@@ -21,8 +21,6 @@ from primal_attention.train.config import override
 from primal_attention.train.lm import LanguageRecipe, Windows, load_language
 from primal_attention.utils.errors import DataError, RunError
 
-pytest.importorskip("tokenizers")
-
 SMALL: dict[str, Any] = {"data.vocabulary": 280, "data.context": 16, "trainer.epochs": 1}
 
 

@@ -10,8 +10,6 @@ import pytest
 from primal_attention.data.lra import pathfinder
 from primal_attention.utils.errors import DataError
 
-pytest.importorskip("PIL.Image")
-
 LIT = 48  # a fifth of full light
 JUMP = 2.75  # the gap between two dashes, from pixel centre to pixel centre, and no more
 
