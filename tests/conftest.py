@@ -30,6 +30,14 @@ def _same_random_numbers() -> None:
     torch.manual_seed(0)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests of CUDA devices where there is none."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
 sys.path.insert(0, str(Path(__file__).parent / "train"))  # scripts that tests start as processes are also modules
 
 

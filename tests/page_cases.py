@@ -64,6 +64,14 @@ def put_run(place: Path, label: str, seed: int, accuracy: float, **changes: Any)
     return place
 
 
+def put_runs(folder: Path, accuracies: dict[str, tuple[float, ...]]) -> Path:
+    """Run folders LABEL-seedN of several models, with an accuracy for each seed."""
+    for label, values in accuracies.items():
+        for seed, accuracy in enumerate(values):
+            put_run(folder / f"{label.replace('/', '')}-seed{seed}", label, seed, accuracy)
+    return folder
+
+
 def bench() -> dict[str, Any]:
     sizes = {"embed_dim": 64, "num_heads": 2, "batch": 1, "peak_bytes": None}
     rows = []

@@ -25,9 +25,8 @@ SOURCE = Path(__file__).parents[1] / "src" / "primal_attention"
 CUDA_PARTS = ("ops/triton/", "bench/", "train/cuda_graph.py")
 # What torch answers on every machine is not a use.
 USE = re.compile(r"torch\.cuda\.(?!is_available|device_count)\w+\(|\w\.cuda\(")
-GUARD = re.compile(
-    r"""def _capability_problem|type [=!]= ["']cuda["']|is_cuda|cuda\.is_available\(\)|cuda\.device_count\(\)"""
-)
+# The named function is called for CUDA devices only.
+GUARD = re.compile(r"""type [=!]= ["']cuda["']|is_cuda|cuda\.(is_available|device_count)\(|def _capability_problem""")
 
 MODES: dict[str, dict[str, Any]] = {
     "data-dependent": {},

@@ -134,33 +134,9 @@ WEIGHTS: Damages = {
 }
 
 
-def checkpoint(**changes: Any) -> Damage:
-    """Set, or with `...` remove, parts of a checkpoint."""
-
-    def damage(file: Path) -> None:
-        parts = {**torch.load(file, weights_only=True), **changes}
-        torch.save({name: part for name, part in parts.items() if part is not ...}, file)
-
-    return damage
-
-
-def flip_byte(file: Path) -> None:
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
-
-
 CHECKPOINT: Damages = {
     **without(SAVED, "folder"),
     "pickled-object": lambda file: torch.save({"state_dict": Payload(), "run": {}}, file),
-    "a-list": lambda file: torch.save([1, 2], file),
-    "no-content": lambda file: torch.save({}, file),
-    "flipped-byte": flip_byte,
-    "without-weights": checkpoint(state_dict=...),
-    "without-optimizer": checkpoint(optimizer_states=...),
-    "without-progress": checkpoint(run={}),
-    "text-for-step": checkpoint(global_step="many"),
-    "other-model": checkpoint(state_dict={"weight": torch.zeros(2)}),
 }
 
 

@@ -88,17 +88,11 @@ def bits_per_byte(model: torch.nn.Module, tokens: torch.Tensor) -> float:
 def test_the_language_model_predicts_english(model: torch.nn.Module, tokens: torch.Tensor) -> None:
     torch.manual_seed(0)
     untrained = type(model)(model.config).eval()
-    assert bits_per_byte(model, tokens) < 1.5  # it is 1.24
-    assert bits_per_byte(untrained, tokens) > 3  # equal probabilities have 11 bits per token, 3.2 per byte
-
-
-def test_the_language_model_survives_a_round_trip(model: torch.nn.Module, tokens: torch.Tensor, tmp_path: Path) -> None:
     assert model.dtype == torch.float32  # float16 in the file
-    model.save_pretrained(tmp_path)
-    with torch.no_grad():
-        logits = model(tokens).logits
-        for folder in (tmp_path, pretrained_path(LM)):
-            assert torch.equal(AutoModelForCausalLM.from_pretrained(folder).eval()(tokens).logits, logits)
+    assert bits_per_byte(model, tokens) < 1.5  # it is 1.24
+    by_path = AutoModelForCausalLM.from_pretrained(pretrained_path(LM)).eval()
+    assert bits_per_byte(by_path, tokens) == bits_per_byte(model, tokens)
+    assert bits_per_byte(untrained, tokens) > 3  # equal probabilities have 11 bits per token, 3.2 per byte
 
 
 def test_the_command_generates_what_transformers_generates(

@@ -63,18 +63,8 @@ def test_flags_of_recipes_are_listed_without_the_training_libraries() -> None:
 
 
 def test_train_then_evaluate_then_resume(workplace: Path, primal) -> None:
-    words = [
-        "train",
-        "uea/Toy",
-        *toy.FLAGS,
-        "--protocol",
-        "both",
-        "--seed",
-        "3",
-        "--model.attention",
-        "softmax",
-        "primal",
-    ]
+    words = ["train", "uea/Toy", *toy.FLAGS, "--protocol", "both", "--seed", "3"]
+    words += ["--model.attention", "softmax", "primal"]
     code, out, err = primal(*words)
     assert (code, err) == (0, "")
     for column in ("LAST", "BEST ON TEST", "VALIDATION-CHOSEN"):
@@ -129,8 +119,15 @@ WRONG = {
     "trian": "did you mean 'train'",
     "train": "which recipe?",
     "train --seed 3": "the recipe comes first",
-    "train uae/Toy": "did you mean uea/",
+    "train uae/JapaneseVowels": "did you mean uea/JapaneseVowels",
+    "train uea-moden/Handwriting": "did you mean uea-modern/Handwriting",
+    "train lra": "did you mean lra/",
+    "train uea": "which data set? primal train uea/NAME, or primal train uea --data.file FILE",
+    "train uea --data.test-file x.npz": "data.test-file needs --data.file",
+    "train uea --data.file x.npz": "x.npz",
     "train uea/Tooy": "did you mean Toy",
+    "train uea/Toy --trainer.no-tensorboard": "tensorboard was replaced: use --trainer.logger csv tensorboard",
+    "train lra/listops --data.kinds=4": "--data.kinds was replaced: use --data.length-buckets",
     "train uea/Toy --sed 3": "did you mean --seed",
     "train uea/Toy --model.attention primel": "did you mean 'primal'",
     "train uea/Toy --model.num-heads 7": "num_heads=7",
@@ -143,7 +140,6 @@ WRONG = {
     "evaluate": "required: RUN",
     "export nothing model.onnx": "nothing is not a run folder",
     "export nothing model.pt": "FILE must end in .onnx (got model.pt)",
-    "spectrum": "required: RUN",
     "evaluate data": "data is not a run folder",
     "evaluate file": "file is a file where a folder is needed",
     "evaluate damaged": "config.yaml is not UTF-8 text",
@@ -152,18 +148,15 @@ WRONG = {
     "table": "required: NAME",
     "table uea --no-run --seeds 2": "run 'primal table uea --seeds 2' first",
     "table uea --models primel": "did you mean 'primal'?",
-    "table lm --models sofmax --no-run": "did you mean 'softmax'?",
     "table uea --sets Tooy": "did you mean Toy?",
     "table lra-ablation --models eta-s": "no model of this table is called 'eta-s'",
     "table uea --sets Toy --set epochs": "FIELD=VALUE",
     "table uea --sets Toy --set trainer.speed=1": "trainer.speed is not a field",
     "table uea --sets Toy --set seed=1": "cannot change seed",
-    "table uea-ablation --models flow": "no model of this table is called 'flow'",
     "table lra --any-length": "add --no-run",
     "table lra --sets text": "no train split",
     "table uea-efficiency --sets Toy --launcher ray": "local launcher",
     "table uea-efficiency --sets Toy --workers 99": "must not share a device",
-    "table lra-efficiency --models nothing": "no model of this table is called 'nothing'",
     "table lra-efficiency --no-run": "has no result of this table",
     "table uea-modern --sets Tooy": "did you mean Toy?): get it from",
     "table uea-modern --sets Toy --models flow": "no model of this table is called 'flow'",
@@ -174,6 +167,12 @@ WRONG = {
     "table uea --workers 0": "--workers: must be at least 1 (got 0)",
     "table uea --data nowhere": "--data nowhere is not a folder",
     "table uea --recipe eua": "there are uea, uea-modern, lra",
+    "report": "required: RUNS",
+    "report nowhere --skip-broken": "nowhere does not exist",
+    "report data": "data holds no run",
+    "report data -o data": "data is a folder: --out must be a file",
+    "report foreign.json": "foreign.json is neither a run's result nor a benchmark",
+    "report old.json": "format 99; this is version",
     "recipes cats": "no recipe has 'cats' in its name",
     "info --nonsense": "unrecognized arguments: --nonsense",
     "bench decode": "decode is now called generate",
@@ -186,14 +185,12 @@ WRONG = {
     "bench attention --decay learned": "--decay needs --causal",
     "bench attention --decay soon --causal": "--decay must be 'learned' or a number (got 'soon')",
     "bench attention --only sdpaa": "did you mean 'sdpa'?",
-    "bench generate --only lstm": "no implementation is called 'lstm': there are sdpa, primal",
     "bench attention --out /proc/nowhere": "--out /proc/nowhere cannot be written to",
     "bench model --rows vitt": "no row is called 'vitt': did you mean 'vit'? there are 512x1024, 512x1024-",
     "bench plot no-such-file.json": "no-such-file.json does not exist",
     "bench plot other.json": "other.json: hardware is missing",
     "data imdb": "no command of primal data is called 'imdb'",
     "data listops --seed -1": "--seed must not be negative (got -1)",
-    "data pathfinder --train 0": "every split needs at least one sample",
 }
 
 
@@ -202,6 +199,8 @@ def test_user_errors_are_one_line_and_exit_code_2(words: str, workplace: Path, p
     (workplace / "file").touch()
     (workplace / "own.py").touch()
     (workplace / "other.json").write_text('{"format": 1, "kind": "attention", "rows": []}')
+    (workplace / "foreign.json").write_text('{"a": 1}')
+    (workplace / "old.json").write_text('{"scores": {}, "format": 99}')
     (workplace / "broken.py").write_text("undefined")
     (workplace / "damaged").mkdir()
     (workplace / "damaged" / "config.yaml").write_bytes(b"\xff\xfe")

@@ -9,26 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hostile_data import save_columns
+from hostile_data import TS_HEADER, save_columns
 from primal_attention.data import uea
 from primal_attention.data.uea import PrincipalChannels, Standardizer
 from primal_attention.utils.errors import DataError
 
 nan = np.nan
-HEADER = """@problemName Toy
-@timeStamps false
-@missing true
-@univariate false
-@equalLength false
-@classLabel true {classes}
-@data
-"""
 SAMPLES = ["1,2,3:4,5,6:a", "1,2:4,5:b", "1,?,3,4:4,5,6,NaN:b"]
 
 
 def write_ts(file: Path, lines: list[str], classes: str = "a b") -> Path:
     file.parent.mkdir(exist_ok=True)
-    file.write_text(HEADER.format(classes=classes) + "\n".join(lines) + ("\n" if lines else ""))
+    file.write_text("\n".join([*TS_HEADER, f"@classLabel true {classes}", "@data", *lines, ""]))
     return file
 
 
@@ -127,9 +119,11 @@ def write_parquet(file: Path, **changes: Any) -> Path:
 
 
 def write_own_ts(file: Path) -> Path:
-    lines = [f"{','.join(str(8 * i + t) for t in range(3 if i < 5 else 4))}:" for i in range(10)]
-    lines = [f"{s}{','.join(str(8 * i + 4 + t) for t in range(3 if i < 5 else 4))}" for i, s in enumerate(lines)]
-    return write_ts(file, [f"{s}:{'a' if i < 5 else 'b'}" for i, s in enumerate(lines)])
+    lines = []
+    for i in range(10):
+        left, right = (",".join(str(start + t) for t in range(3 if i < 5 else 4)) for start in (8 * i, 8 * i + 4))
+        lines.append(f"{left}:{right}:{'a' if i < 5 else 'b'}")
+    return write_ts(file, lines)
 
 
 @pytest.mark.parametrize(
@@ -269,13 +263,8 @@ def test_principal_channels_are_uncorrelated_with_unit_variance(channels: int):
     assert (np.diag(covariance) > 0.9).all()  # less by the floor beside the smallest variance
 
 
-def test_principal_channels_enlarge_small_differences_but_not_rounding():
+def test_principal_channels_do_not_enlarge_rounding():
     rng = np.random.default_rng(0)
-    hand = rng.standard_normal((500, 1))
-    thumb = hand + 0.2 * rng.standard_normal((500, 1))
-    steps = principal(np.hstack([hand, thumb]), [np.hstack([hand, thumb])])
-    assert max(abs(np.corrcoef((thumb - hand)[:, 0], c)[0, 1]) for c in steps.T) > 0.95
-    assert (steps.std(axis=0) > 0.9).all()
     x = rng.standard_normal((100, 2))
     copies = [x, x + 1e-9 * rng.standard_normal((100, 2)), np.full((100, 1), 7.0), np.full((100, 1), nan)]
     deviations = np.sort(principal(np.hstack(copies), [np.hstack(copies)]).std(axis=0))

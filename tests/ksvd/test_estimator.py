@@ -33,17 +33,6 @@ def points() -> tuple[np.ndarray, np.ndarray]:
     return rng.normal(size=(30, 5)), rng.normal(size=(20, 5))
 
 
-@pytest.mark.parametrize("kernel", ["cosine", "sne"])
-def test_single_precision_stays_single(points, kernel) -> None:
-    X, Z = (A.astype(np.float32) for A in points)
-    ksvd = KernelSVD(3, kernel=kernel).fit(X, Z=Z)
-    for array in (ksvd.left_vectors_, ksvd.singular_values_, ksvd.transform(X), ksvd.transform_keys(Z)):
-        assert array.dtype == np.float32
-    exact = KernelSVD(3, kernel=kernel).fit(*points[:1], Z=points[1])
-    # Float32 has seven digits.
-    np.testing.assert_allclose(ksvd.singular_values_, exact.singular_values_, rtol=1e-5)
-
-
 @pytest.mark.parametrize("kernel", ["cosine", "sne", (np.tanh, np.exp)])
 def test_pickles_and_overwritten_data_keep_the_scores(points, kernel) -> None:
     X, Z = (A.copy() for A in points)

@@ -19,7 +19,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 import toy
-from faults import kill_at, stop_at
+from faults import signal_at
 
 from primal_attention.train import distributed, loop
 from primal_attention.train.config import Recipe
@@ -84,7 +84,7 @@ def train_all(root: Path) -> None:
             break
         recipe, losses = series(root, **two, **WAYS[name]), TrainingModule.losses
         if os.environ["RANK"] == "1":
-            stop_at(TrainingModule, "losses", 7)()
+            signal_at(signal.SIGTERM, TrainingModule, "losses", 7)
         with suppress(Preempted):
             loop.train(recipe, root / f"{name}-stopped")
             raise AssertionError("no rank stopped")
@@ -93,7 +93,7 @@ def train_all(root: Path) -> None:
             loop.train(recipe, root / f"{name}-stopped", resume=True)
     # A rank dies in the middle of an epoch, after a checkpoint within it.
     if not distributed.restarted() and os.environ["RANK"] == "1":
-        kill_at(TrainingModule, "losses", 9)()
+        signal_at(signal.SIGKILL, TrainingModule, "losses", 9)
     loop.train(series(root, **two, **WAYS["fsdp"], **{"trainer.checkpoint_steps": 2}), root / "fsdp-killed")
 
 

@@ -107,15 +107,6 @@ def test_the_default_of_wikipedia_is_the_best_mode_and_a_mode_alone_has_plain_se
     assert (softmax.primal_mode, softmax.rank, softmax.conv, softmax.gate) == ("mean", 30, 0, False)  # as stored
 
 
-def test_the_papers_setting() -> None:
-    recipe = registry.get("lm/wikitext-103").resolved()
-    assert isinstance(recipe, LanguageRecipe)
-    config = language.network(recipe, 1000)
-    assert (config.layers, config.embed_dim, config.ffn_dim, config.num_heads, config.rank) == (6, 512, 2048, 8, 30)
-    assert (recipe.data.context, recipe.data.vocabulary, config.attention) == (512, None, ("primal+",))
-    assert round(recipe.optim.warmup * recipe.trainer.epochs * recipe.trainer.steps_per_epoch) == 6000
-
-
 def test_a_run_is_evaluated_by_what_its_model_predicts_and_repeats(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -164,16 +155,3 @@ def test_a_vocabulary_beside_the_text_is_used(folder: Path, tmp_path: Path) -> N
     assert language.load(small(home).data).vocabulary.digest == data.vocabulary.digest
     with pytest.raises(RunError, match=r"vocabulary.json has 280 tokens, not 300: set --data.vocabulary 280"):
         language.load(small(home, data__vocabulary=300).data)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"data__vocabulary": 256}, "data.vocabulary must be at least 257"),
-        ({"model__conv": -1}, "model.conv must not be negative"),
-        ({"model__primal_mode": "dual"}, r"model.primal_mode must be one of mean, landmarks, decay, delta"),
-    ],
-)
-def test_bad_settings_are_one_line(folder: Path, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(RunError, match=message):
-        small(folder, **changes)
