@@ -30,6 +30,20 @@ def make(mode: str, **settings: Any) -> PrimalForCausalLM:
     return PrimalForCausalLM(PrimalConfig(**{**sizes, **small, **MODES[mode], **settings})).eval()
 
 
+def train(model: torch.nn.Module, steps: int, lr: float, **call: torch.Tensor) -> list[float]:
+    """Take steps on one batch and return the losses."""
+    optimizer = torch.optim.Adam([p for p in model.train().parameters() if p.requires_grad], lr=lr)
+    losses = []
+    for _ in range(steps):
+        loss = model(**call).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    model.eval()
+    return losses
+
+
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens (3, 9) and their attention mask: five, eight and nine tokens."""
     tokens = torch.randint(0, 30, (3, 9), generator=torch.Generator().manual_seed(1))

@@ -14,7 +14,7 @@ import torch
 import torchao.quantization as torchao
 import transformers as hf
 
-from hf.small_models import MODES, batch, make
+from hf.small_models import MODES, batch, make, train
 from primal_attention import PrimalAttention
 from primal_attention.hf import PrimalConfig, PrimalForCausalLM
 from primal_attention.models.lm import LanguageModel
@@ -64,15 +64,9 @@ def test_the_auto_classes_share_a_folder_and_classifiers_ignore_padding_and_trai
         assert together.shape == ((3, 3) if is_sequence else (3, 9, 3))
         torch.testing.assert_close(*((moved, together) if is_sequence else (moved[right_mask], together[mask.bool()])))
         labels = torch.tensor([0, 1, 2]) if is_sequence else (tokens % 3).masked_fill(mask == 0, -100)
-        optimizer = torch.optim.Adam(classifier.train().parameters(), lr=0.02)
-        losses = []
-        for _ in range(30):
-            losses.append(classifier(tokens, mask, labels=labels).loss)
-            optimizer.zero_grad()
-            losses[-1].backward()
-            optimizer.step()
+        losses = train(classifier, 30, 0.02, input_ids=tokens, attention_mask=mask, labels=labels)
         assert losses[-1] < 0.3 * losses[0]
-        classifier.eval().save_pretrained(tmp_path / name)
+        classifier.save_pretrained(tmp_path / name)
         loaded = getattr(hf, name).from_pretrained(tmp_path / name)
         assert torch.equal(loaded(tokens, mask).logits, classifier(tokens, mask).logits)
 
@@ -124,14 +118,8 @@ def test_lora_on_all_linear_maps_and_prompt_tuning_train(mode: str) -> None:
         peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
     ):
         # Adapters cannot change the embeddings, so those are as large as after training.
-        model = peft.get_peft_model(make(mode, initializer_range=0.5), settings).train()
-        optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.05)
-        losses = []
-        for _ in range(15):
-            losses.append(model(input_ids=tokens, attention_mask=mask, labels=labels).loss)
-            optimizer.zero_grad()
-            losses[-1].backward()
-            optimizer.step()
+        model = peft.get_peft_model(make(mode, initializer_range=0.5), settings)
+        losses = train(model, 15, 0.05, input_ids=tokens, attention_mask=mask, labels=labels)
         assert losses[-1] < losses[0] - 0.1
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         assert not [name for name, p in trained.items() if "lora_A" not in name and not p.grad.abs().sum() > 0]
@@ -139,7 +127,7 @@ def test_lora_on_all_linear_maps_and_prompt_tuning_train(mode: str) -> None:
             maps = [m for m in make(mode).modules() if isinstance(m, torch.nn.Linear)]
             assert len([name for name in trained if "lora_B" in name]) == len(maps)
         if mode != "flow":  # without a state, every step would need the embeddings of the text again
-            drawn = model.eval().generate(input_ids=tokens, attention_mask=mask, max_new_tokens=4, pad_token_id=0)
+            drawn = model.generate(input_ids=tokens, attention_mask=mask, max_new_tokens=4, pad_token_id=0)
             assert drawn.shape == (3, 13)
 
 

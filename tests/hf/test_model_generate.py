@@ -32,13 +32,6 @@ def test_a_padded_batch_generates_what_its_prompts_generate(mode: str) -> None:
     assert torch.equal(uncached, together)
 
 
-def test_embeddings_generate_what_their_tokens_generate() -> None:
-    model, (tokens, mask) = make("default"), batch()
-    settings = {"attention_mask": mask, "max_new_tokens": 5, **GREEDY}
-    embeds = model.get_input_embeddings()(tokens)
-    assert torch.equal(model.generate(inputs_embeds=embeds, **settings), model.generate(tokens, **settings)[:, 9:])
-
-
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "flow"])
 @torch.no_grad()
 def test_the_cache_gives_the_logits_of_the_full_pass(mode: str) -> None:
@@ -62,7 +55,7 @@ def test_beam_search_with_and_without_the_cache_agrees(mode: str) -> None:
     assert torch.equal(model.generate(tokens, **beams), model.generate(tokens, use_cache=False, **beams))
 
 
-def test_a_cache_can_be_continued_chunked_and_repeated() -> None:
+def test_a_cache_can_be_continued_chunked_and_repeated_and_filled_by_embeddings() -> None:
     model, (tokens, mask) = make("hybrid"), batch()
     expected = model.generate(tokens, attention_mask=mask, max_new_tokens=6, **GREEDY)
     first = model.generate(tokens, attention_mask=mask, max_new_tokens=3, return_dict_in_generate=True, **GREEDY)
@@ -73,6 +66,9 @@ def test_a_cache_can_be_continued_chunked_and_repeated() -> None:
     assert torch.equal(again, expected)
     chunks = model.generate(tokens, attention_mask=mask, max_new_tokens=6, prefill_chunk_size=4, **GREEDY)
     assert torch.equal(chunks, expected)
+    embeds = model.get_input_embeddings()(tokens)
+    of_embeds = model.generate(inputs_embeds=embeds, attention_mask=mask, max_new_tokens=6, **GREEDY)
+    assert torch.equal(of_embeds, expected[:, 9:])
     draw = {"do_sample": True, "num_return_sequences": 2, "pad_token_id": 0}
     assert model.generate(tokens, attention_mask=mask, max_new_tokens=3, **draw).shape == (6, 12)
     cache.batch_select_indices(torch.tensor([2, 0]))
