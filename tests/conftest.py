@@ -1,7 +1,5 @@
 """Shared set-up: fixed seeds, one thread, and small data."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

@@ -7,8 +7,6 @@
 `Payload` is an object whose unpickling creates a file, so that a test can prove that nothing was unpickled.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import json

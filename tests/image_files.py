@@ -1,7 +1,5 @@
 """A small set in the ImageFolder layout: three classes told apart by colour."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

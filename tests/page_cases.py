@@ -1,7 +1,5 @@
 """Run folders, a spectrum and a benchmark as the library writes them, with numbers that are easy to find again."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """No CUDA assumption outside the CUDA parts: the equations run on any device that torch knows."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The code of the documents runs, links exist, and tables equal the stored results."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 import importlib.util

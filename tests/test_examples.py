@@ -1,7 +1,5 @@
 """The examples, templates and launch scripts run, are short, and the notebooks are current."""
 
-from __future__ import annotations
-
 import http.client
 import importlib.util
 import json

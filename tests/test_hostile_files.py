@@ -3,8 +3,6 @@
 `KINDS` names each kind of file with what reads it and the ways to damage it; `hostile_data.py` has those of data sets.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

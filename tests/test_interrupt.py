@@ -1,7 +1,5 @@
 """Ctrl-C ends the command with one line and exit code 130."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

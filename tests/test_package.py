@@ -1,7 +1,5 @@
 """The built package: wheel and sdist, installed where torch and numpy are the only other packages."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

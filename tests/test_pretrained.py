@@ -1,7 +1,5 @@
 """The trained weights that the package includes: they load by name, and their cards state what they do."""
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What the repository takes from outside is pinned: golden arrays and the packages of the development environment."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from pathlib import Path

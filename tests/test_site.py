@@ -1,7 +1,5 @@
 """The documentation site in a browser: search, console, phone width."""
 
-from __future__ import annotations
-
 import functools
 import http.server
 import os

@@ -1,7 +1,5 @@
 """Run the command in this process, in a folder with a small data set."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`primal export`: the ONNX file gives what the run's model gives; user errors are one line with exit code 2."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`primal generate`: the text of the model; user errors are one line with exit code 2."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The command: help with an example everywhere, exit code 0, or 2 with one line on stderr."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """primal spectrum: pictures and numbers of runs, and one line for a run that it cannot look at."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`primal table`: runs what is missing and shows stored results."""
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """distill: the initialisation is exact where it can be, errors fall, and nothing else changes."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 

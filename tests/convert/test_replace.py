@@ -1,7 +1,5 @@
 """primalize on torch's layers and on timm's attention; selection, copies, reports and bad input."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

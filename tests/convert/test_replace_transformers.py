@@ -1,7 +1,5 @@
 """primalize on transformers: weights kept, masks obeyed, generation, saving."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Spectra equal the SVD of explicitly formed matrices; known ranks are recovered."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Trajectories of offline reinforcement learning: three layouts, what is derived from them, and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import h5py

@@ -1,7 +1,5 @@
 """The ImageFolder layout: classes, class lists, decoding, broken files, crops."""
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 from pathlib import Path

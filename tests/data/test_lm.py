@@ -1,7 +1,5 @@
 """Text: splits as they are released, vocabularies that give the text back, no document in two splits."""
 
-from __future__ import annotations
-
 import json
 import lzma
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Caches that are made again, and generated sets that are complete or absent."""
 
-from __future__ import annotations
-
 import copy
 import errno
 import os

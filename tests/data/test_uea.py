@@ -1,7 +1,5 @@
 """Series: the archive's reader, one's own files, and what is filled, scaled, padded and held out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Small models of every mode, and a batch that is padded on the left."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

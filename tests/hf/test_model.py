@@ -1,7 +1,5 @@
 """The language model in transformers: the same logits and loss, saved and loaded, trained and resized."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The Auto classes, folders that load without importing the library, PEFT, int8 weights, and earlier folders."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

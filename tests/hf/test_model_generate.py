@@ -1,7 +1,5 @@
 """`generate` of transformers on the streaming state: greedy, beams, left padding, pipelines, converted runs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """KernelSVD as a scikit-learn estimator: its battery of checks, and what it does not check."""
 
-from __future__ import annotations
-
 import pickle
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`primal report`: groups of runs, the sections of the page, names that cannot become markup, files and messages."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The page in a real browser, from disk: no error, no foreign request, charts, sorting, phones, both themes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

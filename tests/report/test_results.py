@@ -1,7 +1,5 @@
 """Reading results: runs, summaries, spectra and benchmarks; every damaged or foreign file is one line that names it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tables: published numbers that agree with each other, separate protocols, averages over comparable sets, writers."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Run as a script: every moment of `MOMENTS` in a forked child (the imports are pa
 weights and metrics must be those of an uninterrupted one.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

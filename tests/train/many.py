@@ -5,8 +5,6 @@ torchrun --standalone --nproc-per-node 2 --max-restarts 1 tests/train/many.py RO
 The last training kills a rank. torchrun starts both again: finished trainings are skipped, the killed one resumes.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

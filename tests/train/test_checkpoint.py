@@ -1,7 +1,5 @@
 """Files of a run folder: damage is found and reported in one line, and nothing in them is executed."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

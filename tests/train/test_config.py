@@ -1,7 +1,5 @@
 """Recipes: typed, checked, by name, and the same after a trip through YAML."""
 
-from __future__ import annotations
-
 from operator import attrgetter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Recorded steps train as eager ones."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Decision Transformers: windows of trajectories, their loss, episodes in MuJoCo, runs and refused input."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 

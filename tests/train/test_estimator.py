@@ -1,7 +1,5 @@
 """PrimalClassifier: aeon's own checks, unequal lengths and gaps, repeatability, and files without code in them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Grids: every cell once, side by side in processes or on Ray, failures apart, finished runs kept."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """Image recipes: batches of files, and whole runs."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

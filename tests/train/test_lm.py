@@ -1,7 +1,5 @@
 """Language recipes: every token evaluated once, equal parameters, runs that repeat and can be loaded again."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from pathlib import Path

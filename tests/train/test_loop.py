@@ -1,7 +1,5 @@
 """Runs: repeatable, resumable after a kill, evaluated by both protocols, extended, logged."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Long-Range Arena: the paper's settings, steps for epochs, batches without padding, runs that repeat or compile."""
 
-from __future__ import annotations
-
 import dataclasses
 import warnings
 from pathlib import Path

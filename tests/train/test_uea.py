@@ -1,7 +1,5 @@
 """UEA recipes: preparation of the data, augmentation, data of one's own, and settings of earlier versions."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 `recipe` has everything random switched on: dropout, mixup, augmentation, averaging.
 """
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 from typing import Any

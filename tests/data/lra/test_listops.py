@@ -1,7 +1,5 @@
 """ListOps: every label re-derived by an evaluator of the written text, the distribution, the files, bad input."""
 
-from __future__ import annotations
-
 import random
 import statistics
 from itertools import islice

@@ -1,7 +1,5 @@
 """Pathfinder: labels re-derived by a tracer of the pictures, no short cut by the dots' places, the files, bad input."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

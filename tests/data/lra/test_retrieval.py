@@ -1,7 +1,5 @@
 """Retrieval pairs from articles: labels, halves, separate splits, files, bad input."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The sets of Long-Range Arena as they are released: reviews, pairs of papers, and CIFAR-10 in gray."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
