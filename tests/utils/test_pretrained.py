@@ -18,7 +18,7 @@ from primal_attention.cli import main as cli
 from primal_attention.hf import PrimalForCausalLM
 from primal_attention.utils.pretrained import FOLDER, WEIGHTS
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 LM, CLASSIFIER = "primal-lm-tiny", "primal-uea-japanesevowels"
 TEXT = (
     "The bridge was built in the nineteenth century and crosses the river near the centre of the town. "
