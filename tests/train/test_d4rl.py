@@ -163,9 +163,22 @@ def test_an_environment_that_is_not_there_is_one_line(folder, monkeypatch):
         make_environment("Hopper-v4")
 
 
-def test_data_dependent_and_decayed_layers_are_options_and_others_must_be_causal(folder, tmp_path):
-    with pytest.raises(RunError, match="causal=True is not defined for attention 'linformer'"):
-        loop.train(recipe(folder, **{"model.attention": ("linformer",)}), tmp_path)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data.minari": "mujoco/nothing/here-v0"}, "Minari set 'mujoco/nothing/here-v0'"),
+        ({"model.attention": ("linformer",)}, "causal=True is not defined for attention 'linformer'"),
+    ],
+)
+def test_a_recipe_that_cannot_be_built_is_one_line_and_leaves_no_run(folder, changes, message, tmp_path, monkeypatch):
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
+    with pytest.raises((RunError, data.DataError), match=message) as told:
+        loop.train(recipe(folder, **changes), tmp_path / "run")
+    assert "\n" not in str(told.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_data_dependent_and_decayed_layers_are_options(folder):
     dependent = recipe(folder, **{"model.data_dependent": True}).build().module.model.blocks[-1].attention
     assert dependent.data_dependent
     assert dependent.max_length == 3 * K
