@@ -183,6 +183,7 @@ WRONG = {
     "bench attention --decay learned": "--decay needs --causal",
     "bench attention --decay soon --causal": "--decay must be 'learned' or a number (got 'soon')",
     "bench attention --only sdpaa": "did you mean 'sdpa'?",
+    "bench generate --only lstm": "no implementation is called 'lstm': there are sdpa, primal",
     "bench attention --out /proc/nowhere": "--out /proc/nowhere cannot be written to",
     "bench model --rows vitt": "no row is called 'vitt': did you mean 'vit'? there are 512x1024, 512x1024-",
     "bench plot no-such-file.json": "no-such-file.json does not exist",
