@@ -1,7 +1,5 @@
 """The comparison of the tests: RMS(error) / RMS(reference) below a named ratio. NaN never passes."""
 
-from __future__ import annotations
-
 import torch
 
 

@@ -1,7 +1,5 @@
 """Shared set-up: fixed seeds, one thread, and small data."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys
@@ -28,6 +26,14 @@ if os.environ["TRITON_INTERPRET"] == "1" and find_spec("triton"):
 @pytest.fixture(autouse=True)
 def _same_random_numbers() -> None:
     torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests of CUDA devices where there is none."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 sys.path.insert(0, str(Path(__file__).parent / "train"))  # scripts that tests start as processes are also modules

@@ -1,7 +1,5 @@
 """Triton's interpreter without its repeated set-up: the same arithmetic in less than half of the time."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -3,8 +3,6 @@
 The small files are part of the repository; the larger ones are read from a folder `shared/golden` beside the checkout.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

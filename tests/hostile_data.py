@@ -7,8 +7,6 @@
 `Payload` is an object whose unpickling creates a file, so that a test can prove that nothing was unpickled.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import json
@@ -20,8 +18,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import PIL.Image
+import pyarrow.parquet
+import yaml
 
 import image_files
 from primal_attention.data import d4rl, lm, uea
@@ -102,8 +103,6 @@ def without(damages: Damages, *names: str) -> Damages:
 
 def edit(change: Callable[[Any], Any], file: Path) -> None:
     """Apply a change to the content of a JSON or YAML file; what it returns, if anything, takes the content's place."""
-    import yaml
-
     is_yaml = file.suffix == ".yaml"
     before = (yaml.safe_load if is_yaml else json.loads)(file.read_text())
     after = change(before)
@@ -144,12 +143,8 @@ def load_columns(file: Path) -> dict[str, Any]:
         with np.load(file) as arrays:
             return dict(arrays)
     if file.suffix == ".hdf5":
-        import h5py
-
         with h5py.File(file) as arrays:
             return {key: value[()] for key, value in arrays.items()}
-    import pyarrow.parquet
-
     return pyarrow.parquet.read_table(file).to_pydict()
 
 
@@ -159,14 +154,10 @@ def save_columns(file: Path, columns: Mapping[str, Any]) -> None:
     elif file.suffix == ".npz":
         np.savez(file, **columns)
     elif file.suffix == ".hdf5":
-        import h5py
-
         with h5py.File(file, "w") as out:
             for key, value in columns.items():
                 out[key] = value
     else:
-        import pyarrow.parquet
-
         pyarrow.parquet.write_table(pyarrow.table(columns), file)
 
 
@@ -326,8 +317,6 @@ D4RL: Damages = {
 
 def replace_in_hdf5(key: str, create: Callable[[Any], object]) -> Damage:
     def damage(file: Path) -> None:
-        import h5py
-
         with h5py.File(file, "a") as out:
             del out[key]
             create(out)

@@ -1,18 +1,15 @@
 """A small set in the ImageFolder layout: three classes told apart by colour."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
 COLOURS = {"n01": (200, 40, 40), "n02": (40, 200, 40), "n03": (40, 40, 200)}
 
 
 def write(folder: Path, train: int = 10, val: int = 4) -> Path:
     """JPEG files of unequal shapes; sides from 36 to 60 pixels."""
-    from PIL import Image
-
     rng = np.random.default_rng(0)
     for half, count in (("train", train), ("val", val)):
         for name, colour in COLOURS.items():

@@ -1,7 +1,5 @@
 """Layers on the fused kernels, and the reference in float64 with the same parameters."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from typing import Any

@@ -1,7 +1,5 @@
 """A slow fixture that all tests of a run share, computed once even with several processes (pytest-xdist)."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

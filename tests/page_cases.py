@@ -1,7 +1,5 @@
 """Run folders, a spectrum and a benchmark as the library writes them, with numbers that are easy to find again."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +60,14 @@ def put_run(place: Path, label: str, seed: int, accuracy: float, **changes: Any)
     write_csv(place / "metrics.csv", rows)
     write_json(place / "summary.json", summary(label, seed, accuracy))
     return place
+
+
+def put_runs(folder: Path, accuracies: dict[str, tuple[float, ...]]) -> Path:
+    """Run folders LABEL-seedN of several models, with an accuracy for each seed."""
+    for label, values in accuracies.items():
+        for seed, accuracy in enumerate(values):
+            put_run(folder / f"{label.replace('/', '')}-seed{seed}", label, seed, accuracy)
+    return folder
 
 
 def bench() -> dict[str, Any]:

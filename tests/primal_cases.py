@@ -1,7 +1,5 @@
 """The modes of PrimalAttention as small float64 layers, for most tests of the layer."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Packages import in one direction only (`docs/architecture.md` shows the order), and names on first use."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

@@ -1,8 +1,5 @@
 """No CUDA assumption outside the CUDA parts: the equations run on any device that torch knows."""
 
-from __future__ import annotations
-
-import ast
 import os
 import re
 import subprocess
@@ -24,11 +21,10 @@ from primal_attention.ops import landmarks, primal
 SOURCE = Path(__file__).parents[1] / "src" / "primal_attention"
 # What is about CUDA devices by its purpose.
 CUDA_PARTS = ("ops/triton/", "bench/", "train/cuda_graph.py")
-# Questions that torch answers on every machine.
-QUERIES = {"is_available", "device_count"}
-GUARD = re.compile(r"""type [=!]= ["']cuda["']|is_cuda|cuda\.is_available\(\)|cuda\.device_count\(\)""")
-# Functions that are called for CUDA devices only.
-GUARDED_BY_CALLER = {"_capability_problem"}
+# What torch answers on every machine is not a use.
+USE = re.compile(r"torch\.cuda\.(?!is_available|device_count)\w+\(|\w\.cuda\(")
+# The named function is called for CUDA devices only.
+GUARD = re.compile(r"""type [=!]= ["']cuda["']|is_cuda|cuda\.(is_available|device_count)\(|def _capability_problem""")
 
 MODES: dict[str, dict[str, Any]] = {
     "data-dependent": {},
@@ -49,23 +45,12 @@ def make(mode: str, **keywords: Any) -> PrimalAttention:
 
 def unguarded(path: Path) -> list[str]:
     """Uses of torch.cuda.* or .cuda() in a function that has not asked for the kind of device before."""
-    text = path.read_text(encoding="utf-8")
-    if "cuda" not in text:
-        return []
-    lines, tree = text.splitlines(), ast.parse(text)
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    uses = []
-    for node in ast.walk(tree):
-        name = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
-        is_move = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "cuda"
-        is_module = name.startswith("torch.cuda.") and name.count(".") == 2 and name.split(".")[-1] not in QUERIES
-        if not (is_move or is_module):
-            continue
-        around = [f for f in functions if f.lineno <= node.lineno <= (f.end_lineno or 0)]
-        start = max((f.lineno for f in around), default=node.lineno)
-        is_guarded = GUARD.search("\n".join(lines[start - 1 : node.lineno]))
-        if not is_guarded and not GUARDED_BY_CALLER & {f.name for f in around}:
-            uses.append(f"{path.relative_to(SOURCE)}:{node.lineno}: {lines[node.lineno - 1].strip()}")
+    lines, start, uses = path.read_text(encoding="utf-8").splitlines(), 0, []
+    for number, line in enumerate(lines):
+        if line.lstrip().startswith("def "):
+            start = number
+        if USE.search(line) and not GUARD.search("\n".join(lines[start : number + 1])):
+            uses.append(f"{path.relative_to(SOURCE)}:{number + 1}: {line.strip()}")
     return uses
 
 

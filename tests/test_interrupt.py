@@ -1,7 +1,5 @@
 """Ctrl-C ends the command with one line and exit code 130."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -11,8 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("lightning")
+import toy
 
 COMMAND = [sys.executable, "-m", "primal_attention"]
 # A compiled module turns the exception of a signal handler into an ImportError.
@@ -25,8 +22,6 @@ try:
 except BaseException as error:
     raise ImportError("initialization failed") from error
 """
-SMALL = {"trainer.epochs": 100000, "trainer.accelerator": "cpu", "model.embed_dim": 8, "model.num_heads": 2}
-SMALL |= {"model.rank": 3, "model.landmarks": 4}
 
 
 @pytest.fixture(autouse=True)
@@ -80,14 +75,15 @@ def group_exists(number: int) -> bool:
 
 
 def test_ctrl_c_in_training_leaves_a_run_that_can_be_resumed(toy_folder: Path, tmp_path: Path) -> None:
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
-    words = ["train", "uea/Toy", "--data.folder", str(toy_folder), "--out", "run", "--trainer.no-progress", *flags]
+    words = ["train", "uea/Toy", "--data.folder", str(toy_folder), "--out", "run", *toy.FLAGS]
+    words += ["--trainer.epochs", "100000"]
     assert interrupt(words, tmp_path, "previous.ckpt") == (130, "interrupted; continue with --resume\n")
     assert not (tmp_path / "run" / ".lock").exists()
     assert not list(tmp_path.rglob("*.partial"))
 
 
 def test_ctrl_c_in_a_table_ends_its_workers(toy_folder: Path, tmp_path: Path) -> None:
-    changes = [f"{name}={value}" for name, value in SMALL.items()]
+    small = {**toy.SMALL, "trainer.epochs": 100000}
+    changes = [f"{name}={value}" for name, value in small.items() if name != "trainer.progress"]
     words = ["table", "uea", "--sets", "Toy", "--data", str(toy_folder), "--models", "primal", "--seeds", "1"]
     assert interrupt([*words, "--set", *changes], tmp_path, "last.ckpt") == (130, "interrupted\n")

@@ -1,7 +1,5 @@
 """The built package: wheel and sdist, installed where torch and numpy are the only other packages."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -11,12 +9,9 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from once import once
-
-pytest.importorskip("hatchling", reason="builds the package: pip install hatchling")
-
-from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 PRETRAINED = ROOT / "src" / "primal_attention" / "pretrained"

@@ -1,7 +1,5 @@
 """Run the command in this process, in a folder with a small data set."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,14 +24,6 @@ def primal(capsys: pytest.CaptureFixture[str]) -> Run:
         return code, captured.out, captured.err
 
     return run
-
-
-@pytest.fixture
-def small() -> list[str]:
-    """Flags of a small network that is trained on a CPU."""
-    model = "--model.embed-dim 8 --model.num-heads 2 --model.layers 2 --model.ffn-dim 16 --model.rank 3"
-    trainer = "--trainer.epochs 2 --trainer.batch-size 8 --trainer.accelerator cpu --trainer.no-progress"
-    return f"{model} --model.landmarks 4 {trainer}".split()
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """`primal bench` from end to end, one line for bad input, and nothing but torch needed."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

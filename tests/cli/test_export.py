@@ -1,29 +1,24 @@
 """`primal export`: the ONNX file gives what the run's model gives; user errors are one line with exit code 2."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
-import pytest
+import onnxruntime
 import test_lm
 import torch
+import toy
 
-pytest.importorskip("lightning")
-pytest.importorskip("tokenizers")
-onnxruntime = pytest.importorskip("onnxruntime")
-
-from models.test_export import assert_near  # noqa: E402
-from primal_attention.models import export  # noqa: E402
-from primal_attention.train import loop  # noqa: E402
-from primal_attention.train.checkpoint import read_run  # noqa: E402
-from primal_attention.train.lm import load_language  # noqa: E402
+from models.test_export import assert_near
+from primal_attention.models import export
+from primal_attention.train import loop
+from primal_attention.train.checkpoint import read_run
+from primal_attention.train.lm import load_language
 
 texts = test_lm.folder
 
 
-def test_a_classifier_takes_raw_series(workplace: Path, primal, small: list[str]) -> None:
-    assert primal("train", "uea/Toy", *small, "--model.layers", "1", "--out", "run")[0] == 0
+def test_a_classifier_takes_raw_series(workplace: Path, primal) -> None:
+    assert primal("train", "uea/Toy", *toy.FLAGS, "--out", "run")[0] == 0
     code, out, err = primal("export", "run", "model.onnx")
     assert (code, err) == (0, "")
     assert out.startswith("inputs: x (batch, length, ")

@@ -1,7 +1,5 @@
 """`primal generate`: the text of the model; user errors are one line with exit code 2."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -13,8 +11,6 @@ from primal_attention.data.lm import Vocabulary
 from primal_attention.train import lm as language
 from primal_attention.train import loop
 from primal_attention.train.lm import load_language
-
-pytest.importorskip("tokenizers")
 
 texts = test_lm.folder
 

@@ -1,24 +1,19 @@
 """primal spectrum: pictures and numbers of runs, and one line for a run that it cannot look at."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("tyro")
-pytest.importorskip("lightning")
-pytest.importorskip("matplotlib")
+import toy
 
 from primal_attention.report.results import read_spectrum
 
 
-def test_runs_give_a_table_numbers_and_plots(workplace: Path, primal, small: list[str]) -> None:
-    assert primal("train", "uea/Toy", *small, "--model.attention", "primal+", "--out", "one")[0] == 0
+def test_runs_give_a_table_numbers_and_plots(workplace: Path, primal) -> None:
+    assert primal("train", "uea/Toy", *toy.FLAGS, "--model.attention", "primal+", "--out", "one")[0] == 0
     assert primal("data", "listops", "--train", "8", "--valid", "2", "--test", "4")[0] == 0
     steps = ["--trainer.steps-per-epoch", "1", "--trainer.precision", "32-true"]
-    assert primal("train", "lra/listops", *small, *steps, "--out", "two")[0] == 0
+    assert primal("train", "lra/listops", *toy.FLAGS, *steps, "--out", "two")[0] == 0
     assert primal("spectrum", "two", "--samples", "2")[0] == 0
     code, out, _ = primal("spectrum", "one", "--samples", "5")
     assert code == 0

@@ -1,7 +1,5 @@
 """`primal table`: runs what is missing and shows stored results."""
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Iterable, Sequence
@@ -145,7 +143,8 @@ def test_long_range_arena_and_trainings_of_another_length(launched: Launched, pr
 def test_language_models_are_compared_with_softmax(launched: Launched, texts: Path, primal, monkeypatch) -> None:
     monkeypatch.setitem(grid.LAUNCHERS, "local", lambda jobs, workers: map(grid.run_job, jobs))  # trains
     skipped = {"data.folder", "seed", "model.attention", *grid.QUIET}
-    settings = [f"{name}={value}" for name, value in test_lm.SMALL.items() if name not in skipped]
+    small = {**toy.SMALL, **test_lm.SMALL, "trainer.steps_per_epoch": 3}
+    settings = [f"{name}={value}" for name, value in small.items() if name not in skipped]
     words = ["lm", "--models", "softmax", "primal-mean", "--seeds", "1", "--data", str(texts), "--set", *settings]
     code, out, _ = primal("table", *words)
     assert code == 0
@@ -169,7 +168,6 @@ def test_the_grid_of_eta_and_s_is_the_papers() -> None:
 
 
 def test_classifiers_are_fitted_once_and_settings_do_not_mix(launched: Launched, primal, monkeypatch) -> None:
-    pytest.importorskip("aeon")
     started = []
 
     def run_fits(fits: Sequence[Fit]) -> list[str]:

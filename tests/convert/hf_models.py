@@ -1,7 +1,5 @@
 """Tiny transformers models with random weights, and their inputs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """distill: the initialisation is exact where it can be, errors fall, and nothing else changes."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 
@@ -10,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from closeness import assert_close
+from convert.hf_models import inputs, make
 from convert.test_replace import Block, encoder
 from primal_attention import distill, primalize
 from primal_attention.convert.distill import NEW_PARAMETERS, relative_error
@@ -85,9 +84,6 @@ def test_unreadable_heads_are_left_unchanged():
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2", "llama", "vit"])
 def test_transformers_are_initialised_and_errors_fall(kind):
-    pytest.importorskip("transformers", minversion="5")
-    from convert.hf_models import inputs, make
-
     teacher = make(kind, **({"n_layer": 1} if kind == "gpt2" else {"num_hidden_layers": 1}))
     student = primalize(teacher, "all", copy=True, **SMALL).model
     data = [inputs(kind, batch=4) for _ in range(3)]

@@ -1,13 +1,12 @@
 """Spectra equal the SVD of explicitly formed matrices; known ranks are recovered."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from closeness import assert_close
+from convert.hf_models import inputs, make
 from convert.test_replace import Block, encoder
 from primal_attention import PrimalAttention, make_attention, primalize, spectrum
 from primal_attention.nn.blocks import Encoder
@@ -69,9 +68,6 @@ def test_timm_structure():
 
 @pytest.mark.parametrize("kind", ["bert", "distilbert", "gpt2", "llama", "vit"])
 def test_transformers(kind):
-    pytest.importorskip("transformers", minversion="5")
-    from convert.hf_models import inputs, make
-
     model, call = make(kind), inputs(kind)
     result = spectrum(model, call)
     assert model.config._attn_implementation == "sdpa"
@@ -84,9 +80,6 @@ def test_transformers(kind):
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2", "llama"])
 def test_padding_of_transformers_adds_zeros(kind):
-    pytest.importorskip("transformers", minversion="5")
-    from convert.hf_models import inputs, make
-
     model = make(kind)
     primalize(model, **SMALL)
     ids = inputs(kind)["input_ids"]

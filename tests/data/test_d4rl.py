@@ -1,11 +1,13 @@
 """Trajectories of offline reinforcement learning: three layouts, what is derived from them, and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
+import h5py
+import minari
 import numpy as np
 import pytest
+from gymnasium.spaces import Box
+from minari.data_collector import EpisodeBuffer
 
 from primal_attention.data import d4rl
 from primal_attention.utils.errors import DataError
@@ -29,7 +31,6 @@ def columns() -> dict[str, np.ndarray]:
 
 
 def write(file: Path, content: dict[str, np.ndarray], **attributes) -> Path:
-    h5py = pytest.importorskip("h5py")
     with h5py.File(file, "w") as out:
         for key, value in content.items():
             out[key] = value
@@ -76,10 +77,6 @@ def test_npz_has_the_same_keys(tmp_path):
 
 @pytest.mark.filterwarnings("ignore")  # Minari asks for an author and a licence
 def test_minari(tmp_path, monkeypatch):
-    minari = pytest.importorskip("minari")
-    from gymnasium.spaces import Box
-    from minari.data_collector import EpisodeBuffer
-
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
     raw, start, buffers = columns(), 0, []
     for n in LENGTHS:

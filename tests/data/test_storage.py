@@ -1,7 +1,5 @@
 """Caches that are made again, and generated sets that are complete or absent."""
 
-from __future__ import annotations
-
 import copy
 import errno
 import os
@@ -79,6 +77,12 @@ os.sync = lambda: os.kill(os.getpid(), signal.SIGKILL)  # all files are written,
     assert [len(split) for split in module.load(folder).splits.values()] == [7, 3, 2]
     with pytest.raises(DataError, match="already holds a set"):
         module.write(folder, **SIZES)
+    with pytest.raises(DataError, match="at least one sample"):
+        module.write(tmp_path / "empty", **{**SIZES, "valid": 0})
+    assert not (tmp_path / "empty").exists()
+    other = tree(module.write(tmp_path / "other", **{**SIZES, "seed": 4}))
+    assert other.keys() == complete.keys()
+    assert other != complete
 
 
 @pytest.mark.parametrize(("name", "limit"), [("listops", 300), ("pathfinder", 200)])

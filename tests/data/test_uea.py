@@ -1,7 +1,5 @@
 """Series: the archive's reader, one's own files, and what is filled, scaled, padded and held out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,26 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hostile_data import TS_HEADER, save_columns
 from primal_attention.data import uea
 from primal_attention.data.uea import PrincipalChannels, Standardizer
 from primal_attention.utils.errors import DataError
 
 nan = np.nan
-HEADER = """@problemName Toy
-@timeStamps false
-@missing true
-@univariate false
-@equalLength false
-@classLabel true {classes}
-@data
-"""
 SAMPLES = ["1,2,3:4,5,6:a", "1,2:4,5:b", "1,?,3,4:4,5,6,NaN:b"]
 
 
 def write_ts(file: Path, lines: list[str], classes: str = "a b") -> Path:
-    pytest.importorskip("aeon")
     file.parent.mkdir(exist_ok=True)
-    file.write_text(HEADER.format(classes=classes) + "\n".join(lines) + ("\n" if lines else ""))
+    file.write_text("\n".join([*TS_HEADER, f"@classLabel true {classes}", "@data", *lines, ""]))
     return file
 
 
@@ -43,7 +33,6 @@ def toy(tmp_path: Path) -> Path:
 
 
 def test_japanese_vowels_needs_no_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    pytest.importorskip("aeon")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PRIMAL_UEA", raising=False)
     data = uea.load("JapaneseVowels")
@@ -111,8 +100,6 @@ def write_npz(file: Path, **changes: Any) -> Path:
 
 def write_parquet(file: Path, **changes: Any) -> Path:
     """The samples of `write_npz` in long form, rows in a random order."""
-    pyarrow = pytest.importorskip("pyarrow")
-    pytest.importorskip("pyarrow.parquet")
     rows = [(i, t) for i in range(10) for t in range(3 if i < 5 else 4)]
     order = np.random.default_rng(0).permutation(len(rows))
     sample, time = (np.array(column)[order] for column in zip(*rows, strict=True))
@@ -125,14 +112,16 @@ def write_parquet(file: Path, **changes: Any) -> Path:
         **changes,
     }
     columns = {key: value for key, value in table.items() if value is not None}
-    pyarrow.parquet.write_table(pyarrow.table(columns), file)
+    save_columns(file, columns)
     return file
 
 
 def write_own_ts(file: Path) -> Path:
-    lines = [f"{','.join(str(8 * i + t) for t in range(3 if i < 5 else 4))}:" for i in range(10)]
-    lines = [f"{s}{','.join(str(8 * i + 4 + t) for t in range(3 if i < 5 else 4))}" for i, s in enumerate(lines)]
-    return write_ts(file, [f"{s}:{'a' if i < 5 else 'b'}" for i, s in enumerate(lines)])
+    lines = []
+    for i in range(10):
+        left, right = (",".join(str(start + t) for t in range(3 if i < 5 else 4)) for start in (8 * i, 8 * i + 4))
+        lines.append(f"{left}:{right}:{'a' if i < 5 else 'b'}")
+    return write_ts(file, lines)
 
 
 @pytest.mark.parametrize(
@@ -272,13 +261,8 @@ def test_principal_channels_are_uncorrelated_with_unit_variance(channels: int):
     assert (np.diag(covariance) > 0.9).all()  # less by the floor beside the smallest variance
 
 
-def test_principal_channels_enlarge_small_differences_but_not_rounding():
+def test_principal_channels_do_not_enlarge_rounding():
     rng = np.random.default_rng(0)
-    hand = rng.standard_normal((500, 1))
-    thumb = hand + 0.2 * rng.standard_normal((500, 1))
-    steps = principal(np.hstack([hand, thumb]), [np.hstack([hand, thumb])])
-    assert max(abs(np.corrcoef((thumb - hand)[:, 0], c)[0, 1]) for c in steps.T) > 0.95
-    assert (steps.std(axis=0) > 0.9).all()
     x = rng.standard_normal((100, 2))
     copies = [x, x + 1e-9 * rng.standard_normal((100, 2)), np.full((100, 1), 7.0), np.full((100, 1), nan)]
     deviations = np.sort(principal(np.hstack(copies), [np.hstack(copies)]).std(axis=0))

@@ -1,7 +1,5 @@
 """Small models of every mode, and a batch that is padded on the left."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -28,6 +26,20 @@ def make(mode: str, **settings: Any) -> PrimalForCausalLM:
     sizes = {"vocab_size": 30, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2}
     small = {"intermediate_size": 16, "rank": 4, "landmarks": 6, "max_context": 40, "positions": "none"}
     return PrimalForCausalLM(PrimalConfig(**{**sizes, **small, **MODES[mode], **settings})).eval()
+
+
+def train(model: torch.nn.Module, steps: int, lr: float, **call: torch.Tensor) -> list[float]:
+    """Take steps on one batch and return the losses."""
+    optimizer = torch.optim.Adam([p for p in model.train().parameters() if p.requires_grad], lr=lr)
+    losses = []
+    for _ in range(steps):
+        loss = model(**call).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    model.eval()
+    return losses
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:

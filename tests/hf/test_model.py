@@ -1,21 +1,17 @@
 """The language model in transformers: the same logits and loss, saved and loaded, trained and resized."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers as hf
+from transformers import AutoConfig, AutoModelForCausalLM
 
-hf = pytest.importorskip("transformers", minversion="5")
-
-from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
-
-from hf.small_models import MODES, batch, make  # noqa: E402
-from primal_attention import ksvd_loss  # noqa: E402
-from primal_attention.hf import PrimalCache, PrimalConfig, PrimalForCausalLM, from_model  # noqa: E402
-from primal_attention.models.lm import LanguageConfig, LanguageModel  # noqa: E402
+from hf.small_models import MODES, batch, make
+from primal_attention import ksvd_loss
+from primal_attention.hf import PrimalCache, PrimalConfig, PrimalForCausalLM, from_model
+from primal_attention.models.lm import LanguageConfig, LanguageModel
 
 
 def test_the_configuration_converts_both_ways() -> None:
@@ -111,7 +107,6 @@ def test_the_vocabulary_can_be_extended(tmp_path: Path) -> None:
 
 
 def test_the_trainer_reduces_the_loss(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
     model, generator = make("decay-conv-gate", eta=0.1).train(), torch.Generator().manual_seed(0)
     rows = torch.randint(0, 30, (8, 1), generator=generator) + torch.arange(9)  # each token is the last one plus one
     data = [{"input_ids": row % 30, "labels": row % 30} for row in rows]

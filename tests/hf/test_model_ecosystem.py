@@ -1,22 +1,21 @@
 """The Auto classes, folders that load without importing the library, PEFT, int8 weights, and earlier folders."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import peft
 import pytest
 import torch
+import torchao.quantization as torchao
+import transformers as hf
 
-hf = pytest.importorskip("transformers", minversion="5")
-
-from hf.small_models import MODES, batch, make  # noqa: E402
-from primal_attention import PrimalAttention  # noqa: E402
-from primal_attention.hf import PrimalConfig, PrimalForCausalLM  # noqa: E402
-from primal_attention.models.lm import LanguageModel  # noqa: E402
+from hf.small_models import MODES, batch, make, train
+from primal_attention import PrimalAttention
+from primal_attention.hf import PrimalConfig, PrimalForCausalLM
+from primal_attention.models.lm import LanguageModel
 
 HEADS = ["AutoModelForSequenceClassification", "AutoModelForTokenClassification"]
 
@@ -63,15 +62,9 @@ def test_the_auto_classes_share_a_folder_and_classifiers_ignore_padding_and_trai
         assert together.shape == ((3, 3) if is_sequence else (3, 9, 3))
         torch.testing.assert_close(*((moved, together) if is_sequence else (moved[right_mask], together[mask.bool()])))
         labels = torch.tensor([0, 1, 2]) if is_sequence else (tokens % 3).masked_fill(mask == 0, -100)
-        optimizer = torch.optim.Adam(classifier.train().parameters(), lr=0.02)
-        losses = []
-        for _ in range(30):
-            losses.append(classifier(tokens, mask, labels=labels).loss)
-            optimizer.zero_grad()
-            losses[-1].backward()
-            optimizer.step()
+        losses = train(classifier, 30, 0.02, input_ids=tokens, attention_mask=mask, labels=labels)
         assert losses[-1] < 0.3 * losses[0]
-        classifier.eval().save_pretrained(tmp_path / name)
+        classifier.save_pretrained(tmp_path / name)
         loaded = getattr(hf, name).from_pretrained(tmp_path / name)
         assert torch.equal(loaded(tokens, mask).logits, classifier(tokens, mask).logits)
 
@@ -116,7 +109,6 @@ def test_a_folder_loads_without_importing_the_library(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_lora_on_all_linear_maps_and_prompt_tuning_train(mode: str) -> None:
-    peft = pytest.importorskip("peft")
     tokens, mask = batch()
     labels = tokens.masked_fill(mask == 0, -100)
     for settings in (
@@ -124,14 +116,8 @@ def test_lora_on_all_linear_maps_and_prompt_tuning_train(mode: str) -> None:
         peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
     ):
         # Adapters cannot change the embeddings, so those are as large as after training.
-        model = peft.get_peft_model(make(mode, initializer_range=0.5), settings).train()
-        optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.05)
-        losses = []
-        for _ in range(15):
-            losses.append(model(input_ids=tokens, attention_mask=mask, labels=labels).loss)
-            optimizer.zero_grad()
-            losses[-1].backward()
-            optimizer.step()
+        model = peft.get_peft_model(make(mode, initializer_range=0.5), settings)
+        losses = train(model, 15, 0.05, input_ids=tokens, attention_mask=mask, labels=labels)
         assert losses[-1] < losses[0] - 0.1
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         assert not [name for name, p in trained.items() if "lora_A" not in name and not p.grad.abs().sum() > 0]
@@ -139,7 +125,7 @@ def test_lora_on_all_linear_maps_and_prompt_tuning_train(mode: str) -> None:
             maps = [m for m in make(mode).modules() if isinstance(m, torch.nn.Linear)]
             assert len([name for name in trained if "lora_B" in name]) == len(maps)
         if mode != "flow":  # without a state, every step would need the embeddings of the text again
-            drawn = model.eval().generate(input_ids=tokens, attention_mask=mask, max_new_tokens=4, pad_token_id=0)
+            drawn = model.generate(input_ids=tokens, attention_mask=mask, max_new_tokens=4, pad_token_id=0)
             assert drawn.shape == (3, 13)
 
 
@@ -162,7 +148,6 @@ def test_a_folder_of_an_earlier_version_keeps_its_meaning(tmp_path: Path) -> Non
 @torch.no_grad()
 def test_int8_weights_cost_less_than_two_percent(mode: str, tmp_path: Path) -> None:
     """The error of rounding each row to 256 steps is 0.5 % of the layer's output and up to 1.3 % of the logits."""
-    torchao = pytest.importorskip("torchao.quantization")
     torch.manual_seed(0)
     tokens = torch.randint(0, 500, (2, 24))
     if mode == "layer":

@@ -1,23 +1,19 @@
 """`generate` of transformers on the streaming state: greedy, beams, left padding, pipelines, converted runs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers as hf
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-hf = pytest.importorskip("transformers", minversion="5")
-
-from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
-
-from hf.small_models import MODES, batch, make  # noqa: E402
-from primal_attention.data.lm import Vocabulary  # noqa: E402
-from primal_attention.hf import PrimalCache, from_run, make_tokenizer  # noqa: E402
-from primal_attention.models.lm import LanguageConfig, LanguageModel, generate  # noqa: E402
-from primal_attention.train import lm as language  # noqa: E402
+from hf.small_models import MODES, batch, make
+from primal_attention.data.lm import Vocabulary
+from primal_attention.hf import PrimalCache, from_run, make_tokenizer
+from primal_attention.models.lm import LanguageConfig, LanguageModel, generate
+from primal_attention.train import lm as language
 
 GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
 
@@ -32,13 +28,6 @@ def test_a_padded_batch_generates_what_its_prompts_generate(mode: str) -> None:
     assert torch.equal(alone[0, len(prompts[0]) :], together[0, 9:])
     uncached = model.generate(tokens, attention_mask=mask, max_new_tokens=5, use_cache=False, **GREEDY)
     assert torch.equal(uncached, together)
-
-
-def test_embeddings_generate_what_their_tokens_generate() -> None:
-    model, (tokens, mask) = make("default"), batch()
-    settings = {"attention_mask": mask, "max_new_tokens": 5, **GREEDY}
-    embeds = model.get_input_embeddings()(tokens)
-    assert torch.equal(model.generate(inputs_embeds=embeds, **settings), model.generate(tokens, **settings)[:, 9:])
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "flow"])
@@ -64,7 +53,7 @@ def test_beam_search_with_and_without_the_cache_agrees(mode: str) -> None:
     assert torch.equal(model.generate(tokens, **beams), model.generate(tokens, use_cache=False, **beams))
 
 
-def test_a_cache_can_be_continued_chunked_and_repeated() -> None:
+def test_a_cache_can_be_continued_chunked_and_repeated_and_filled_by_embeddings() -> None:
     model, (tokens, mask) = make("hybrid"), batch()
     expected = model.generate(tokens, attention_mask=mask, max_new_tokens=6, **GREEDY)
     first = model.generate(tokens, attention_mask=mask, max_new_tokens=3, return_dict_in_generate=True, **GREEDY)
@@ -75,6 +64,9 @@ def test_a_cache_can_be_continued_chunked_and_repeated() -> None:
     assert torch.equal(again, expected)
     chunks = model.generate(tokens, attention_mask=mask, max_new_tokens=6, prefill_chunk_size=4, **GREEDY)
     assert torch.equal(chunks, expected)
+    embeds = model.get_input_embeddings()(tokens)
+    of_embeds = model.generate(inputs_embeds=embeds, attention_mask=mask, max_new_tokens=6, **GREEDY)
+    assert torch.equal(of_embeds, expected[:, 9:])
     draw = {"do_sample": True, "num_return_sequences": 2, "pad_token_id": 0}
     assert model.generate(tokens, attention_mask=mask, max_new_tokens=3, **draw).shape == (6, 12)
     cache.batch_select_indices(torch.tensor([2, 0]))

@@ -1,19 +1,12 @@
 """KernelSVD as a scikit-learn estimator: its battery of checks, and what it does not check."""
 
-from __future__ import annotations
-
-import doctest
-import importlib
 import pickle
-import pkgutil
-from pathlib import Path
 
 import numpy as np
 import pytest
 from sklearn.exceptions import NotFittedError
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
-import primal_attention.ksvd
 from primal_attention.ksvd import KernelSVD
 
 
@@ -36,26 +29,6 @@ def test_scikit_learn_checks(estimator, check) -> None:
 def points() -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(0)
     return rng.normal(size=(30, 5)), rng.normal(size=(20, 5))
-
-
-def test_one_source_is_the_same_source_twice(points) -> None:
-    X, _ = points
-    once, twice = KernelSVD(3).fit(X), KernelSVD(3).fit(X, Z=X.copy())
-    np.testing.assert_allclose(once.singular_values_, twice.singular_values_)
-    np.testing.assert_allclose(once.transform(X), twice.transform(X), atol=1e-10)
-    # A symmetric, positive kernel has the same vectors on both sides.
-    np.testing.assert_allclose(once.left_vectors_, once.right_vectors_, atol=1e-10)
-
-
-@pytest.mark.parametrize("kernel", ["cosine", "sne"])
-def test_single_precision_stays_single(points, kernel) -> None:
-    X, Z = (A.astype(np.float32) for A in points)
-    ksvd = KernelSVD(3, kernel=kernel).fit(X, Z=Z)
-    for array in (ksvd.left_vectors_, ksvd.singular_values_, ksvd.transform(X), ksvd.transform_keys(Z)):
-        assert array.dtype == np.float32
-    exact = KernelSVD(3, kernel=kernel).fit(*points[:1], Z=points[1])
-    # Float32 has seven digits.
-    np.testing.assert_allclose(ksvd.singular_values_, exact.singular_values_, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kernel", ["cosine", "sne", (np.tanh, np.exp)])
@@ -133,20 +106,3 @@ def test_bad_keys_and_new_points() -> None:
         ksvd.transform(X[:, :2])
     with pytest.raises(ValueError, match="Z has 2 features, but KernelSVD was fitted on keys with 3"):
         ksvd.transform_keys(X[:, :2])
-
-
-# Examples of the docstrings and of the theory page
-
-MODULES = [f"primal_attention.ksvd.{module.name}" for module in pkgutil.iter_modules(primal_attention.ksvd.__path__)]
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_docstring_examples(name) -> None:
-    assert doctest.testmod(importlib.import_module(name)).failed == 0
-
-
-def test_theory_page() -> None:
-    page = Path(__file__).parents[2] / "docs" / "notes" / "theory.md"
-    result = doctest.testfile(str(page), module_relative=False)
-    assert result.attempted > 0
-    assert result.failed == 0

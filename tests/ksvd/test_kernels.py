@@ -1,7 +1,5 @@
 """Each kernel is the function that its documentation says, on fitted and on new points."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from sklearn.metrics.pairwise import cosine_similarity, rbf_kernel

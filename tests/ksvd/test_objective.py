@@ -1,7 +1,5 @@
 """The paper's theorems as tests: Theorem 3.2, Remark 3.3 and Lemma 4.2, with f(X) and with the identity."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

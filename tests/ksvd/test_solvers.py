@@ -1,7 +1,5 @@
 """Every solver computes the singular triplets of the kernel at any shape; the primal one never forms it."""
 
-from __future__ import annotations
-
 import tracemalloc
 from functools import partial
 

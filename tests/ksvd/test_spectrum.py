@@ -1,7 +1,5 @@
 """Spectrum measures agree between numpy and torch, over batches, and with the formed matrix."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

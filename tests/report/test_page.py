@@ -1,17 +1,12 @@
 """`primal report`: groups of runs, the sections of the page, names that cannot become markup, files and messages."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
 
 import pytest
 
-from page_cases import SPECTRUM, bench, put_run
-
-pytest.importorskip("plotly")
-
+from page_cases import SPECTRUM, bench, put_run, put_runs
 from primal_attention.cli import main as cli
 from primal_attention.report.page import SCRIPT, group_runs, write_page
 from primal_attention.report.results import collect
@@ -26,10 +21,7 @@ def report(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int,
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
     """Two models with two seeds each."""
-    for label, last in (("primal", (0.98, 0.96)), ("softmax", (0.95, 0.97))):
-        for seed, accuracy in enumerate(last):
-            put_run(tmp_path / "runs" / f"{label}-seed{seed}", label, seed, accuracy)
-    return tmp_path / "runs"
+    return put_runs(tmp_path / "runs", {"primal": (0.98, 0.96), "softmax": (0.95, 0.97)})
 
 
 def test_a_page_of_runs_spectrum_and_benchmark(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,9 +87,3 @@ def test_a_repeated_seed_counts_once(tmp_path: Path) -> None:
     (group,) = group_runs(collect([tmp_path]).runs)
     assert len(group.runs) == 3
     assert group.score("last").std is None
-
-
-@pytest.mark.parametrize("words", [(), ("--nonsense",), ("{runs}", "-o", "{runs}"), ("nowhere", "--skip-broken")])
-def test_bad_arguments_are_one_line(words: tuple[str, ...], runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = report(capsys, *(word.format(runs=runs) for word in words))
-    assert (code, err.count("\n")) == (2, 1)

@@ -1,7 +1,5 @@
 """The page in a real browser, from disk: no error, no foreign request, charts, sorting, phones, both themes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,10 +8,7 @@ from typing import Any
 import pytest
 
 from browser import need_browser, open_tab
-from page_cases import SPECTRUM, bench, put_run
-
-pytest.importorskip("plotly")
-
+from page_cases import SPECTRUM, bench, put_runs
 from primal_attention.report.page import write_page
 from primal_attention.report.results import collect
 
@@ -24,11 +19,9 @@ ALERT = "<script>alert(1)</script>"
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     need_browser()
     folder = tmp_path_factory.mktemp("page")
-    for label, last in (("primal", (0.98, 0.96)), ("softmax", (0.95, 0.93)), (ALERT, (0.99,))):
-        for seed, accuracy in enumerate(last):
-            put_run(folder / "runs" / f"{len(label)}-seed{seed}", label, seed, accuracy)
+    put_runs(folder / "runs", {"primal": (0.98, 0.96), "softmax": (0.95, 0.93), ALERT: (0.99,)})
     (folder / "bench.json").write_text(json.dumps(bench()))
-    (folder / "runs" / "6-seed0" / "spectrum.csv").write_text(SPECTRUM)
+    (folder / "runs" / "primal-seed0" / "spectrum.csv").write_text(SPECTRUM)
     write_page(folder / "report.html", collect([folder]), command="primal report " + "a-long-path/" * 20 + ALERT)
     return folder / "report.html"
 

@@ -1,7 +1,5 @@
 """Reading results: runs, summaries, spectra and benchmarks; every damaged or foreign file is one line that names it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -10,7 +8,6 @@ import pytest
 from page_cases import bench, config, put_run, summary
 from primal_attention.report import results
 from primal_attention.report.results import Stat, collect, read_folder
-from primal_attention.utils.errors import RunError
 
 ROOT = Path(__file__).parents[2]
 
@@ -63,24 +60,3 @@ def test_statistics_over_seeds() -> None:
     assert Stat.over([None]) is None
     assert Stat.over([1.0, None, 3.0]) == Stat(2.0, pytest.approx(2**0.5), 2)
     assert Stat(1234.5, 1.5, 2).show(0) == "1,234 ± 2"
-
-
-FOREIGN = {
-    "a path that does not exist": (None, "does not exist"),
-    "an empty folder": ("", "holds no run"),
-    "another JSON file": ('{"a": 1}', "neither a run's result nor a benchmark"),
-    "a result of another version": ('{"scores": {}, "format": 99}', "reads format 1"),
-}
-
-
-@pytest.mark.parametrize(("content", "reason"), FOREIGN.values(), ids=[name.replace(" ", "-") for name in FOREIGN])
-def test_a_foreign_path_is_one_line_that_names_it(content: str | None, reason: str, tmp_path: Path) -> None:
-    place = tmp_path / "given"
-    if content == "":
-        place.mkdir()
-    elif content is not None:
-        place.write_text(content)
-    with pytest.raises(RunError) as error:
-        collect([place])
-    assert str(place) in str(error.value)
-    assert reason in str(error.value)

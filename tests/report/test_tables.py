@@ -1,7 +1,5 @@
 """Tables: published numbers that agree with each other, separate protocols, averages over comparable sets, writers."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 from typing import Any
@@ -62,10 +60,6 @@ def test_every_table_has_a_name_in_the_command() -> None:
 @pytest.mark.parametrize(
     ("benchmark", "table", "row", "column", "value"),
     [
-        ("uea", "accuracy", "PEMS-SF", "primal+", 90.2),
-        ("uea", "seconds", "FaceDetection", "softmax", 10.7),
-        ("uea", "eta-s", "PEMS-SF", "primal-s40-eta0.1", 89.6),
-        ("lra", "accuracy", "retrieval", "yoso", 81.2),
         ("lra", "memory", "pathfinder", "primal", 1.52),
         ("lra", "r-scores", "image", "primal-without-r", 30.5),
         ("d4rl", "rank", "walker2d-medium-replay", "primal+-s96", 80.5),

@@ -5,8 +5,6 @@ torchrun --standalone --nproc-per-node 2 --max-restarts 1 tests/train/many.py RO
 The last training kills a rank. torchrun starts both again: finished trainings are skipped, the killed one resumes.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -19,9 +17,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 import toy
-from faults import kill_at, stop_at
+from faults import signal_at
 
-from primal_attention.train import distributed, loop, registry
+from primal_attention.train import distributed, loop
 from primal_attention.train.config import Recipe
 from primal_attention.train.task import TrainingModule
 from primal_attention.train.uea import ClassificationModule
@@ -41,24 +39,15 @@ def series(root: Path, **changes: Any) -> Recipe:
 
 
 def text(root: Path, **changes: Any) -> Recipe:
-    small = {
-        **toy.SMALL,
-        "data.folder": root / "text",
-        "data.context": 33,
-        "model.attention": ("primal",),
-        "model.primal_mode": "decay",
-        "model.conv": 4,
-        "model.num_heads": 2,
-        "model.layers": 2,
-        "model.dropout": 0.0,
-    }
-    return toy.change(registry.get("lm/wikitext-103"), {**small, **changes})
+    model = {"model.attention": ("primal",), "model.primal_mode": "decay", "model.conv": 4, "model.dropout": 0.0}
+    settings = {"data.context": 33, "trainer.epochs": 1, **model, **changes}
+    return toy.small("lm/wikitext-103", root / "text", **settings)
 
 
 def expressions(root: Path, **changes: Any) -> Recipe:
     """Long-Range Arena with landmarks that move at every step."""
-    small = {**toy.SMALL, "data.folder": root / "listops", "model.landmarks": 4, "model.sampling": "random"}
-    return toy.change(registry.get("lra/listops"), {**small, **changes})
+    settings = {"trainer.epochs": 1, "model.sampling": "random", **changes}
+    return toy.small("lra/listops", root / "listops", **settings)
 
 
 def write_data(root: Path) -> None:
@@ -93,7 +82,7 @@ def train_all(root: Path) -> None:
             break
         recipe, losses = series(root, **two, **WAYS[name]), TrainingModule.losses
         if os.environ["RANK"] == "1":
-            stop_at(TrainingModule, "losses", 7)()
+            signal_at(signal.SIGTERM, TrainingModule, "losses", 7)
         with suppress(Preempted):
             loop.train(recipe, root / f"{name}-stopped")
             raise AssertionError("no rank stopped")
@@ -102,7 +91,7 @@ def train_all(root: Path) -> None:
             loop.train(recipe, root / f"{name}-stopped", resume=True)
     # A rank dies in the middle of an epoch, after a checkpoint within it.
     if not distributed.restarted() and os.environ["RANK"] == "1":
-        kill_at(TrainingModule, "losses", 9)()
+        signal_at(signal.SIGKILL, TrainingModule, "losses", 9)
     loop.train(series(root, **two, **WAYS["fsdp"], **{"trainer.checkpoint_steps": 2}), root / "fsdp-killed")
 
 

@@ -1,7 +1,5 @@
 """Batches: an order that follows from seed and epoch, epochs of steps, shares of ranks."""
 
-from __future__ import annotations
-
 import torch
 
 from primal_attention.train.batches import Batches, derive_seed

@@ -1,7 +1,5 @@
 """Recorded steps train as eager ones."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,8 +16,6 @@ from primal_attention.train.config import override
 from primal_attention.train.cuda_graph import TrainingStep, records_steps
 from primal_attention.train.task import TrainingModule
 from primal_attention.utils.errors import RunError
-
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 @pytest.mark.parametrize(
@@ -47,7 +43,6 @@ def train(folder: Path, data: Path, graph: str, **changes: Any) -> dict[str, Any
         return loop.train(toy.recipe(data, trainer__graph=graph, **LONG, **changes), folder)
 
 
-@gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("optimizer", ["adamw", "radam"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
@@ -69,7 +64,6 @@ def test_on_a_gpu_recorded_steps_give_the_numbers_of_eager_ones(
         torch.testing.assert_close(weight, weights[1][name], rtol=0, atol=10 * tolerance)
 
 
-@gpu
 @pytest.mark.gpu
 def test_on_a_gpu_steps_are_recorded_and_draw_anew(toy_folder: Path, tmp_path: Path, monkeypatch):
     found: list[TrainingStep] = []
@@ -89,7 +83,6 @@ def test_on_a_gpu_steps_are_recorded_and_draw_anew(toy_folder: Path, tmp_path: P
     assert len({round(float(s), 5) for s in steps}) > len(steps) // 2, "replays repeat each other's random numbers"
 
 
-@gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("attention", ["softmax", "performer", "reformer", "linformer", "nystrom", "primal+"])
 def test_on_a_gpu_every_attention_trains(toy_folder: Path, tmp_path: Path, attention: str):
@@ -101,7 +94,6 @@ def test_on_a_gpu_every_attention_trains(toy_folder: Path, tmp_path: Path, atten
     assert summary["epochs"] == 8
 
 
-@gpu
 @pytest.mark.gpu
 def test_on_a_gpu_a_recorded_run_resumes(toy_folder: Path, tmp_path: Path):
     recipe = toy.recipe(toy_folder, trainer__graph="on", **LONG, **PLAIN)
@@ -113,7 +105,6 @@ def test_on_a_gpu_a_recorded_run_resumes(toy_folder: Path, tmp_path: Path):
         assert (x["step"], x["lr"]) == (y["step"], y["lr"])
 
 
-@gpu
 @pytest.mark.gpu
 def test_on_a_gpu_a_step_that_cannot_be_recorded_runs_as_usual(toy_folder: Path, tmp_path: Path, monkeypatch):
     usual = TrainingModule.losses

@@ -1,10 +1,9 @@
 """Decision Transformers: windows of trajectories, their loss, episodes in MuJoCo, runs and refused input."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -13,21 +12,13 @@ import toy
 from closeness import assert_close
 from primal_attention.cli import main as cli
 from primal_attention.data import d4rl as data
-from primal_attention.train import loop, registry
-from primal_attention.train.config import override
+from primal_attention.train import loop
 from primal_attention.train.d4rl import ContextBatches, make_environment, play
 from primal_attention.utils.errors import RunError
 
-pytest.importorskip("mujoco")
-import gymnasium
-
 K = 5
 SHORT = "ShortHopper-v4"
-SMALL = {
-    "model.embed_dim": 16, "model.num_heads": 2, "model.layers": 2, "model.context": K, "model.rank": 4,
-    "trainer.epochs": 2, "trainer.steps_per_epoch": 3, "trainer.batch_size": 8, "trainer.progress": False,
-    "trainer.accelerator": "cpu", "evaluation.episodes": 3, "evaluation.env": SHORT,
-}  # fmt: skip
+SMALL = {"model.context": K, "evaluation.episodes": 3, "evaluation.env": SHORT}
 
 
 @pytest.fixture(scope="module")
@@ -50,21 +41,7 @@ def folder(tmp_path_factory):
 
 
 def recipe(folder, **changes):
-    return override(registry.get("d4rl/hopper-medium"), {**SMALL, "data.folder": folder, **changes})
-
-
-def test_the_recipes_are_the_papers():
-    assert [n for n in registry.names() if n.startswith("d4rl/")] == [f"d4rl/{name}" for name in data.SETS]
-    found = registry.get("d4rl/walker2d-medium-replay").resolved()
-    assert (found.model.layers, found.model.embed_dim, found.model.num_heads, found.model.context) == (3, 256, 4, 20)
-    assert (found.model.rank, found.eta, found.model.attention) == (96, 0.05, ("primal+",))
-    assert found.trainer.epochs * found.trainer.steps_per_epoch == 100_000
-    numbers = (found.trainer.batch_size, found.optim.lr, found.optim.weight_decay, found.optim.clip)
-    assert numbers == (64, 1e-3, 1e-4, 0.25)
-    assert found.optim.schedule == "warmup"
-    assert found.optim.warmup * 100_000 == 10_000
-    assert (found.environment, found.target, found.evaluation.episodes) == ("Walker2d-v4", 5000.0, 100)
-    assert registry.get("d4rl/halfcheetah-medium-replay").resolved().model.rank == 32
+    return toy.small("d4rl/hopper-medium", folder, **{**SMALL, **changes})
 
 
 def test_a_window_holds_what_follows_its_row_in_its_episode(folder):
@@ -187,21 +164,18 @@ def test_an_environment_that_is_not_there_is_one_line(folder, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("args", "message"),
+    ("changes", "message"),
     [
-        (["--data.folder", "nowhere"], "hopper-medium.hdf5 is not in nowhere"),
-        (["--evaluation.episodes", "-1"], "evaluation.episodes must not be negative (got -1)"),
-        (["--model.attention", "linformer"], "causal=True is not defined for attention 'linformer'"),
-        (["--data.minari", "mujoco/nothing/here-v0"], "Minari set 'mujoco/nothing/here-v0'"),
+        ({"data.minari": "mujoco/nothing/here-v0"}, "Minari set 'mujoco/nothing/here-v0'"),
+        ({"model.attention": ("linformer",)}, "causal=True is not defined for attention 'linformer'"),
     ],
 )
-def test_the_command_says_in_one_line_what_is_wrong(folder, args, message, capsys, tmp_path, monkeypatch):
-    monkeypatch.setenv("PRIMAL_D4RL", str(folder))
+def test_a_recipe_that_cannot_be_built_is_one_line_and_leaves_no_run(folder, changes, message, tmp_path, monkeypatch):
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
-    assert cli.main(["train", "d4rl/hopper-medium", *args, "--out", str(tmp_path / "run")]) == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert len(said.strip().splitlines()) == 1
+    with pytest.raises((RunError, data.DataError), match=message) as told:
+        loop.train(recipe(folder, **changes), tmp_path / "run")
+    assert "\n" not in str(told.value)
+    assert not (tmp_path / "run").exists()
 
 
 def test_data_dependent_and_decayed_layers_are_options(folder):

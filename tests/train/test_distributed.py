@@ -1,7 +1,5 @@
 """Two processes train as one does: DDP, FSDP2 and split sequences; stopped and killed runs resume."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,16 +1,11 @@
 """PrimalClassifier: aeon's own checks, unequal lengths and gaps, repeatability, and files without code in them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("aeon")
-
 from aeon.testing.estimator_checking import parametrize_with_checks
 from safetensors import safe_open
 from safetensors.numpy import save_file

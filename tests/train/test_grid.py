@@ -1,7 +1,5 @@
 """Grids: every cell once, side by side in processes or on Ray, failures apart, finished runs kept."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys
@@ -16,17 +14,13 @@ import toy
 from primal_attention.cli import train as commands
 from primal_attention.report.tables import model_variants
 from primal_attention.train import grid, registry
-from primal_attention.train.config import override, to_plain
+from primal_attention.train.config import override
 from primal_attention.utils.errors import RunError
 from primal_attention.utils.files import read_json
 
-SMALL = ("model.embed_dim", "model.num_heads", "model.layers", "model.ffn_dim", "model.rank", "model.landmarks")
-
 
 def jobs(data: Path, place: Path, sets: tuple[str, ...] = ("Toy",)) -> list[grid.Job]:
-    plain = to_plain(toy.recipe(data))
-    changes = {name: plain["model"][name.split(".")[1]] for name in SMALL}
-    changes |= {"data.folder": str(data), "trainer.epochs": 1, "trainer.accelerator": "cpu"}
+    changes = {**toy.SMALL, "data.folder": str(data), "trainer.epochs": 1}
     plan = grid.Plan("uea", sets, model_variants(("primal",)), [0], changes, "uea")
     return [plan.job(name, variant, 0, place / "runs", place / "results") for name, variant in plan.cells()]
 
@@ -46,7 +40,6 @@ def test_two_workers_run_a_grid_and_a_failure_stays_alone(toy_folder: Path, tmp_
 
 
 def test_ray_trains_a_job_from_the_working_directory(toy_folder: Path, tmp_path: Path, monkeypatch) -> None:
-    pytest.importorskip("ray", reason="ray is not installed: pip install ray")
     monkeypatch.chdir(tmp_path)
     # Workers are started by Ray, with the modules of this process.
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))

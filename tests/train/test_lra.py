@@ -1,7 +1,5 @@
 """Long-Range Arena: the paper's settings, steps for epochs, batches without padding, runs that repeat or compile."""
 
-from __future__ import annotations
-
 import dataclasses
 import warnings
 from pathlib import Path
@@ -19,14 +17,11 @@ from primal_attention.models.lra import LRAClassifier
 from primal_attention.train import loop, lra, registry
 from primal_attention.train.config import override
 from primal_attention.train.lra import TASKS, LRARecipe, TokenBatches, bucket_widths, build_from, count_lengths
-from primal_attention.utils.errors import DataError, RunError
-
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-SMALL = {**toy.SMALL, "model.landmarks": 4, "trainer.epochs": 2}
+from primal_attention.utils.errors import RunError
 
 
 def small(name: str = "lra/listops", folder: Path | None = None, **changes: Any) -> LRARecipe:
-    return toy.change(registry.get(name), {**SMALL, "data.folder": folder}, **changes)
+    return toy.small(name, folder, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -126,13 +121,7 @@ def test_black_pixels_are_padding_only_on_request(tmp_path: Path):
         assert torch.isfinite(experiment.module(next(iter(experiment.train))))
 
 
-def test_bad_input_is_one_line(expressions: Path, tmp_path: Path):
-    with pytest.raises(DataError, match="primal data listops --out"):
-        small(folder=tmp_path).build()
-    for task in TASKS:
-        with pytest.raises(DataError, match=str(tmp_path)) as caught:
-            small(f"lra/{task}", tmp_path).build()
-        assert "\n" not in str(caught.value)
+def test_published_padding_of_other_layers_is_refused_in_one_line(expressions: Path, tmp_path: Path):
     recipe = small(folder=expressions, model__attention=("nystrom",), model__published_padding=True)
     with pytest.raises(RunError, match="published_padding is known for primal and softmax layers only") as refused:
         loop.train(recipe, tmp_path / "run")
@@ -247,7 +236,6 @@ def test_a_compiler_that_fails_is_one_line(expressions: Path, tmp_path: Path, mo
         loop.train(small(folder=expressions, trainer__compile="on"), tmp_path / "run")
 
 
-@gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize(("attention", "blocks"), [("primal+", 2), ("reformer", 1)])
 def test_on_a_gpu_compiled_steps_are_recorded_and_train_alike(

@@ -1,7 +1,5 @@
 """Optimizers, schedules and averaged weights."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """UEA recipes: preparation of the data, augmentation, data of one's own, and settings of earlier versions."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -110,19 +108,6 @@ def test_a_run_that_chooses_settings_computes_no_test_score(toy_folder: Path, tm
     assert set(summary["scores"]["validation_chosen"]) == {"epoch", "validation_accuracy"}
     assert summary["test"] == {}
     assert "test" not in (tmp_path / "metrics.csv").read_text()
-
-
-def test_a_recipe_without_data_says_what_to_name(tmp_path: Path, capsys):
-    for words, message in (
-        (["uea"], "which data set? primal train uea/NAME, or primal train uea --data.file FILE"),
-        (["uea", "--data.test-file", "x.npz"], "data.test-file needs --data.file"),
-        (["uea", "--data.file", str(tmp_path / "x.npz")], "x.npz"),
-    ):
-        assert cli.main(["train", *words, "--out", str(tmp_path / "run")]) == 2
-        said = capsys.readouterr().err
-        assert message in said
-        assert len(said.strip().splitlines()) == 1
-    assert not (tmp_path / "run").exists()
 
 
 def test_own_data_takes_the_settings_of_sets_that_the_paper_does_not_have():

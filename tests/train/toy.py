@@ -3,10 +3,7 @@
 `recipe` has everything random switched on: dropout, mixup, augmentation, averaging.
 """
 
-from __future__ import annotations
-
 import csv
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +12,9 @@ import numpy as np
 from primal_attention.data import uea
 from primal_attention.data.lra import listops
 from primal_attention.data.uea import SeriesData, Split
-from primal_attention.train.config import override
-from primal_attention.train.uea import UEARecipe, modern_recipe
+from primal_attention.train import registry
+from primal_attention.train.config import override, to_plain
+from primal_attention.train.uea import UEARecipe
 
 
 def data(name: str = "Toy") -> SeriesData:
@@ -55,28 +53,25 @@ def write_articles(place: Path) -> Path:
     return place
 
 
-# A small model and a short training by flags.
+# A small model and a short training on a CPU, by flags and as settings.
 FLAGS = """
---model.embed-dim 8 --model.num-heads 2 --model.layers 1 --model.ffn-dim 16 --model.rank 3 --model.landmarks 4
+--model.embed-dim 8 --model.num-heads 2 --model.layers 2 --model.ffn-dim 16 --model.rank 3 --model.landmarks 4
 --trainer.epochs 1 --trainer.batch-size 8 --trainer.accelerator cpu --trainer.no-progress
 """.split()  # noqa: SIM905 (reads as it is typed)
-# The same for recipes whose epochs are counted in steps.
 SMALL: dict[str, Any] = {
     "model.embed_dim": 8,
+    "model.num_heads": 2,
+    "model.layers": 2,
     "model.ffn_dim": 16,
     "model.rank": 3,
-    "trainer.epochs": 1,
-    "trainer.steps_per_epoch": 3,
-    "trainer.batch_size": 4,
-}
-# Steps that cost little, for the recipes of all benchmarks.
-BRIEF: dict[str, Any] = {
+    "model.landmarks": 4,
+    "trainer.epochs": 2,
+    "trainer.batch_size": 8,
     "trainer.precision": "32-true",
     "trainer.accelerator": "cpu",
     "trainer.progress": False,
+    "trainer.compile": "off",
 }
-
-
 # No random numbers that depend on the process.
 PLAIN: dict[str, Any] = {
     "model.dropout": 0.0,
@@ -87,28 +82,20 @@ PLAIN: dict[str, Any] = {
 }
 
 
-def change(recipe: Any, settings: Mapping[str, Any], **changes: Any) -> Any:
-    """Return a brief recipe with other settings; `model__rank` stands for model.rank."""
-    return override(
-        recipe, {**BRIEF, **settings, **{name.replace("__", "."): value for name, value in changes.items()}}
-    )
+def small(name: str, place: Path | None, **changes: Any) -> Any:
+    """Return a small recipe of any benchmark that reads a folder; `model__rank` stands for model.rank."""
+    recipe = registry.get(name)
+    fields = to_plain(recipe)
+    settings = {key: value for key, value in SMALL.items() if key.split(".")[1] in fields[key.split(".")[0]]}
+    if recipe.trainer.steps_per_epoch:
+        settings |= {"trainer.steps_per_epoch": 3, "trainer.batch_size": 4}
+    changes = {key.replace("__", "."): value for key, value in changes.items()}
+    return override(recipe, {**settings, "data.folder": place, **changes})
 
 
 def recipe(place: Path, **changes: Any) -> UEARecipe:
-    small = {
-        "data.folder": place,
-        "model.embed_dim": 8,
-        "model.num_heads": 2,
-        "model.layers": 2,
-        "model.ffn_dim": 16,
-        "model.rank": 3,
-        "model.landmarks": 4,
-        "model.stem_kernel": 3,
-        "model.local_kernel": 3,
-        "trainer.epochs": 3,
-        "trainer.batch_size": 8,
-    }
-    return change(modern_recipe("Toy"), small, **changes)
+    kernels = {"model__stem_kernel": 3, "model__local_kernel": 3}
+    return small("uea-modern/Toy", place, **{"trainer__epochs": 3, **kernels, **changes})
 
 
 def rows(run: Path) -> list[dict[str, float]]:

@@ -1,7 +1,5 @@
 """Hints name extras that exist and include the package."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

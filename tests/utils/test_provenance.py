@@ -1,7 +1,5 @@
 """Stored numbers name command, commit, date, versions, device and the data."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
