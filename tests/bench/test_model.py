@@ -11,11 +11,11 @@ from torch.nn import functional as F
 
 from primal_attention.bench import model
 from primal_attention.bench.attention import Shape
-from primal_attention.bench.measurement import check_report, format_report, plot_report
+from primal_attention.bench.measurement import format_report, plot_report
 from primal_attention.bench.model import SPECS, Spec
 from primal_attention.models.lm import LanguageModel
 from primal_attention.nn.blocks import BlockState
-from primal_attention.report.results import read_summaries
+from primal_attention.report.results import check_benchmark, read_summaries
 from primal_attention.utils.errors import RunError
 from primal_attention.utils.files import read_json
 
@@ -56,9 +56,16 @@ def test_rows_have_times_and_ratios(read, capsys):
         assert primal["peak_bytes"] is None  # on a GPU only
     saved = json.loads(args.file.read_text(encoding="utf-8"))
     assert saved == json.loads(json.dumps(report))
-    assert check_report(saved, args.file)["rows"][0]["seconds"] > 0
+    assert check_benchmark(saved, args.file)["rows"][0]["seconds"] > 0
     assert capsys.readouterr().err.count("\n") == len(report["rows"])
     assert "padded-eager-autocast" in format_report(report)
+
+
+def test_the_dynamic_row_counts_recompilations_over_ten_lengths(read):
+    report = model.run_model(read("--rows dynamic"))
+    assert [(row["status"], row["note"], row["seconds"]) for row in report["rows"]] == [("ok", "", None)] * 2
+    assert all(row["recompilations"] >= 0 and row["first_seconds"] > 0 for row in report["rows"])
+    assert "recompilations" in format_report(report)
 
 
 def test_packed_and_padded_rows_train_on_the_same_sequences():

@@ -81,6 +81,8 @@ def list_implementations() -> list[Implementation]:
 
 def build_primal(backend: str, shape: Shape) -> PrimalAttention:
     """Build the layer with a backend of this library, or as the authors' code computes it ("published")."""
+    if backend == "fused" and shape.device.type == "cpu":
+        raise NotImplementedError("the kernels are timed on a GPU, not in Triton's interpreter")
     make: Any = AuthorsPrimal if backend == "published" else partial(PrimalAttention, backend=backend)  # type: ignore[arg-type]
     names = ("rank", "landmarks", "data_dependent", "causal", "decay")
     keywords = {name: getattr(shape, name) for name in names} | shape.factory

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from primal_attention.data.storage import one_line
 from primal_attention.utils.errors import check_name
 from primal_attention.utils.figures import draw_lengths, new_figure
-from primal_attention.utils.files import COUNT, Number, check, write_json
+from primal_attention.utils.files import write_json
 from primal_attention.utils.progress import Progress
 from primal_attention.utils.provenance import collect, device_name
 
@@ -83,7 +84,7 @@ def _time_on_gpu(step: Callable[[], object], eager: bool, repeats: int) -> Row:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # for example a step that synchronises with the host
-            note = f"no CUDA graph: {first_line(error.__context__ or error)}"  # the cause of the failed capture
+            note = f"no CUDA graph: {one_line(error.__context__ or error)}"  # the cause of the failed capture
         if note:
             free_memory(torch.device("cuda"))
             # A failed capture leaves the random generator in capture mode; a successful one resets it.
@@ -124,13 +125,9 @@ def peak_bytes(step: Callable[[], object], device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device)
 
 
-def first_line(error: BaseException) -> str:
-    return " ".join((str(error).strip().splitlines() or [type(error).__name__])[0].split())
-
-
 def failure(error: Exception) -> Row:
     """Return the status and the note of a row that an error ended."""
-    line = first_line(error)[:200]
+    line = one_line(error)
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in line:
         return {"status": OUT_OF_MEMORY, "note": "does not fit into the memory"}
     if line.startswith(("No available kernel", "No viable backend")):
@@ -216,7 +213,7 @@ def add_ratios(rows: Sequence[Row]) -> None:
     """Set the speed relative to SDPA at the same shape, and the bytes relative to SDPA's."""
     sdpa = next((row for row in rows if row["name"] == "sdpa" and row["status"] == OK), None)
     for row in rows:
-        if sdpa and row["status"] == OK:
+        if sdpa and sdpa["seconds"] and row["seconds"]:
             row["speedup"] = sdpa["seconds"] / row["seconds"]
             for name in ("peak", "saved"):
                 own, base = row.get(f"{name}_bytes"), sdpa.get(f"{name}_bytes")
@@ -226,7 +223,7 @@ def add_ratios(rows: Sequence[Row]) -> None:
 # The report, its table and its plot
 
 # Numbers of a row: heading and scale in the table.
-_NUMBERS = {
+NUMBERS = {
     "seconds": ("ms", 1e3),
     "iqr": ("IQR ms", 1e3),
     "speedup": ("speed ÷ SDPA's", 1),
@@ -237,43 +234,16 @@ _NUMBERS = {
     "saved_bytes": ("saved MiB", 2**-20),
     "saved_ratio": ("÷ SDPA's", 1),
     "state_bytes": ("state kB", 1e-3),
+    "first_seconds": ("first step s", 1),
+    "recompilations": ("recompilations", 1),
 }
-_SUBJECTS = {
+SUBJECTS = {
     "attention": "One attention layer",
     "generate": "One more token after N tokens",
     "model": "Training steps of whole models",
     "lra": "Training steps on Long-Range Arena",
 }
 SIZES = ("embed_dim", "num_heads", "batch", "length")
-_OPTIONAL = (Number(least=0), None)
-_REPORT = {
-    "format": frozenset({1}),
-    "kind": frozenset(_SUBJECTS),
-    "command?": (str, None),
-    "hardware": {"cpu": str, "gpu?": str, "cores": (COUNT, None), "threads": COUNT, "load_before?": _OPTIONAL},
-    "versions": {"torch": str},
-    "settings": {"dtype?": str, "layers?": (COUNT, None)},
-    "rows": [
-        {
-            **dict.fromkeys(("name", "label?", "note?", "model?"), str),
-            "status": frozenset(STATUSES),
-            **dict.fromkeys(SIZES, COUNT),
-            **{f"{name}?": _OPTIONAL for name in _NUMBERS},
-        }
-    ],
-}
-
-
-def check_report(content: Any, path: Path) -> dict[str, Any]:
-    """Check the content of a report and fill in the optional fields of its rows.
-
-    A `RunError` of one line names what is wrong with the file.
-    """
-    check(content, _REPORT, path)
-    for i, row in enumerate(content["rows"]):
-        if row["status"] == OK and "recompilations" not in row:  # rows of earlier versions that only counted graphs
-            check(row, {"seconds": Number(above=0)}, path, f"rows[{i}]")
-    return {**content, "rows": [{"label": row["name"], "note": "", "seconds": None, **row} for row in content["rows"]]}
 
 
 def format_report(report: dict[str, Any]) -> str:
@@ -284,10 +254,10 @@ def format_report(report: dict[str, Any]) -> str:
             return ""
         return f"{scale * value:,.0f}" if scale * value >= 1000 else f"{scale * value:.4g}"
 
-    table = [["", "", *SIZES, *(heading for heading, _ in _NUMBERS.values()), ""]]
+    table = [["", "", *SIZES, *(heading for heading, _ in NUMBERS.values()), ""]]
     for row in report["rows"]:
         cells = [str(row.get(name, "")) for name in ("model", "name", *SIZES)]
-        cells += [show(row.get(name), scale) for name, (_, scale) in _NUMBERS.items()]
+        cells += [show(row.get(name), scale) for name, (_, scale) in NUMBERS.items()]
         table.append([*cells, ", ".join(text for text in (row["status"], row["note"]) if text not in (OK, ""))])
     columns = [column for column in zip(*table, strict=True) if any(column[1:])]
     padded = [[cell.rjust(max(map(len, column))) for cell in column] for column in columns]
@@ -296,7 +266,7 @@ def format_report(report: dict[str, Any]) -> str:
 
 def title(report: dict[str, Any]) -> str:
     settings = report["settings"]
-    subject = [_SUBJECTS[report["kind"]], *(name for name in ("causal", "inference") if settings.get(name))]
+    subject = [SUBJECTS[report["kind"]], *(name for name in ("causal", "inference") if settings.get(name))]
     if settings.get("layers"):
         subject.append(f"layers: {settings['layers']}")
     where = [device_name(report["hardware"]), settings.get("dtype"), f"torch {report['versions']['torch']}"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -39,6 +40,7 @@ from primal_attention.utils.provenance import collect, device_name
 # host. The loss of Primal models includes the KSVD loss.
 
 ETA = 0.1
+LENGTHS = (128, 197, 256, 333, 512, 640, 777, 1024, 1500, 2048)  # of the dynamic row
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Spec:
     tokens: int = 32768  # per step
     layers: int = 12
     max_batch: int | None = None
-    layout: str = "dense"  # or "padded", "packed"
+    layout: str = "dense"  # or "padded", "packed", "dynamic" (several lengths)
     last_layer_only: bool = False  # the other layers of the Primal model are softmax attention
     primal: dict[str, Any] = field(default_factory=dict)  # keywords of PrimalAttention
 
@@ -89,6 +91,7 @@ SPECS = (
     *(Spec("deit", 384, 6, 197, mode, **DEIT) for mode in ("compile", "eager")),
     *(Spec("decision", 256, 4, 60, mode, **DECISION) for mode in ("compile", "eager")),
     *(Spec(layout, 512, 8, 1024, "eager", layout=layout) for layout in ("padded", "packed")),
+    Spec("dynamic", 512, 8, LENGTHS[-1], layout="dynamic"),
 )
 
 
@@ -135,7 +138,7 @@ class Block(nn.Module):
 def make_input(spec: Spec, kind: str, device: torch.device, seed: int) -> tuple[Tensor, dict[str, Any], Tensor | None]:
     """Return x, the keywords of the attention layers, and the weight of each token in the loss (None: equal)."""
     n, width = spec.length, spec.embed_dim
-    if spec.layout == "dense":
+    if spec.layout in ("dense", "dynamic"):
         return torch.randn(spec.batch, n, width, device=device), {}, None
     # Lengths are uniform in [n/4, n] with the mean 5n/8, and the same for both kinds.
     generator = torch.Generator().manual_seed(seed)
@@ -151,8 +154,8 @@ def make_input(spec: Spec, kind: str, device: torch.device, seed: int) -> tuple[
     return x, keywords, valid / valid.sum()
 
 
-def make_step(kind: str, args: Namespace, spec: Spec) -> Callable[[], None]:
-    """Return a training step of a new model."""
+def make_step(kind: str, args: Namespace, spec: Spec) -> Callable[..., None]:
+    """Return a training step of a new model; it takes the length of its sequences, by default that of the row."""
     device: torch.device = args.device
     dtype = torch.bfloat16 if spec.dtype == "bf16" else torch.float32
     kinds = [kind if not spec.last_layer_only or i == spec.layers - 1 else "sdpa" for i in range(spec.layers)]
@@ -171,23 +174,41 @@ def make_step(kind: str, args: Namespace, spec: Spec) -> Callable[[], None]:
 
     compiled = compute_loss
     if spec.mode != "eager":
-        mode = spec.mode.replace("compile", "default")
-        compiled = torch.compile(compute_loss, mode=mode, backend=args.compiler)
+        mode, dynamic = spec.mode.replace("compile", "default"), True if spec.layout == "dynamic" else None
+        compiled = torch.compile(compute_loss, mode=mode, dynamic=dynamic, backend=args.compiler)
 
-    def step() -> None:
+    def step(length: int | None = None) -> None:
         if spec.mode == "reduce-overhead":
             torch.compiler.cudagraph_mark_step_begin()
         optimizer.zero_grad(set_to_none=True)
-        compiled(x).backward()  # type: ignore[no-untyped-call]
+        compiled(x if length is None else x[:, :length].contiguous()).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
     return step
 
 
 def measure_training(implementation: Implementation, spec: Spec, args: Namespace) -> Row:
-    """Measure time and peak memory of a step, parameters included."""
+    """Measure the first step, which compiles, then time and peak memory of a step, parameters included.
+
+    The dynamic row has the number of graphs that are compiled after the first step, over ten lengths.
+    """
     torch.compiler.reset()
-    return measurement.measure_step(implementation.build(spec), args, eager=True)
+    graphs = torch._dynamo.utils.counters["stats"]
+    graphs.clear()
+    # At its default limit of recompilations Dynamo stops compiling and counting.
+    with torch._dynamo.config.patch(recompile_limit=64):
+        step = implementation.build(spec)
+        start = time.perf_counter()
+        step()
+        if args.device.type == "cuda":
+            torch.cuda.synchronize(args.device)
+        row: Row = {"first_seconds": time.perf_counter() - start}
+        if spec.layout != "dynamic":
+            return row | measurement.measure_step(step, args, eager=True)
+        first = graphs["unique_graphs"]
+        for length in LENGTHS[:-1]:
+            step(max(2, length * spec.length // LENGTHS[-1]))
+        return row | {"recompilations": graphs["unique_graphs"] - first}
 
 
 def run_model(args: Namespace) -> dict[str, Any]:

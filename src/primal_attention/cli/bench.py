@@ -145,10 +145,12 @@ def read_flags(words: Sequence[str]) -> argparse.Namespace:
 def main(words: Sequence[str]) -> int:
     args = read_flags(words)
     from primal_attention.bench import measurement
-    from primal_attention.utils.files import read_json
 
     if args.benchmark == "plot":
-        report = measurement.check_report(read_json(args.file), args.file)
+        from primal_attention.report.results import check_benchmark
+        from primal_attention.utils.files import read_json
+
+        report = check_benchmark(read_json(args.file), args.file)
         files = measurement.plot_report(report, args.file.with_suffix(""))
     else:
         module = "attention" if args.benchmark == "attention" else "model"

@@ -20,13 +20,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from primal_attention.bench import measurement
 from primal_attention.train import classifiers, registry
 from primal_attention.train.checkpoint import FREE, check_format, read_metrics
 from primal_attention.train.classifiers import Fit
 from primal_attention.train.config import Recipe, from_plain, override, to_plain
 from primal_attention.train.grid import Job, Plan, Variant
 from primal_attention.utils.errors import RunError
-from primal_attention.utils.files import Number, check, read_cell, read_csv, read_json, read_yaml
+from primal_attention.utils.files import COUNT, Number, check, read_cell, read_csv, read_json, read_yaml
 
 PROTOCOLS = {
     "best_on_test": "BEST-ON-TEST",
@@ -55,6 +56,23 @@ CONFIG = {
     "benchmark": str,
     **{f"{name}?": (str, None) for name in ("recipe", "command", "commit")},
     "config": {"seed?": SIZE, **{f"{name}?": dict for name in ("data", "model", "optim", "trainer")}},
+}
+OPTIONAL = (Number(least=0), None)
+BENCHMARK = {
+    "format": frozenset({1}),
+    "kind": frozenset(measurement.SUBJECTS),
+    "command?": (str, None),
+    "hardware": {"cpu": str, "gpu?": str, "cores": (COUNT, None), "threads": COUNT, "load_before?": OPTIONAL},
+    "versions": {"torch": str},
+    "settings": {"dtype?": str, "layers?": (COUNT, None)},
+    "rows": [
+        {
+            **dict.fromkeys(("name", "label?", "note?", "model?"), str),
+            "status": frozenset(measurement.STATUSES),
+            **dict.fromkeys(measurement.SIZES, COUNT),
+            **{f"{name}?": OPTIONAL for name in measurement.NUMBERS},
+        }
+    ],
 }
 RUN_FILES = ("config.yaml", "summary.json", "metrics.csv")
 # Settings that do not change what a run measures. The protocol decides which scores exist, which is asked separately.
@@ -226,6 +244,15 @@ def _summary(content: Any, file: Path, **fields: Any) -> Run:
     return Run(**{"path": file, **own, **fields})
 
 
+def check_benchmark(content: Any, file: Path) -> dict[str, Any]:
+    """Check the report of a benchmark, and fill in the optional fields of its rows."""
+    check(content, BENCHMARK, file)
+    for i, row in enumerate(content["rows"]):
+        if row["status"] == measurement.OK and row.get("recompilations") is None:  # rows that count graphs have no time
+            check(row, {"seconds": Number(above=0)}, file, f"rows[{i}]")
+    return {**content, "rows": [{"label": row["name"], "note": "", "seconds": None, **row} for row in content["rows"]]}
+
+
 def read_spectrum(file: Path) -> dict[str, list[float]]:
     """Singular values by layer relative to the largest, from the columns layer, index and value of a CSV file."""
     if not file.exists():
@@ -309,9 +336,7 @@ def _read_place(place: Path, content: Collection, *, is_argument: bool) -> None:
     if "scores" in fields:
         content.runs.append(_summary(stored, place))
     elif fields.get("kind") in ("attention", "generate") and "rows" in fields:
-        from primal_attention.bench.measurement import check_report
-
-        content.benches.append((place, check_report(stored, place)))
+        content.benches.append((place, check_benchmark(stored, place)))
     elif is_argument:
         raise RunError(f"{place} is neither a run's result nor a benchmark of this library")
 
