@@ -255,7 +255,7 @@ def link_table() -> str:
     return render(["algorithm", "measured over predicted", "measured − predicted"], rows, notes)
 
 
-# Distillation, singular values, choices
+# Distillation and choices
 
 
 def distillation_table() -> str:
@@ -285,18 +285,6 @@ def call_table() -> str:
     rows = [[f"{n:,}", *(f"{times[n, model]:.1f}" for model in models)] for n in lengths]
     notes = [f"`results/convert/distill-minilm.json`; commit {stored['commit']}; device {stored['device']}."]
     return render(["tokens of a text", *models], rows, notes, left=0)
-
-
-def rank_table() -> str:
-    stored = read_json("spectrum/imagenette.json")
-    titles = {"softmax": "DeiT-Small", "primal+": "Primal.+DeiT-Small", "primal": "all Primal"}
-    rows = []
-    for layer in range(len(stored["softmax-seed0"])):
-        pairs = [[stored[f"{name}-seed{seed}"][layer]["rank"] for seed in (0, 1)] for name in titles]
-        rows.append([str(layer + 1), *(" / ".join(f"{rank:.1f}" for rank in pair) for pair in pairs)])
-    runs = " ".join(f"runs/image/imagenette/{name}-seed{seed}" for name in titles for seed in (0, 1))
-    notes = [f"Command: `primal spectrum {runs} --samples 16 --name imagenette`", "`results/spectrum/imagenette.json`."]
-    return render(["layer", *titles.values()], rows, notes, left=0)
 
 
 def epoch_table() -> str:
@@ -426,7 +414,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "link simulation": link_table,
     "distillation": distillation_table,
     "distillation calls": call_table,
-    "effective rank": rank_table,
     "recipe changes": recipe_table,
     "epoch choice": epoch_table,
 }
