@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from golden_files import PLACES
-from primal_attention.ops.landmarks import landmark_indices, position_of_rank, ragged_landmark_indices, random_shift
+from primal_attention.ops.landmarks import landmark_indices, ragged_landmark_indices, random_shift
 
 
 def test_rows_are_those_of_the_published_code() -> None:
@@ -81,13 +81,3 @@ def test_a_gpu_computes_the_same_rows(compiled: bool) -> None:
     for landmarks in (2, 5, 22, 36, 151, 197, 199):
         call = torch.compile(ragged_landmark_indices) if compiled else ragged_landmark_indices
         assert torch.equal(call(lengths.cuda(), landmarks).cpu(), ragged_landmark_indices(lengths, landmarks))
-
-
-@pytest.mark.parametrize(
-    ("valid", "slots"),
-    [([1, 1, 1, 0, 0], [0, 1, 2]), ([0, 0, 1, 1, 1], [2, 3, 4]), ([1, 0, 0, 1, 1], [0, 3, 4])],
-    ids=["right", "left", "gaps"],
-)
-def test_position_of_rank_skips_padding(valid: list[int], slots: list[int]) -> None:
-    positions = position_of_rank(torch.tensor([valid], dtype=torch.bool), torch.tensor([[0, 1, 2]]))
-    assert positions.tolist() == [slots]
