@@ -15,6 +15,7 @@ from closeness import assert_close
 from kernel_cases import saved_bytes
 from primal_attention.nn.baselines import attention_names, attention_traits, make_attention
 from primal_attention.nn.baselines.softmax import CachedSoftmaxAttention
+from primal_cases import padding_mask
 
 DIM, HEADS = 16, 2
 NAMES = attention_names()
@@ -51,10 +52,8 @@ def tokens(batch: int, length: int) -> Tensor:
 def batch_of_lengths(lengths: list[int], size: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     """A batch with padding on the right, on the left and in gaps; the padding holds NaN, inf and large numbers."""
     x = torch.randn(len(lengths), size, DIM, dtype=dtype)
-    mask = torch.ones(len(lengths), size, dtype=torch.bool)
-    for row, length in enumerate(lengths):
-        slots = [torch.arange(length), torch.arange(size - length, size), torch.randperm(size)[:length]][row % 3]
-        mask[row, slots] = False
+    places = ("right", "left", "gaps")
+    mask = torch.cat([padding_mask([length], size, places[row % 3]) for row, length in enumerate(lengths)])
     garbage = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e30], dtype=dtype)
     x[mask] = garbage[torch.arange(int(mask.sum())) % 4].unsqueeze(-1)
     return x, mask
@@ -317,24 +316,19 @@ def test_cuda_equals_cpu(name: str, causal: bool, dtype: torch.dtype) -> None:
 
 @each_name
 def test_bad_input_is_refused_by_name(name: str) -> None:
-    with pytest.raises(ValueError, match=r"embed_dim must be divisible by num_heads \(embed_dim=100, num_heads=8\)"):
-        make_attention(name, 100, 8)
-    with pytest.raises(ValueError, match=r"num_heads .*0"):
-        make_attention(name, 16, 0)
-    with pytest.raises(ValueError, match=r"dropout .*1\.5"):
-        build(name, dropout=1.5)
-    with pytest.raises(TypeError, match="landmark_count"):
-        build(name, landmark_count=3)
-    if name not in CAUSAL:
-        with pytest.raises(ValueError, match=name):
-            build(name, causal=True)
-    attn = build(name)
-    with pytest.raises(ValueError, match="embed_dim=16"):
-        attn(torch.randn(2, 5, DIM + 1, dtype=torch.float64))
-    with pytest.raises(TypeError, match="key_padding_mask must be a bool tensor"):
-        attn(tokens(2, 5), key_padding_mask=torch.zeros(2, 5, dtype=torch.int64))
-    with pytest.raises(ValueError, match="key_padding_mask must have shape"):
-        attn(tokens(2, 5), key_padding_mask=torch.zeros(5, 2, dtype=torch.bool))
+    attn, x = build(name), tokens(2, 5)
+    for error, message, call in (
+        (ValueError, r"divisible by num_heads \(embed_dim=100, num_heads=8\)", lambda: make_attention(name, 100, 8)),
+        (ValueError, r"num_heads .*0", lambda: make_attention(name, 16, 0)),
+        (ValueError, r"dropout .*1\.5", lambda: build(name, dropout=1.5)),
+        (TypeError, "landmark_count", lambda: build(name, landmark_count=3)),
+        (ValueError, "embed_dim=16", lambda: attn(torch.cat([x, x], dim=-1))),
+        (TypeError, "key_padding_mask must be a bool tensor", lambda: attn(x, key_padding_mask=x[..., 0].long())),
+        (ValueError, "key_padding_mask must have shape", lambda: attn(x, key_padding_mask=x[..., 0].mT > 0)),
+        *([] if name in CAUSAL else [(ValueError, name, lambda: build(name, causal=True))]),
+    ):
+        with pytest.raises(error, match=message):
+            call()
 
 
 def test_names() -> None:
