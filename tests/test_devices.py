@@ -26,12 +26,11 @@ from primal_attention.ops import landmarks, primal
 SOURCE = Path(__file__).parents[1] / "src" / "primal_attention"
 # What is about CUDA devices by its purpose.
 CUDA_PARTS = ("ops/triton/", "bench/", "train/cuda_graph.py")
-# Questions that torch answers on every machine.
-QUERIES = {"is_available", "device_count"}
+# Uses of CUDA, except questions that torch answers on every machine.
+USE = re.compile(r"torch\.cuda\.(?!is_available\b|device_count\b)\w+|\.cuda\(\)")
 GUARD = re.compile(r"""type [=!]= ["']cuda["']|is_cuda|cuda\.is_available\(\)|cuda\.device_count\(\)""")
 # Functions that are called for CUDA devices only.
 GUARDED_BY_CALLER = {"_capability_problem"}
-
 LAYERS: dict[str, Callable[..., Any]] = {
     # A fixed decay is checked by its value, which a fake tensor does not have.
     **{mode: partial(make, mode, backend="auto") for mode in MODES if mode != "fixed_decay"},
@@ -43,22 +42,14 @@ LAYERS: dict[str, Callable[..., Any]] = {
 def unguarded(path: Path) -> list[str]:
     """Uses of torch.cuda.* or .cuda() in a function that has not asked for the kind of device before."""
     text = path.read_text(encoding="utf-8")
-    if "cuda" not in text:
-        return []
-    lines, tree = text.splitlines(), ast.parse(text)
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    uses = []
-    for node in ast.walk(tree):
-        name = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
-        is_move = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "cuda"
-        is_module = name.startswith("torch.cuda.") and name.count(".") == 2 and name.split(".")[-1] not in QUERIES
-        if not (is_move or is_module):
-            continue
-        around = [f for f in functions if f.lineno <= node.lineno <= (f.end_lineno or 0)]
-        start = max((f.lineno for f in around), default=node.lineno)
-        is_guarded = GUARD.search("\n".join(lines[start - 1 : node.lineno]))
-        if not is_guarded and not GUARDED_BY_CALLER & {f.name for f in around}:
-            uses.append(f"{path.relative_to(SOURCE)}:{node.lineno}: {lines[node.lineno - 1].strip()}")
+    lines = text.splitlines()
+    uses = [line for line in lines if not line.startswith(" ") and USE.search(line)]  # outside of functions
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef) and node.name not in GUARDED_BY_CALLER:
+            body = lines[node.lineno - 1 : node.end_lineno]
+            first = next((i for i, line in enumerate(body) if USE.search(line)), None)
+            if first is not None and not GUARD.search("\n".join(body[: first + 1])):
+                uses.append(f"{path.relative_to(SOURCE)}:{node.lineno + first}: {body[first].strip()}")
     return uses
 
 

@@ -47,19 +47,6 @@ def test_padding_changes_nothing_and_may_be_dropped(attention: str, changes: dic
     assert_close(model(ids, ids == 0), expected, 1e-9, "padding between tokens dropped")
 
 
-def test_gradients_are_those_of_the_whole_sequence():
-    model, ids = make(attention="primal+").train(), tokens() * (torch.rand(2, 24) < 0.5)
-    grads = []
-    for max_tokens in (None, 20):
-        model.max_tokens = max_tokens
-        loss = model(ids, ids == 0).square().sum() + ksvd_loss(model, "batch")
-        grads.append(torch.autograd.grad(loss, list(model.parameters()), allow_unused=True))
-    for full, gathered in zip(*grads, strict=True):
-        assert (full is None) == (gathered is None)
-        if full is not None:
-            assert_close(gathered, full, 1e-9)
-
-
 def test_positions_may_start_as_a_line_or_a_grid():
     tables = {}
     for positions in ("line", "grid"):

@@ -7,13 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from closeness import assert_close
-from primal_attention.nn.blocks import (
-    CausalConv,
-    DecoderBlock,
-    Encoder,
-    EncoderBlock,
-    attention_names,
-)
+from primal_attention.nn.blocks import CausalConv, DecoderBlock, Encoder, EncoderBlock, attention_names
 from primal_attention.nn.objective import primal_layers
 from primal_attention.nn.primal import PrimalAttention
 
@@ -41,18 +35,16 @@ def test_attention_is_named_per_layer(attention, expected):
 
 
 def test_bad_arguments_are_refused():
-    with pytest.raises(ValueError, match="2 names for layers=3"):
-        attention_names(("softmax", "primal"), 3)
-    with pytest.raises(ValueError, match="layers must be at least 1"):
-        attention_names("primal", 0)
-    with pytest.raises(ValueError, match="kernel_size=4"):
-        EncoderBlock(16, 2, "softmax", local_kernel=4)
-    with pytest.raises(ValueError, match="a block without attention needs local_kernel"):
-        EncoderBlock(16, 2, "none")
-    with pytest.raises(ValueError, match="activation must be one of 'gelu', 'relu', 'glu'"):
-        EncoderBlock(16, 2, activation="tanh")
-    with pytest.raises(ValueError, match="gate must be one of True, False, 'silu', 'sigmoid'"):
-        DecoderBlock(16, 2, None, conv=4, gate="tanh")
+    for call, message in (
+        (lambda: attention_names(("softmax", "primal"), 3), "2 names for layers=3"),
+        (lambda: attention_names("primal", 0), "layers must be at least 1"),
+        (lambda: EncoderBlock(16, 2, "softmax", local_kernel=4), "kernel_size=4"),
+        (lambda: EncoderBlock(16, 2, "none"), "a block without attention needs local_kernel"),
+        (lambda: EncoderBlock(16, 2, activation="tanh"), "activation must be one of 'gelu', 'relu', 'glu'"),
+        (lambda: DecoderBlock(16, 2, None, conv=4, gate="tanh"), "gate must be one of True, False, 'silu', 'sigmoid'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 @pytest.mark.parametrize("norm_first", [True, False], ids=["pre-LN", "post-LN"])

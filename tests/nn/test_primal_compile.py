@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
 from closeness import assert_close
@@ -33,17 +34,6 @@ class Block(nn.Module):
         return x + self.attn(self.norm(x), mask)
 
 
-class CompileCounter:
-    """A compiler that runs the graph as it is and counts the graphs."""
-
-    def __init__(self) -> None:
-        self.graphs = 0
-
-    def __call__(self, graph: torch.fx.GraphModule, _: list[Tensor]) -> Any:
-        self.graphs += 1
-        return graph.forward
-
-
 class TestCompile:
     @pytest.fixture(autouse=True)
     def _fresh_compiler(self) -> None:
@@ -61,7 +51,7 @@ class TestCompile:
                 results.append({"y": y, **gradients(block, y.square().mean() + ksvd_loss(block))})
             for name, expected in results[0].items():
                 assert_close(results[1][name], expected, SAME, name)
-        assert counter.graphs == 1
+        assert counter.frame_count == 1
 
     def test_the_default_compiler_trains(self) -> None:
         layer, x = make("data_dependent", bias=False), inputs(2, 9)
@@ -103,7 +93,7 @@ class TestCompile:
             for t in range(12):
                 y, state = step(x[:, t], state)
                 assert_close(y, expected[:, t], SAME)
-        assert counter.graphs <= 3  # the first position and the general one, not one per token
+        assert counter.frame_count <= 3  # the first position and the general one, not one per token
 
 
 @pytest.mark.supports("export", "cpu")
