@@ -11,6 +11,7 @@ from torch import Tensor
 
 from closeness import assert_close
 from primal_attention import PrimalAttention
+from primal_attention.nn.delta import DeltaPrimalAttention
 
 # Mode → keywords.
 MODES: dict[str, dict[str, Any]] = {
@@ -49,6 +50,15 @@ def make(mode: str, head_dim: int = 16, rank: int = 5, heads: int = 2, max_lengt
         with torch.no_grad():
             # γ up to 0.95. Closer to 1 the rounding of γ to float32, 6e-8 / (1 − γ), would exceed that of the kernels.
             layer.decay_logit.copy_(torch.linspace(-1.0, 3.0, heads + 1)[1:])
+    return layer
+
+
+def make_delta(num_heads: int = 1, head_dim: int = 16, **settings: Any) -> Layer:
+    """Return a layer with the delta rule, on the kernels by default, whose decay depends on the token."""
+    layer: Layer = DeltaPrimalAttention(head_dim * num_heads, num_heads, **{"rank": 6, "backend": "fused", **settings})
+    torch.nn.init.normal_(layer.decay_proj.weight, std=0.3)
+    with torch.no_grad():
+        layer.decay_logit.copy_(torch.linspace(2.5, 0.5, num_heads))
     return layer
 
 

@@ -18,9 +18,8 @@ from torch import Tensor
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_leaves
 
-from kernel_cases import MODES, make
+from kernel_cases import MODES, make, make_delta
 from primal_attention.models.lm import LanguageConfig, LanguageModel
-from primal_attention.nn.delta import DeltaPrimalAttention
 from primal_attention.ops import landmarks, primal
 
 SOURCE = Path(__file__).parents[1] / "src" / "primal_attention"
@@ -35,7 +34,7 @@ LAYERS: dict[str, Callable[..., Any]] = {
     # A fixed decay is checked by its value, which a fake tensor does not have.
     **{mode: partial(make, mode, backend="auto") for mode in MODES if mode != "fixed_decay"},
     "softmax map": partial(make, "data_dependent", backend="auto", feature_map="softmax"),
-    "delta": partial(DeltaPrimalAttention, 16, 2, rank=4, conv=0),
+    "delta": partial(make_delta, 2, backend="auto", conv=0),
 }
 
 

@@ -13,15 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from primal_attention import ksvd_loss
 from primal_attention.models import lm
-from primal_attention.models.lm import (
-    GREEDY,
-    STOPPED,
-    LanguageConfig,
-    LanguageModel,
-    Sampling,
-    generate,
-    probabilities,
-)
+from primal_attention.models.lm import GREEDY, STOPPED, LanguageConfig, LanguageModel, Sampling, generate, probabilities
 
 SIZES = {"embed_dim": 16, "num_heads": 2, "layers": 2, "ffn_dim": 16, "rank": 4, "landmarks": 6, "max_length": 40}
 SMALL = LanguageConfig(50, **SIZES, primal_mode="mean", positions="none")

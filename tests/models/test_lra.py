@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -128,11 +129,6 @@ def _new_compiler() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def train_model(attention: str, **changes: Any) -> LRAClassifier:
-    torch.manual_seed(0)
-    return make(attention=attention, **changes).train()
-
-
 def step(model: LRAClassifier, ids: Tensor) -> dict[str, Tensor]:
     """Logits, J and gradients of a training step."""
     model.zero_grad(set_to_none=True)
@@ -155,9 +151,9 @@ def batch(length: int, samples: int = 3) -> Tensor:
 @pytest.mark.usefixtures("_new_compiler")
 @pytest.mark.parametrize(("attention", "variants", "max_tokens"), [("softmax", 1, None), ("primal+", 2, 24)])
 def test_a_compiled_step_is_the_step(attention: str, variants: int, max_tokens: int | None):
-    plain, compiled = train_model(attention), train_model(attention)
-    plain.max_tokens = compiled.max_tokens = max_tokens
-    compiler = CompileCounterWithBackend("aot_eager")
+    plain = make(attention=attention).train()
+    plain.max_tokens = max_tokens
+    compiled, compiler = copy.deepcopy(plain), CompileCounterWithBackend("aot_eager")
     compiled.compile(backend=compiler)
     assert list(compiled.state_dict()) == list(plain.state_dict())
     expected, results = step(plain, batch(24)), step(compiled, batch(24))
@@ -171,8 +167,7 @@ def test_a_compiled_step_is_the_step(attention: str, variants: int, max_tokens: 
 @pytest.mark.usefixtures("_new_compiler")
 @pytest.mark.parametrize("autocast", [False, True])
 def test_all_lengths_share_one_graph_of_each_part(autocast: bool):
-    compiler = CompileCounter()
-    model = train_model("primal+", dropout=0.1).float()
+    model, compiler = make(attention="primal+", dropout=0.1).float(), CompileCounter()
     model.compile(backend=compiler, any_length=True)
     with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False, enabled=autocast):
         for length in (24, 20, 12, 24):

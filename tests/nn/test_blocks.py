@@ -1,4 +1,4 @@
-"""Blocks: any attention by name in any layer, and padding without effect."""
+"""Blocks: any attention by name in any layer, and the order of their parts."""
 
 from __future__ import annotations
 
@@ -45,18 +45,6 @@ def test_bad_arguments_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             call()
-
-
-@pytest.mark.parametrize("norm_first", [True, False], ids=["pre-LN", "post-LN"])
-@pytest.mark.parametrize("local_kernel", [None, 5], ids=["attention", "attention and convolution"])
-def test_padded_equals_single(norm_first, local_kernel):
-    model = encoder("primal+", norm_first=norm_first, local_kernel=local_kernel)
-    lengths = (9, 4, 1)
-    x = torch.randn(3, 9, 16, dtype=torch.float64)
-    mask = torch.arange(9) >= torch.tensor(lengths).unsqueeze(1)
-    padded = model(x.masked_fill(mask.unsqueeze(-1), 1e3), mask)
-    for i, n in enumerate(lengths):
-        assert_close(padded[i, :n], model(x[i : i + 1, :n])[0], 1e-10, f"sequence of {n} tokens")
 
 
 def test_post_ln_is_the_original_order():

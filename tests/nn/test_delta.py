@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from kernel_cases import make_delta
 from primal_attention import PrimalAttention, ksvd_loss
 from primal_attention.nn.delta import DeltaPrimalAttention
 from primal_attention.ops.delta_rule import recurrence
 
 EXACT = {"rtol": 0.0, "atol": 1e-11}  # float64
-
-
-def make_layer(embed_dim: int = 12, num_heads: int = 3, rank: int = 4, **settings: Any) -> DeltaPrimalAttention:
-    torch.manual_seed(0)
-    layer = DeltaPrimalAttention(embed_dim, num_heads, rank=rank, **{"dtype": torch.float64, **settings})
-    nn.init.normal_(layer.decay_proj.weight, std=0.3)
-    with torch.no_grad():
-        layer.decay_logit.copy_(torch.linspace(0.5, 2.5, num_heads))
-    return layer
+make_layer = partial(make_delta, 3, 4, rank=4, backend="auto", dtype=torch.float64)
 
 
 def padding_mask(length: int) -> Tensor:

@@ -86,6 +86,9 @@ def test_a_forward_without_gradients_is_refused_only_where_gradients_are_needed(
         assert ksvd_loss(layer).item() >= 0
     with pytest.raises(RuntimeError, match="carries no gradient"):
         ksvd_loss(layer)
+    checkpoint(layer, inputs(2, 7).requires_grad_(), use_reentrant=True)
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        ksvd_loss(layer)
 
 
 def test_bad_calls_of_the_loss_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""The layer under PyTorch's transformations: compile, export, func, gradcheck and checkpointing."""
+"""The layer under PyTorch's transformations: compile, export, func and gradcheck."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
-from torch.utils.checkpoint import checkpoint
 
 from closeness import assert_close
 from primal_attention import PrimalAttention, ksvd_loss
@@ -153,10 +152,3 @@ def test_gradcheck(mode: str, decay: Any, feature_map: str) -> None:
 
     values = [p.detach().clone().requires_grad_() for p in layer.parameters()]
     assert torch.autograd.gradcheck(function, (inputs(2, 4).requires_grad_(), *values), fast_mode=True)
-
-
-def test_reentrant_checkpointing_is_refused_by_the_loss() -> None:
-    block = Block(make("data_dependent"))
-    checkpoint(block, inputs(2, 9).requires_grad_(), use_reentrant=True)
-    with pytest.raises(RuntimeError, match="use_reentrant=False"):
-        ksvd_loss(block)

@@ -267,13 +267,8 @@ def test_the_horizon_of_cosformer_is_the_sequence_itself_unless_given() -> None:
         build("cosformer", causal=True, max_length=8)(tokens(1, 9))
 
 
-@pytest.fixture
-def _no_eps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flow_is_its_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("primal_attention.nn.baselines.flow.EPS", 0.0)
-
-
-@pytest.mark.usefixtures("_no_eps")
-def test_flow_is_its_formula() -> None:
     attn = build("flow")
     x = tokens(2, 30)
     q, k, v = attn.project_in(x)
@@ -287,8 +282,8 @@ def test_flow_is_its_formula() -> None:
     assert_close(attn(x), attn.project_out(y), EXACT)
 
 
-@pytest.mark.usefixtures("_no_eps")
-def test_causal_flow_is_its_formula_token_by_token() -> None:
+def test_causal_flow_is_its_formula_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("primal_attention.nn.baselines.flow.EPS", 0.0)
     attn = build("flow", causal=True)
     length = 140
     x = tokens(1, length)
