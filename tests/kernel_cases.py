@@ -1,4 +1,4 @@
-"""Layers on the fused kernels, and the reference in float64 with the same parameters."""
+"""Layers on a fast backend, and the reference with the same parameters."""
 
 import copy
 import warnings
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from closeness import assert_close
 from primal_attention import PrimalAttention
+from primal_attention.nn.delta import DeltaPrimalAttention
 
 # Mode → keywords.
 MODES: dict[str, dict[str, Any]] = {
@@ -33,7 +34,7 @@ Layer = Any
 
 
 def make(mode: str, head_dim: int = 16, rank: int = 5, heads: int = 2, max_length: int = 160, **keywords: Any) -> Layer:
-    """Return a fused layer of the mode in training; its landmarks leave gaps in 63 tokens.
+    """Return a layer of the mode in training, on the kernels by default; its landmarks leave gaps in 63 tokens.
 
     max_length is used by the causal landmark modes only.
     """
@@ -47,6 +48,15 @@ def make(mode: str, head_dim: int = 16, rank: int = 5, heads: int = 2, max_lengt
         with torch.no_grad():
             # γ up to 0.95. Closer to 1 the rounding of γ to float32, 6e-8 / (1 − γ), would exceed that of the kernels.
             layer.decay_logit.copy_(torch.linspace(-1.0, 3.0, heads + 1)[1:])
+    return layer
+
+
+def make_delta(num_heads: int = 1, head_dim: int = 16, **settings: Any) -> Layer:
+    """Return a layer with the delta rule, on the kernels by default, whose decay depends on the token."""
+    layer: Layer = DeltaPrimalAttention(head_dim * num_heads, num_heads, **{"rank": 6, "backend": "fused", **settings})
+    torch.nn.init.normal_(layer.decay_proj.weight, std=0.3)
+    with torch.no_grad():
+        layer.decay_logit.copy_(torch.linspace(2.5, 0.5, num_heads))
     return layer
 
 
@@ -64,14 +74,16 @@ def twin(layer: Layer, dtype: torch.dtype = torch.float64, backend: str = "refer
 def results(layer: Layer, x: Tensor, *args: Any, scored: bool = True, **keywords: Any) -> Results:
     """Return y, e, r, J and the gradients of x and all parameters of a randomly weighted sum.
 
-    scored: include e and r.
+    scored: include e and r. Random landmarks are the same in all calls.
     """
     x = x.to(layer.w_e.dtype).detach().requires_grad_()
-    if scored:
-        y, scores = layer(x, *args, return_scores=True, **keywords)
-        outputs = {"y": y, "e": scores.e, "r": scores.r, "J": layer.objective}
-    else:
-        outputs = {"y": layer(x, *args, **keywords), "J": layer.objective}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        if scored:
+            y, scores = layer(x, *args, return_scores=True, **keywords)
+            outputs = {"y": y, "e": scores.e, "r": scores.r, "J": layer.objective}
+        else:
+            outputs = {"y": layer(x, *args, **keywords), "J": layer.objective}
     draw = torch.Generator().manual_seed(1)
     loss = x.new_zeros((), dtype=torch.float64)
     for name, result in outputs.items():
@@ -87,6 +99,21 @@ def gradients(layer: Layer, x: Tensor, loss: Tensor, **keywords: bool) -> Result
     names, inputs = zip(("x", x), *layer.named_parameters(), strict=True)
     grads = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True, **keywords)
     return {f"gradient of {name}": grad for name, grad in zip(names, grads, strict=True)}
+
+
+def saved_bytes(module: torch.nn.Module, x: Tensor) -> int:
+    """Return the bytes saved for backward, each storage once, without parameters and buffers."""
+    own = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
+    saved: list[Tensor] = []  # references keep the addresses distinct
+
+    def save(t: Tensor) -> Tensor:
+        saved.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda t: t):
+        module(x.requires_grad_())
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
+    return sum(size for address, size in storages.items() if address not in own)
 
 
 def assert_same(actual: Results, expected: Results, ratio: float = SAME) -> None:

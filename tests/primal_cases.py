@@ -47,6 +47,27 @@ def inputs(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(*shape, EMBED, dtype=dtype)
 
 
+def padding_mask(lengths: list[int], width: int, where: str) -> Tensor:
+    """(B, N) bool, True at the padding of sequences of the lengths: at the "right", at the "left", or in "gaps"."""
+    mask = torch.ones(len(lengths), width, dtype=torch.bool)
+    for row, n in zip(mask, lengths, strict=True):
+        if where == "right":
+            row[:n] = False
+        elif where == "left":
+            row[width - n :] = False
+        else:
+            row[torch.randperm(width)[:n]] = False
+    return mask
+
+
+def pad(sequences: list[Tensor], where: str, filler: float) -> tuple[Tensor, Tensor]:
+    """Sequences of tokens as one (B, N, d) batch and its mask, with the padding at the named place."""
+    mask = padding_mask([len(x) for x in sequences], max(map(len, sequences)) + 2, where)
+    x = torch.full((*mask.shape, EMBED), filler, dtype=sequences[0].dtype)
+    x[~mask] = torch.cat(sequences)
+    return x, mask
+
+
 def gradients(layer: nn.Module, loss: Tensor, *, keep_graph: bool = False) -> dict[str, Tensor]:
     """The gradient of every trained parameter; zero where the loss does not depend on it."""
     names, parameters = zip(*((n, p) for n, p in layer.named_parameters() if p.requires_grad), strict=True)

@@ -1,9 +1,14 @@
 """No CUDA assumption outside the CUDA parts: the equations run on any device that torch knows."""
 
+from __future__ import annotations
+
+import ast
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,44 +18,37 @@ from torch import Tensor
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_leaves
 
-from primal_attention import PrimalAttention
+from kernel_cases import MODES, make, make_delta
 from primal_attention.models.lm import LanguageConfig, LanguageModel
-from primal_attention.nn.delta import DeltaPrimalAttention
 from primal_attention.ops import landmarks, primal
 
 SOURCE = Path(__file__).parents[1] / "src" / "primal_attention"
 # What is about CUDA devices by its purpose.
 CUDA_PARTS = ("ops/triton/", "bench/", "train/cuda_graph.py")
-# What torch answers on every machine is not a use.
-USE = re.compile(r"torch\.cuda\.(?!is_available|device_count)\w+\(|\w\.cuda\(")
-# The named function is called for CUDA devices only.
-GUARD = re.compile(r"""type [=!]= ["']cuda["']|is_cuda|cuda\.(is_available|device_count)\(|def _capability_problem""")
-
-MODES: dict[str, dict[str, Any]] = {
-    "data-dependent": {},
-    "data-independent": {"data_dependent": False},
-    "two-sided decay": {"data_dependent": False, "decay": "learned"},
-    "causal": {"data_dependent": False, "causal": True},
-    "causal decay": {"data_dependent": False, "causal": True, "decay": "learned"},
-    "causal landmarks": {"causal": True, "max_length": 20},
-    "softmax map": {"feature_map": "softmax"},
+# Uses of CUDA, except questions that torch answers on every machine.
+USE = re.compile(r"torch\.cuda\.(?!is_available\b|device_count\b)\w+|\.cuda\(\)")
+GUARD = re.compile(r"""type [=!]= ["']cuda["']|is_cuda|cuda\.is_available\(\)|cuda\.device_count\(\)""")
+# Functions that are called for CUDA devices only.
+GUARDED_BY_CALLER = {"_capability_problem"}
+LAYERS: dict[str, Callable[..., Any]] = {
+    # A fixed decay is checked by its value, which a fake tensor does not have.
+    **{mode: partial(make, mode, backend="auto") for mode in MODES if mode != "fixed_decay"},
+    "softmax map": partial(make, "data_dependent", backend="auto", feature_map="softmax"),
+    "delta": partial(make_delta, 2, backend="auto", conv=0),
 }
-
-
-def make(mode: str, **keywords: Any) -> PrimalAttention:
-    if mode == "delta":
-        return DeltaPrimalAttention(16, 2, rank=4, **keywords)
-    return PrimalAttention(16, 2, rank=4, landmarks=6, **MODES[mode], **keywords)
 
 
 def unguarded(path: Path) -> list[str]:
     """Uses of torch.cuda.* or .cuda() in a function that has not asked for the kind of device before."""
-    lines, start, uses = path.read_text(encoding="utf-8").splitlines(), 0, []
-    for number, line in enumerate(lines):
-        if line.lstrip().startswith("def "):
-            start = number
-        if USE.search(line) and not GUARD.search("\n".join(lines[start : number + 1])):
-            uses.append(f"{path.relative_to(SOURCE)}:{number + 1}: {line.strip()}")
+    text = path.read_text(encoding="utf-8")
+    lines = text.splitlines()
+    uses = [line for line in lines if not line.startswith(" ") and USE.search(line)]  # outside of functions
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef) and node.name not in GUARDED_BY_CALLER:
+            body = lines[node.lineno - 1 : node.end_lineno]
+            first = next((i for i, line in enumerate(body) if USE.search(line)), None)
+            if first is not None and not GUARD.search("\n".join(body[: first + 1])):
+                uses.append(f"{path.relative_to(SOURCE)}:{node.lineno + first}: {body[first].strip()}")
     return uses
 
 
@@ -75,7 +73,7 @@ def test_language_models_stay_on_their_device(primal_mode: str) -> None:
 
 FAKE_DEVICE = """
 import torch
-from test_devices import MODES, make
+from test_devices import LAYERS
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -98,10 +96,10 @@ class RefuseFloat64(TorchDispatchMode):
         return result
 
 
-for mode in [*MODES, "delta"]:
+for mode, make in LAYERS.items():
     with FakeTensorMode(), RefuseFloat64():
-        layer = make(mode, device="fake", **({"conv": 0} if mode == "delta" else {}))
-        x = torch.empty(2, 8, 16, device="fake", requires_grad=True)
+        layer = make(device="fake")
+        x = torch.empty(2, 8, layer.embed_dim, device="fake", requires_grad=True)
         for padding in (None, torch.empty(2, 8, dtype=torch.bool, device="fake")):
             (layer(x, key_padding_mask=padding).sum() + ksvd_loss(layer)).backward()
         assert x.grad.device.type == "fake"
@@ -117,7 +115,7 @@ def test_layers_run_on_a_fake_device_without_float64_as_apple_mps_is() -> None:
         pytest.skip("this torch cannot register a device in Python")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SOURCE.parent), str(Path(__file__).parent)])}
     done = subprocess.run([sys.executable, "-c", FAKE_DEVICE], env=environment, capture_output=True, text=True)
-    assert done.stdout.splitlines() == [*MODES, "delta"], done.stderr[-3000:]
+    assert done.stdout.splitlines() == [*LAYERS], done.stderr[-3000:]
 
 
 def test_landmarks_without_float64_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

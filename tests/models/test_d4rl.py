@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from closeness import assert_close
-from primal_attention import ksvd_loss
 from primal_attention.models.d4rl import DecisionTransformer, select
 from primal_attention.nn.baselines import attention_names, attention_traits
 from primal_attention.nn.primal import PrimalAttention
@@ -106,26 +105,6 @@ def test_padding_changes_nothing_and_no_action_depends_on_later_steps(attention:
             assert_close(actual[row][~mask[row]], unpadded[row], TIGHT, f"left={left}, {n} steps")
     padded, mask = pad(columns, lengths, left=False)
     assert_close(model.predict(*padded, mask)[~mask], model(*padded, mask)[~mask], TIGHT)
-
-
-def test_the_objective_and_its_gradient_see_no_padding():
-    model, columns, lengths = small("primal", dropout=0.0).train(), episode(K), [K, 4, 1]
-    values, grads = [], []
-    for left in (True, False):
-        padded, mask = pad(columns, lengths, left)
-        model.zero_grad()
-        model(*padded, mask)
-        loss = ksvd_loss(model, "sample")
-        loss.backward()
-        values.append(loss)
-        grads.append(model.state_map.weight.grad.clone())
-    unpadded = []
-    for row, n in enumerate(lengths):
-        model(*(c[row : row + 1, :n] for c in columns))
-        unpadded.append(torch.stack([b.attention.objective[0] for b in model.blocks]).square().mean())
-    assert_close(values[0], torch.stack(unpadded).mean(), TIGHT)
-    assert_close(values[1], values[0], TIGHT)
-    assert_close(grads[1], grads[0], TIGHT)
 
 
 @pytest.mark.parametrize("attention", STREAMING)

@@ -23,8 +23,10 @@ def make(library: str = "transformers", **changes) -> ImageClassifier:
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-@pytest.mark.parametrize(("attention", "count"), [("softmax", 0), ("primal+", 1), ("primal", 3)])
-def test_choose_library_layers_are_primal(library, attention, count) -> None:
+@pytest.mark.parametrize(
+    ("attention", "count"), [("softmax", 0), ("primal+", 1), ("primal", 3), (("softmax", "primal", "primal"), 2)]
+)
+def test_the_named_layers_are_primal(library, attention, count) -> None:
     model = make(library, attention=attention)
     layers = primal_layers(model)
     assert len(layers) == count
@@ -52,13 +54,6 @@ def test_the_papers_model_has_197_tokens_and_rank_96(library) -> None:
         p.numel() for name, p in model.named_parameters() if "attn" not in name and "attention" not in name
     )
     assert 14.5e6 < parameters < 15e6  # of DeiT-Small's 21.7 million, without the attention
-
-
-def test_names_per_layer() -> None:
-    pytest.importorskip("transformers")
-    assert len(primal_layers(make(attention=("softmax", "primal", "primal"), layers=3))) == 2
-    with pytest.raises(ValueError, match=r"attention must be softmax, primal or primal\+ .*'linear linear"):
-        deit(3, attention="linear")
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -109,6 +104,8 @@ def test_bad_input_is_one_line(monkeypatch) -> None:
         make(patch_size=10)
     with pytest.raises(ValueError, match="drop_path must lie in"):
         make(drop_path=1.0)
+    with pytest.raises(ValueError, match=r"attention must be softmax, primal or primal\+ .*'linear linear"):
+        deit(3, attention="linear")
     with pytest.raises(ValueError, match="library must be auto, timm or transformers"):
         choose_library("keras")  # type: ignore[arg-type]
     monkeypatch.setattr("primal_attention.models.image.find_spec", lambda name: None)

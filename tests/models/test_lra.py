@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -47,44 +48,24 @@ def test_padding_changes_nothing_and_may_be_dropped(attention: str, changes: dic
     assert_close(model(ids, ids == 0), expected, 1e-9, "padding between tokens dropped")
 
 
-def test_gradients_are_those_of_the_whole_sequence():
-    model, ids = make(attention="primal+").train(), tokens() * (torch.rand(2, 24) < 0.5)
-    grads = []
-    for max_tokens in (None, 20):
-        model.max_tokens = max_tokens
-        loss = model(ids, ids == 0).square().sum() + ksvd_loss(model, "batch")
-        grads.append(torch.autograd.grad(loss, list(model.parameters()), allow_unused=True))
-    for full, gathered in zip(*grads, strict=True):
-        assert (full is None) == (gathered is None)
-        if full is not None:
-            assert_close(gathered, full, 1e-9)
-
-
-def test_positions_may_start_as_a_grid():
-    table = LRAClassifier(4, 2, 64, attention="softmax", embed_dim=16, positions="grid").stem.positions.weight
-    assert table.requires_grad
-    assert_close(table.square().mean().sqrt(), torch.tensor(0.02), 0.05)
-    near = table @ table.T
-    at = near[8 * 3 + 4].view(8, 8)  # from the pixel in row 3, column 4
-    assert at.argmax() == 8 * 3 + 4
-    assert at[3, 5] > at[3, 7]
-    assert at[4, 4] > at[7, 4]
-    assert_close(at[3, 5], at[4, 4], 1e-5)  # rows count as columns do
-    for length, width in ((60, 16), (64, 18)):
-        with pytest.raises(ValueError, match="positions='grid' needs"):
-            LRAClassifier(4, 2, length, embed_dim=width, num_heads=2, positions="grid")
-
-
-def test_positions_may_start_as_a_line():
-    table = LRAClassifier(4, 2, 50, attention="softmax", embed_dim=16, positions="line").stem.positions.weight
-    assert table.requires_grad
-    assert_close(table.square().mean().sqrt(), torch.tensor(0.02), 1e-3)
-    near = table @ table.T
-    assert (near.argmax(dim=1) == torch.arange(50)).all()
+def test_positions_may_start_as_a_line_or_a_grid():
+    tables = {}
+    for positions in ("line", "grid"):
+        model = LRAClassifier(4, 2, 64, attention="softmax", embed_dim=16, positions=positions)
+        tables[positions] = table = model.stem.positions.weight
+        assert table.requires_grad
+        assert_close(table.square().mean().sqrt(), torch.tensor(0.02), 1e-3)
+        assert ((table @ table.T).argmax(dim=1) == torch.arange(64)).all()
+    near = tables["line"] @ tables["line"].T
     assert_close(near[10, 11:15], near[30, 31:35], 1e-5)  # the distance counts, not the place
     assert near[10, 11] > near[10, 20]
-    with pytest.raises(ValueError, match="positions='line' needs an even width"):
-        LRAClassifier(4, 2, 50, attention="softmax", embed_dim=15, num_heads=1, positions="line")
+    near = (tables["grid"] @ tables["grid"].T)[8 * 3 + 4].view(8, 8)  # from the pixel in row 3, column 4
+    assert near[3, 5] > near[3, 7]
+    assert near[4, 4] > near[7, 4]
+    assert_close(near[3, 5], near[4, 4], 1e-5)  # rows count as columns do
+    for positions, length, width in (("grid", 60, 16), ("grid", 64, 18), ("line", 50, 15)):
+        with pytest.raises(ValueError, match=f"positions='{positions}' needs"):
+            LRAClassifier(4, 2, length, embed_dim=width, num_heads=1, positions=positions)
 
 
 def test_the_papers_network():
@@ -108,58 +89,19 @@ def test_the_one_hot_gradient_of_a_lookup_is_torchs():
             assert_close(torch.autograd.grad((ours * weight).sum(), table)[0], expected, error)
 
 
-def test_pairs_are_encoded_alike_and_compared():
-    model = make(pairs=True).eval()
-    a, b = tokens(), tokens()
-    masks = a == 0, b == 0
-    left, right = model.encode(a), model.encode(b)
-    expected = model.head(torch.cat([left, right, left * right, left - right], dim=-1))
-    assert_close(model(a, masks[0], b, masks[1]), expected, 1e-12)
-    assert model.head[0].in_features == 64
-
-
-def test_the_objective_of_pairs_is_about_both_sequences():
-    model = make(pairs=True).train()
-    a, b = tokens(), tokens()
-    model(a, None, b, None)
-    both = ksvd_loss(model, "batch")
-    each = []
-    for ids in (a, b):
-        model.encode(ids)
-        each.append(torch.stack([layer.objective.mean() for layer in primal_layers(model).values()]))
-    assert_close(both, ((each[0] + each[1]) / 2).square().mean(), 1e-12)
-
-
-def test_the_authors_padding_is_a_switch():
-    model = make(attention="primal+").eval()
-    ids = tokens()
-    ids[:, 15:] = 0
-    masked = model(ids, ids == 0)
-    model.published_padding = True
-    published = model(ids, ids == 0)
-    assert not torch.allclose(published, masked)
-    without_padding = model(ids[:, :15])
-    model.published_padding = False
-    assert torch.equal(model(ids, ids == 0), masked)
-    assert torch.equal(model(ids[:, :15]), without_padding)
-
-
 def test_what_cannot_work_is_one_clear_line():
-    ids = tokens()
-    with pytest.raises(ValueError, match="the sequences have 30 tokens and the model was built for 24"):
-        make()(tokens(length=30))
-    with pytest.raises(ValueError, match="takes two sequences"):
-        make(pairs=True)(ids)
-    with pytest.raises(ValueError, match="takes one sequence"):
-        make()(ids, None, ids)
-    with pytest.raises(ValueError, match="come together"):
-        make(pairs=True)(ids, ids == 0, ids)
-    with pytest.raises(ValueError, match=r"primal and softmax layers only \(got LinearAttention\)"):
-        make(attention="linear", published_padding=True)
-    with pytest.raises(ValueError, match="primal and softmax layers only"):
-        make(attention="nystrom+").published_padding = True
-    with pytest.raises(ValueError, match="got a layer with local_kernel"):
-        make(attention="softmax", local_kernel=5, published_padding=True)
+    ids, published = tokens(), {"published_padding": True}
+    for call, message in (
+        (lambda: make()(tokens(length=30)), "the sequences have 30 tokens and the model was built for 24"),
+        (lambda: make(pairs=True)(ids), "takes two sequences"),
+        (lambda: make()(ids, None, ids), "takes one sequence"),
+        (lambda: make(pairs=True)(ids, ids == 0, ids), "come together"),
+        (lambda: make(attention="linear", **published), r"primal and softmax layers only \(got LinearAttention\)"),
+        (lambda: make(attention="nystrom+", **published), "primal and softmax layers only"),
+        (lambda: make(attention="softmax", local_kernel=5, **published), "got a layer with local_kernel"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 def test_a_modern_block_is_attention_beside_convolution_and_a_gated_network():
@@ -187,11 +129,6 @@ def _new_compiler() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def train_model(attention: str, **changes: Any) -> LRAClassifier:
-    torch.manual_seed(0)
-    return make(attention=attention, **changes).train()
-
-
 def step(model: LRAClassifier, ids: Tensor) -> dict[str, Tensor]:
     """Logits, J and gradients of a training step."""
     model.zero_grad(set_to_none=True)
@@ -214,9 +151,9 @@ def batch(length: int, samples: int = 3) -> Tensor:
 @pytest.mark.usefixtures("_new_compiler")
 @pytest.mark.parametrize(("attention", "variants", "max_tokens"), [("softmax", 1, None), ("primal+", 2, 24)])
 def test_a_compiled_step_is_the_step(attention: str, variants: int, max_tokens: int | None):
-    plain, compiled = train_model(attention), train_model(attention)
-    plain.max_tokens = compiled.max_tokens = max_tokens
-    compiler = CompileCounterWithBackend("aot_eager")
+    plain = make(attention=attention).train()
+    plain.max_tokens = max_tokens
+    compiled, compiler = copy.deepcopy(plain), CompileCounterWithBackend("aot_eager")
     compiled.compile(backend=compiler)
     assert list(compiled.state_dict()) == list(plain.state_dict())
     expected, results = step(plain, batch(24)), step(compiled, batch(24))
@@ -230,8 +167,7 @@ def test_a_compiled_step_is_the_step(attention: str, variants: int, max_tokens: 
 @pytest.mark.usefixtures("_new_compiler")
 @pytest.mark.parametrize("autocast", [False, True])
 def test_all_lengths_share_one_graph_of_each_part(autocast: bool):
-    compiler = CompileCounter()
-    model = train_model("primal+", dropout=0.1).float()
+    model, compiler = make(attention="primal+", dropout=0.1).float(), CompileCounter()
     model.compile(backend=compiler, any_length=True)
     with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False, enabled=autocast):
         for length in (24, 20, 12, 24):

@@ -63,22 +63,17 @@ def test_the_sum_form_is_zero_at_the_kernel_svd() -> None:
 # The loss
 
 
-class TwoLayers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = make("data_dependent"), make("plain")
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x))
+def two_layers() -> nn.Sequential:
+    return nn.Sequential(make("data_dependent"), make("plain"))
 
 
 def test_reductions_over_samples_and_layers() -> None:
-    model = TwoLayers()
+    model = two_layers()
     model(inputs(4, 7))
-    j = [layer.objective for layer in (model.first, model.second)]
+    j = [layer.objective for layer in model]
     samples, batch = [(one**2).mean() for one in j], [one.mean() ** 2 for one in j]
-    assert_close(ksvd_loss(model.first), samples[0], SAME)
-    assert_close(ksvd_loss(model.first, "batch"), batch[0], SAME)
+    assert_close(ksvd_loss(model[0]), samples[0], SAME)
+    assert_close(ksvd_loss(model[0], "batch"), batch[0], SAME)
     for reduction, each in (("sample", samples), ("batch", batch)):
         assert_close(ksvd_loss(model, reduction), sum(each) / 2, SAME)
         assert_close(ksvd_loss(model, reduction, layers="sum"), sum(each), SAME)
@@ -91,13 +86,16 @@ def test_a_forward_without_gradients_is_refused_only_where_gradients_are_needed(
         assert ksvd_loss(layer).item() >= 0
     with pytest.raises(RuntimeError, match="carries no gradient"):
         ksvd_loss(layer)
+    checkpoint(layer, inputs(2, 7).requires_grad_(), use_reentrant=True)
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        ksvd_loss(layer)
 
 
 def test_bad_calls_of_the_loss_are_refused() -> None:
     with pytest.raises(ValueError, match=r"model has no PrimalAttention layer \(Linear\)"):
         ksvd_loss(nn.Linear(2, 2))
-    with pytest.raises(RuntimeError, match="layer 'first' has no objective yet: call the model in training mode"):
-        ksvd_loss(TwoLayers())
+    with pytest.raises(RuntimeError, match="layer '0' has no objective yet: call the model in training mode"):
+        ksvd_loss(two_layers())
     layer = make("plain")
     layer(inputs(1, 3))
     with pytest.raises(ValueError, match=r"^reduction must be one of 'sample', 'batch' \(got 'sum'\)$"):

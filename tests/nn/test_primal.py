@@ -28,6 +28,9 @@ SAME = 1e-12  # float64, the same operations
 # Relative RMS of rounding: bits of the mantissa, times a few roundings between input and output.
 ROUNDING = {torch.float32: 3e-6, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 
+MODES_AND_BACKENDS = [(mode, backend) for mode in MODES for backend in ("reference", "fused")]
+MODES_AND_BACKENDS += [(mode, "cpu") for mode in CPU_MODES]
+
 every_mode = pytest.mark.parametrize("mode", MODES)
 every_decay = pytest.mark.parametrize(("mode", "decay"), MODES_AND_DECAYS)
 every_map = pytest.mark.parametrize("feature_map", ["cosine", "softmax"])
@@ -120,11 +123,8 @@ def test_the_objective_does_not_overflow_in_float16(mode: str) -> None:
     assert_close(layer.objective, torch.tensor([-1e4 * layer.w_e.shape[1] * 4]), 1e-6)
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu", "fused"])
-@every_mode
+@pytest.mark.parametrize(("mode", "backend"), MODES_AND_BACKENDS)
 def test_large_inputs_do_not_overflow(mode: str, backend: str) -> None:
-    if backend == "cpu" and mode not in CPU_MODES:
-        pytest.skip("the CPU backend does not serve this mode")
     options = backend_options(backend) | {"dtype": torch.float32}
     layer = make(mode, **options).eval()
     exact = copy.deepcopy(layer).double()
@@ -179,11 +179,8 @@ def test_a_slow_decay_survives_half_precision(decay: Any) -> None:
         assert 1.0 / (1.0 - gamma.min()) < 2.0
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu", "fused"])
-@pytest.mark.parametrize("mode", [*CAUSAL, "two_sided"])
+@pytest.mark.parametrize(("mode", "backend"), [c for c in MODES_AND_BACKENDS if c[0] in (*CAUSAL, "two_sided")])
 def test_one_token_leaves_a_learned_decay_in_the_graph(mode: str, backend: str) -> None:
-    if backend == "cpu" and mode not in CPU_MODES:
-        pytest.skip("the CPU backend does not serve this mode")
     options = backend_options(backend)
     layer = make(mode, "learned", **options)
     layer(torch.randn(2, 1, EMBED, dtype=options["dtype"], device=options["device"])).sum().backward()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from closeness import assert_close
-from primal_cases import CAUSAL_AND_DECAYS, MAX_LENGTH, inputs, make
+from primal_cases import CAUSAL_AND_DECAYS, MAX_LENGTH, inputs, make, pad
 
 # float64: the recurrence adds in another order than the full pass, over hundreds of tokens.
 SAME = 1e-12
@@ -90,12 +90,7 @@ def test_pieces_equal_one_pass_in_outputs_and_gradients(
 def test_prompts_of_different_lengths_prefill_together(mode: str, decay: Any, feature_map: str, where: str) -> None:
     layer = make(mode, decay, feature_map=feature_map).eval()
     prompts, more = [inputs(n) for n in (3, 8, 5)], inputs(3, 6)
-    batch = torch.full((3, 8, prompts[0].shape[-1]), float("nan"), dtype=torch.float64)
-    mask = torch.ones(3, 8, dtype=torch.bool)
-    for row, is_padding, prompt in zip(batch, mask, prompts, strict=True):
-        slots = slice(8 - len(prompt), None) if where == "left" else slice(len(prompt))
-        row[slots], is_padding[slots] = prompt, False
-    _, state = layer(batch, mask, return_state=True)
+    _, state = layer(*pad(prompts, where, torch.nan), return_state=True)
     together, _ = stream(layer, more, state)
     for b, prompt in enumerate(prompts):
         expected = layer(torch.cat([prompt, more[b]])[None])[:, len(prompt) :]

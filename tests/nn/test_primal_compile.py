@@ -1,4 +1,4 @@
-"""The layer under PyTorch's transformations: compile, export, func, gradcheck and checkpointing."""
+"""The layer under PyTorch's transformations: compile, export, func and gradcheck."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch._dynamo.testing import CompileCounter
 
 from closeness import assert_close
 from primal_attention import PrimalAttention, ksvd_loss
-from primal_cases import MAX_LENGTH, MODES, MODES_AND_DECAYS, gradients, inputs, make
+from primal_cases import MAX_LENGTH, MODES, MODES_AND_DECAYS, gradients, inputs, make, padding_mask
 
 SAME = 1e-12  # float64, the same operations; compilers may reorder sums
 LONG = ((3, 64), (2, 65), (4, 130))  # (batch, tokens) around the chunks of the decayed sums
@@ -33,37 +33,6 @@ class Block(nn.Module):
         return x + self.attn(self.norm(x), mask)
 
 
-class CompileCounter:
-    """A compiler that runs the graph as it is and counts the graphs."""
-
-    def __init__(self) -> None:
-        self.graphs = 0
-
-    def __call__(self, graph: torch.fx.GraphModule, _: list[Tensor]) -> Any:
-        self.graphs += 1
-        return graph.forward
-
-
-def half_masked(b: int, n: int) -> Tensor:
-    mask = torch.zeros(b, n, dtype=torch.bool)
-    mask[0, n // 2 :] = True
-    return mask
-
-
-def train_step(layer: nn.Module, call: Any, x: Tensor, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    y = call(x, mask)
-    return y, gradients(layer, y.square().mean() + ksvd_loss(layer))
-
-
-def assert_same_step(block: nn.Module, call: Any, b: int, n: int) -> None:
-    x, mask = inputs(b, n), half_masked(b, n)
-    expected, expected_grads = train_step(block, block, x, mask)
-    y, grads = train_step(block, call, x, mask)
-    assert_close(y, expected, SAME)
-    for name, grad in grads.items():
-        assert_close(grad, expected_grads[name], SAME, name)
-
-
 class TestCompile:
     @pytest.fixture(autouse=True)
     def _fresh_compiler(self) -> None:
@@ -75,8 +44,13 @@ class TestCompile:
         block, counter = Block(make(mode)), CompileCounter()
         compiled = torch.compile(block, fullgraph=True, dynamic=True, backend=counter)
         for b, n in ((3, 9), (5, 24), (3, 2), *(() if mode == "causal_data_dependent" else LONG)):
-            assert_same_step(block, compiled, b, n)
-        assert counter.graphs == 1
+            x, mask, results = inputs(b, n), padding_mask([n // 2, *[n] * (b - 1)], n, "right"), []
+            for call in (block, compiled):
+                y = call(x, mask)
+                results.append({"y": y, **gradients(block, y.square().mean() + ksvd_loss(block))})
+            for name, expected in results[0].items():
+                assert_close(results[1][name], expected, SAME, name)
+        assert counter.frame_count == 1
 
     def test_the_default_compiler_trains(self) -> None:
         layer, x = make("data_dependent", bias=False), inputs(2, 9)
@@ -118,7 +92,7 @@ class TestCompile:
             for t in range(12):
                 y, state = step(x[:, t], state)
                 assert_close(y, expected[:, t], SAME)
-        assert counter.graphs <= 3  # the first position and the general one, not one per token
+        assert counter.frame_count <= 3  # the first position and the general one, not one per token
 
 
 @pytest.mark.supports("export", "cpu")
@@ -178,10 +152,3 @@ def test_gradcheck(mode: str, decay: Any, feature_map: str) -> None:
 
     values = [p.detach().clone().requires_grad_() for p in layer.parameters()]
     assert torch.autograd.gradcheck(function, (inputs(2, 4).requires_grad_(), *values), fast_mode=True)
-
-
-def test_reentrant_checkpointing_is_refused_by_the_loss() -> None:
-    block = Block(make("data_dependent"))
-    checkpoint(block, inputs(2, 9).requires_grad_(), use_reentrant=True)
-    with pytest.raises(RuntimeError, match="use_reentrant=False"):
-        ksvd_loss(block)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from typing import Any
 
@@ -11,12 +12,6 @@ from torch import Tensor
 
 from primal_attention import PrimalAttention
 from primal_cases import EMBED, HEADS, MAX_LENGTH, MODES, backend_options, inputs, make
-
-
-def assert_message(error: pytest.ExceptionInfo[Exception], message: str) -> None:
-    assert str(error.value) == message
-    assert "\n" not in message
-
 
 CAUSAL_SUM = {"causal": True, "data_dependent": False}
 BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
@@ -62,9 +57,8 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("keywords", "message"), BAD_ARGUMENTS, ids=[message[:40] for _, message in BAD_ARGUMENTS])
 def test_a_bad_argument_is_refused_at_construction(keywords: dict[str, Any], message: str) -> None:
     arguments = {"embed_dim": EMBED, "num_heads": HEADS, "rank": 4, "landmarks": 6, **keywords}
-    with pytest.raises((ValueError, TypeError)) as error:
+    with pytest.raises((ValueError, TypeError), match=rf"^{re.escape(message)}\Z"):
         PrimalAttention(**arguments)
-    assert_message(error, message)
 
 
 def bounds(*positions: int) -> Tensor:
@@ -111,10 +105,8 @@ BAD_CALLS: list[tuple[str, Tensor, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("mode", "x", "keywords", "message"), BAD_CALLS, ids=[call[-1][:50] for call in BAD_CALLS])
 def test_a_bad_call_is_refused(mode: str, x: Tensor, keywords: dict[str, Any], message: str) -> None:
-    with pytest.raises((ValueError, TypeError)) as error:
+    with pytest.raises((ValueError, TypeError), match=rf"^{re.escape(message)}.*\Z"):
         make(mode)(x, **keywords)
-    assert str(error.value).startswith(message)
-    assert "\n" not in str(error.value)
 
 
 def test_changed_boundaries_are_checked_again() -> None:

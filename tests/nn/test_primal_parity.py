@@ -28,6 +28,24 @@ FILES = (
 )
 SQUARE_OF_THE_MEAN = ("lra", "cv")  # the other code bases average the squares
 CAUSAL = ("rl", "nlp")
+# Our parameters by their names in the files, where q and k may be separate.
+NAMES = {
+    "qk_proj.weight": "Wqk",
+    "qk_proj.bias": "bqk",
+    "w_e": "We",
+    "w_r": "Wr",
+    "sqrt_lambda": "Lambda",
+    "score_proj.weight": "Wo",
+    "score_proj.bias": "bo",
+    "out_proj.weight": "Wout",
+    "out_proj.bias": "bout",
+}
+
+
+def parts_of(golden: dict[str, Tensor], own_name: str) -> list[str]:
+    """The names of the stored arrays that form one of our parameters."""
+    name = NAMES[own_name]
+    return [name] if f"p_{name}" in golden else [name.replace("qk", "q"), name.replace("qk", "k")]
 
 
 def layer_of(golden: dict[str, Tensor], meta: dict[str, Any], backend: str) -> PrimalAttention:
@@ -45,33 +63,9 @@ def layer_of(golden: dict[str, Tensor], meta: dict[str, Any], backend: str) -> P
             backend=backend,
             dtype=torch.float64,
         )
-    joint = "p_Wqk" in golden
-    layer.load_state_dict(
-        {
-            "qk_proj.weight": golden["p_Wqk"] if joint else torch.cat([golden["p_Wq"], golden["p_Wk"]]),
-            "qk_proj.bias": golden["p_bqk"] if joint else torch.cat([golden["p_bq"], golden["p_bk"]]),
-            "w_e": golden["p_We"],
-            "w_r": golden["p_Wr"],
-            "sqrt_lambda": golden["p_Lambda"],
-            "score_proj.weight": golden["p_Wo"],
-            "score_proj.bias": golden["p_bo"],
-            "out_proj.weight": golden["p_Wout"],
-            "out_proj.bias": golden["p_bout"],
-        }
-    )
+    state = {name: torch.cat([golden[f"p_{part}"] for part in parts_of(golden, name)]) for name in NAMES}
+    layer.load_state_dict(state)
     return layer
-
-
-def our_names(layer: PrimalAttention, joint: bool) -> dict[str, Tensor]:
-    """Our gradients by the golden files' names."""
-    grad = {name: p.grad for name, p in layer.named_parameters()}
-    names = {"w_e": "We", "w_r": "Wr", "sqrt_lambda": "Lambda", "score_proj.weight": "Wo", "score_proj.bias": "bo"}
-    names |= {"out_proj.weight": "Wout", "out_proj.bias": "bout", "qk_proj.weight": "Wqk", "qk_proj.bias": "bqk"}
-    ours = {golden: grad[own] for own, golden in names.items()}
-    if not joint:
-        ours["Wq"], ours["Wk"] = ours.pop("Wqk").chunk(2)
-        ours["bq"], ours["bk"] = ours.pop("bqk").chunk(2)
-    return ours
 
 
 @pytest.mark.parametrize("backend", ["reference", "auto"])
@@ -99,7 +93,7 @@ def test_the_layer_equals_the_authors_implementation(name: str, backend: str) ->
     objective.backward()
 
     def compare(what: str, ours: Tensor) -> None:
-        assert_close(ours, golden[what], storage_ratio(golden[what], meta), f"{name}: {what}")
+        assert_close(ours, golden[what], storage_ratio(golden[what], meta), what)
 
     for i, out, e, r in zip(suffixes, outs, *(s.chunk(len(suffixes)) for s in scores), strict=True):
         compare(f"out{i}", order(out))
@@ -111,9 +105,11 @@ def test_the_layer_equals_the_authors_implementation(name: str, backend: str) ->
         compare("ksvd_per_sample", layer.objective.square())
     for i, x in zip(suffixes, xs, strict=True):
         compare(f"g_x{i}", x.grad)
-    for parameter, grad in our_names(layer, "p_Wqk" in golden).items():
-        if f"g_{parameter}" in golden:
-            compare(f"g_{parameter}", grad)
-        else:  # a large matrix is stored as two products with fixed vectors
-            compare(f"g_{parameter}_uT", golden[f"g_{parameter}_u"] @ grad)
-            compare(f"g_{parameter}_Av", grad @ golden[f"g_{parameter}_v"])
+    for name, parameter in layer.named_parameters():
+        parts = parts_of(golden, name)
+        for part, grad in zip(parts, parameter.grad.chunk(len(parts)), strict=True):
+            if f"g_{part}" in golden:
+                compare(f"g_{part}", grad)
+            else:  # a large matrix is stored as two products with fixed vectors
+                compare(f"g_{part}_uT", golden[f"g_{part}_u"] @ grad)
+                compare(f"g_{part}_Av", grad @ golden[f"g_{part}_v"])

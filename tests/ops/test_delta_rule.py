@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from closeness import assert_close, rms_ratio
+from kernel_cases import make_delta
 from primal_attention import ksvd_loss
 from primal_attention.nn.delta import DeltaPrimalAttention
 from primal_attention.ops import delta_rule
@@ -136,15 +137,6 @@ def test_a_kernel_is_not_differentiated_twice(device: torch.device) -> None:
 CANCELLING = {"J": 1e-5, "decay_logit": 5e-5, "decay_proj.weight": 5e-5}
 
 
-def make_layer(num_heads: int = 1, head_dim: int = 16, **settings: Any) -> DeltaPrimalAttention:
-    settings = {"rank": 6, "backend": "fused", **settings}
-    layer = DeltaPrimalAttention(head_dim * num_heads, num_heads, **settings)
-    torch.nn.init.normal_(layer.decay_proj.weight, std=0.3)
-    with torch.no_grad():
-        layer.decay_logit.copy_(torch.linspace(2.5, 0.5, num_heads))
-    return layer
-
-
 def all_results(layer: DeltaPrimalAttention, x: Tensor, *args: Any) -> dict[str, Tensor]:
     """Outputs, state, J, and the gradients of x and every parameter."""
     x = x.detach().requires_grad_()
@@ -172,7 +164,7 @@ def all_results(layer: DeltaPrimalAttention, x: Tensor, *args: Any) -> dict[str,
     ids=str,
 )
 def test_a_layer_equals_the_reference(device: torch.device, length: int, settings: dict[str, Any]) -> None:
-    layer = make_layer(**settings)
+    layer = make_delta(**settings)
     exact = copy.deepcopy(layer).double()
     exact.backend = "reference"
     x, mask = torch.randn(2, length, layer.embed_dim), None
@@ -186,7 +178,7 @@ def test_a_layer_equals_the_reference(device: torch.device, length: int, setting
 
 @torch.no_grad()
 def test_a_layer_streams_and_calls_hooked_maps(device: torch.device) -> None:
-    layer = make_layer().eval().to(device)
+    layer = make_delta().eval().to(device)
     x = torch.randn(1, 42, 16, device=device)
     expected, final = layer(x, return_state=True)
     calls = []
@@ -203,7 +195,7 @@ def test_a_layer_streams_and_calls_hooked_maps(device: torch.device) -> None:
 
 @pytest.mark.usefixtures("bfloat16_rounds")
 def test_autocast_is_as_accurate_as_the_reference(device: torch.device) -> None:
-    fused, x = make_layer(2), torch.randn(1, 40, 32)
+    fused, x = make_delta(2), torch.randn(1, 40, 32)
     plain, exact = copy.deepcopy(fused).to(device), copy.deepcopy(fused).double()
     plain.backend = exact.backend = "reference"
     expected = all_results(exact, x.double())
@@ -224,7 +216,7 @@ def test_autocast_is_as_accurate_as_the_reference(device: torch.device) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="Dynamo traces compiled kernels, not interpreted ones")
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_layer_compiles_as_one_graph(device: torch.device, dynamic: bool) -> None:
-    layer = make_layer(2).to(device)
+    layer = make_delta(2).to(device)
     compiled = torch.compile(layer, fullgraph=True, dynamic=dynamic)
     for length in (33, 70):
         x = torch.randn(2, length, 32, device=device, requires_grad=True)

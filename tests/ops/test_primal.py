@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from closeness import assert_close
-from kernel_cases import SAME, make, tokens, twin
+from kernel_cases import make, tokens
 from primal_attention.ops import primal
 from primal_attention.ops.feature_maps import COSINE, FeatureMap
 from primal_attention.ops.primal import choose_backend
@@ -92,18 +91,18 @@ def test_auto_takes_the_cpu_backend_for_large_inputs_without_transforms() -> Non
     assert chosen == ["reference"]
 
 
-def test_fused_on_a_cpu_without_the_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(primal, "is_interpreting", lambda: False)
-    with pytest.raises(ValueError, match=r"x is on 'cpu', the kernels run on 'cuda'"):
-        choose_backend("fused", **call())
-    layer = make("data_dependent", backend="auto")
-    x = tokens(layer, 1, 3)
-    assert_close(layer(x), twin(layer)(x.double()), SAME)
-
-
-def test_fused_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(primal, "HAS_TRITON", False)
-    with pytest.raises(ValueError, match="Triton is not installed"):
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("is_interpreting", lambda: False, "x is on 'cpu', the kernels run on 'cuda'"),
+        ("HAS_TRITON", False, "Triton is not installed"),
+    ],
+)
+def test_fused_without_a_gpu_or_triton_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: Any, why: str
+) -> None:
+    monkeypatch.setattr(primal, name, value)
+    with pytest.raises(ValueError, match=why):
         choose_backend("fused", **call())
     assert choose_backend("auto", **call()) != "fused"
 

@@ -11,9 +11,9 @@ import copy
 import json
 import multiprocessing
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import fast_interpreter
-from primal_attention import PrimalAttention, ksvd_loss
+from primal_attention import ksvd_loss
 from primal_attention.models.lm import LanguageConfig, LanguageModel
 from primal_attention.models.lra import LRAClassifier
 from primal_attention.models.uea import MaskedBatchNorm, modern_classifier, paper_classifier
@@ -72,8 +72,14 @@ def gradient_differences(module: nn.Module, single: nn.Module) -> Differences:
     return differences
 
 
-def compare_layer(mesh: DeviceMesh, layer: PrimalAttention, mask: Tensor | None) -> Differences:
+def own(x: Tensor, mesh: DeviceMesh | None) -> Tensor:
+    """The shard of this rank; x itself in a single process."""
+    return x if mesh is None else shard(x, mesh)
+
+
+def compare_layer(mesh: DeviceMesh, options: dict[str, Any], mask: Tensor | None) -> Differences:
     """Compare outputs, scores, J and all gradients of one layer with the reference in float64 in a single process."""
+    layer = make(**options)
     x = inputs(3, LENGTH, dtype=layer.w_e.dtype)
     single, context = copy.deepcopy(layer).double(), Context.over(mesh)
     single.backend = "reference"
@@ -98,8 +104,9 @@ def compare_layer(mesh: DeviceMesh, layer: PrimalAttention, mask: Tensor | None)
     return differences | {"∂x": difference(x1.grad, x0.grad)} | gradient_differences(layer, single)
 
 
-def compare_model(mesh: DeviceMesh, model: nn.Module, loss_of: Callable[..., Tensor]) -> Differences:
+def compare_model(mesh: DeviceMesh, name: str, loss_of: Callable[..., Tensor]) -> Differences:
     """Compare the loss with the KSVD loss, every J, buffers and all gradients of a model."""
+    model = make_model(name)
     single = copy.deepcopy(model)
     loss0 = loss_of(single, None) + ksvd_loss(single)
     loss0.backward()
@@ -116,25 +123,16 @@ def compare_model(mesh: DeviceMesh, model: nn.Module, loss_of: Callable[..., Ten
 
 
 def class_loss(x: Tensor, mask: Tensor) -> Callable[..., Tensor]:
-    def loss(model: nn.Module, mesh: DeviceMesh | None) -> Tensor:
-        y = torch.tensor([0, 2, 1])
-        if mesh is None:
-            return F.cross_entropy(model(x, mask), y)
-        return F.cross_entropy(model(shard(x, mesh), shard(mask, mesh)), y)
-
-    return loss
+    return lambda model, mesh: F.cross_entropy(model(own(x, mesh), own(mask, mesh)), torch.tensor([0, 2, 1]))
 
 
 def language_loss(tokens: Tensor) -> Callable[..., Tensor]:
     """Inputs and targets are sharded alike, so no rank needs the next token of another one."""
 
     def loss(model: nn.Module, mesh: DeviceMesh | None) -> Tensor:
-        seen, target = tokens[:, :-1], tokens[:, 1:]
-        if mesh is None:
-            return F.cross_entropy(model(seen).flatten(0, 1), target.flatten())
-        logits = model(shard(seen, mesh)).flatten(0, 1)
-        total = F.cross_entropy(logits, shard(target, mesh).flatten(), reduction="sum")
-        return Context.over(mesh).sum(total) / target.numel()
+        logits, targets = model(own(tokens[:, :-1], mesh)), own(tokens[:, 1:], mesh)
+        total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        return (total if mesh is None else Context.over(mesh).sum(total)) / tokens[:, 1:].numel()
 
     return loss
 
@@ -154,25 +152,19 @@ def make_model(name: str) -> nn.Module:
 
 def shard_comparisons(mesh: DeviceMesh) -> Iterator[Comparison]:
     mask = mask_of(3, LENGTH)
+    maps = {"softmax": None, "cosine": mask}
     for mode, decay in MODES_AND_DECAYS:
-        for feature_map, padding in (("softmax", None), ("cosine", mask)):
-            name = f"{mode}, decay={decay}, {feature_map}"
-            layer = {"mode": mode, "decay": decay, "feature_map": feature_map}
-            yield "shards", name, lambda layer=layer, padding=padding: compare_layer(mesh, make(**layer), padding)
-    for options in ({"sampling": "random"}, {"objective_form": "sum", "objective_trace": "projections"}):
-        layer = {"mode": "data_dependent", **options}
-        yield "shards", str(options), lambda layer=layer: compare_layer(mesh, make(**layer), mask)
+        for feature_map, padding in maps.items():
+            options = {"mode": mode, "decay": decay, "feature_map": feature_map}
+            yield "shards", str(options), partial(compare_layer, mesh, options, padding)
+    for extra in ({"sampling": "random"}, {"objective_form": "sum", "objective_trace": "projections"}):
+        options = {"mode": "data_dependent", **extra}
+        yield "shards", str(options), partial(compare_layer, mesh, options, mask)
     x, ids = torch.randn(3, LENGTH, 2, dtype=torch.float64), torch.randint(1, 11, (3, LENGTH))
-    for kind, data in (("modern", x), ("paper", x), ("lra", ids)):
-        loss = class_loss(data, mask)
-        yield "shards", f"{kind} classifier", lambda kind=kind, loss=loss: compare_model(mesh, make_model(kind), loss)
-    for mode in ("mean", "decay", "landmarks"):
-        loss = language_loss(torch.randint(0, 9, (2, LENGTH + 1)))
-        yield (
-            "shards",
-            f"language model, {mode}",
-            lambda mode=mode, loss=loss: compare_model(mesh, make_model(mode), loss),
-        )
+    losses = {"modern": class_loss(x, mask), "paper": class_loss(x, mask), "lra": class_loss(ids, mask)}
+    losses |= {mode: language_loss(torch.randint(0, 9, (2, LENGTH + 1))) for mode in ("mean", "decay", "landmarks")}
+    for name, loss in losses.items():
+        yield "shards", f"model {name}", partial(compare_model, mesh, name, loss)
 
 
 # The interpreter is slow: each kernel once, and masks where the layout differs.
@@ -189,7 +181,7 @@ def fused_comparisons(mesh: DeviceMesh) -> Iterator[Comparison]:
     for options, is_padded in FUSED:
         options = {**options, "backend": "fused", "dtype": torch.float32}
         mask = mask_of(3, LENGTH) if is_padded else None
-        yield "fused", str(options), lambda o=options, mask=mask: compare_layer(mesh, make(**o), mask)
+        yield "fused", str(options), partial(compare_layer, mesh, options, mask)
 
 
 # Four ranks: data and context parallelism together
@@ -242,12 +234,7 @@ def compare_bytes(mesh: DeviceMesh, mode: str, decay: Any) -> Differences:
     """Compare the bytes of a training step of a layer at N and at 4·N tokens, by collective."""
     short, long = count_bytes(mesh, mode, decay, 24), count_bytes(mesh, mode, decay, 96)
     assert short.total > 0
-    return {kind: abs(long.bytes[kind] - short.bytes[kind]) for kind in {*short.bytes, *long.bytes}}
-
-
-def compare_without_context(mesh: DeviceMesh) -> Differences:
-    layer, x = make("data_dependent"), inputs(3, LENGTH)
-    return {"y": difference(layer(shard(x, mesh)), shard(layer(x), mesh))}
+    return {kind: abs(long.bytes[kind] - short.bytes[kind]) for kind in sorted({*short.bytes, *long.bytes})}
 
 
 def four_rank_comparisons() -> Iterator[Comparison]:
@@ -255,51 +242,42 @@ def four_rank_comparisons() -> Iterator[Comparison]:
     flat = mesh._flatten("all")
     wraps: dict[str, Wrap] = {
         "DDP": DistributedDataParallel,
-        "FSDP2 over all ranks": lambda model: wrap_fsdp(model, flat),
-        "FSDP2 over context, copies over data": lambda model: wrap_fsdp(model, mesh),
+        "FSDP2 over all ranks": partial(wrap_fsdp, mesh=flat),
+        "FSDP2 over context, copies over data": partial(wrap_fsdp, mesh=mesh),
     }
     for name, wrap in wraps.items():
-        yield "data × context", name, lambda wrap=wrap: compare_step(mesh, wrap, [[0, 1], [2, 3]])
+        yield "data × context", name, partial(compare_step, mesh, wrap, [[0, 1], [2, 3]])
     for reduction in ("sample", "batch"):
-        name = f"unequal batches, J per {reduction}"
-        call = lambda r=reduction: compare_step(mesh, DistributedDataParallel, [[0, 1, 2], [3]], r)  # noqa: E731
-        yield "data × context", name, call
+        unequal = partial(compare_step, mesh, DistributedDataParallel, [[0, 1, 2], [3]], reduction)
+        yield "data × context", f"unequal batches, J per {reduction}", unequal
     for mode, decay in MODES_AND_DECAYS:
-        yield "bytes", f"{mode}, decay={decay}", lambda mode=mode, decay=decay: compare_bytes(flat, mode, decay)
-    yield "control", "without a context", lambda: compare_without_context(flat)
+        yield "bytes", f"{mode}, decay={decay}", partial(compare_bytes, flat, mode, decay)
 
 
-def run(comparisons: Iterator[Comparison], results: dict[str, dict[str, Differences]]) -> None:
+def run(comparisons: Iterator[Comparison], ranks: dist.ProcessGroup | None) -> dict[str, dict[str, Differences]]:
+    """The largest differences over the ranks, by group and name."""
+    results: dict[str, dict[str, Differences]] = {}
     for group, name, compare in comparisons:
         torch.manual_seed(0)
-        try:
-            differences = compare()
-        except Exception as error:  # all ranks fail alike; the test of the group reports it
-            traceback.print_exc()
-            differences = {f"{type(error).__name__}: {error}": float("inf")}
-        results.setdefault(group, {})[name] = differences
+        differences = compare()
+        largest = torch.tensor(list(differences.values()), dtype=torch.float64)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, ranks)
+        results.setdefault(group, {})[name] = dict(zip(differences, largest.tolist(), strict=True))
+    return results
 
 
 def main(out: Path, rank: int) -> None:
     torch.set_num_threads(1)
     store = f"file://{out.with_suffix('.store')}"
     dist.init_process_group("gloo", store, timedelta(seconds=120), world_size=RANKS, rank=rank)
-    results: dict[str, dict[str, Differences]] = {}
+    results = {}
     # Three ranks have shards of different lengths. The comparisons of four ranks have contexts of two.
     for size, comparisons in ((2, fused_comparisons), (3, shard_comparisons)):
         mesh = DeviceMesh("cpu", list(range(size)))
-        if dist.get_rank() < size:
-            run(comparisons(mesh), results)
-    run(four_rank_comparisons(), results)
-    ranks: list[dict[str, dict[str, Differences]]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(ranks, results)
-    for other in ranks:  # rank 0 keeps the largest difference over the ranks
-        for group, named in other.items():
-            for name, differences in named.items():
-                known = results.setdefault(group, {}).setdefault(name, {})
-                for key, value in differences.items():
-                    known[key] = max(known.get(key, 0.0), value)
-    if dist.get_rank() == 0:
+        if rank < size:
+            results |= run(comparisons(mesh), mesh.get_group())
+    results |= run(four_rank_comparisons(), None)
+    if rank == 0:
         out.write_text(json.dumps(results, indent=1, ensure_ascii=False))
     dist.destroy_process_group()
 

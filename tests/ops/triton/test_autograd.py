@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from triton.runtime.interpreter import GridExecutor
 
 from closeness import assert_close
-from kernel_cases import MODES, SAME, Layer, assert_same, gradients, make, results, tokens, twin
+from kernel_cases import MODES, SAME, assert_as_truth, assert_same, gradients, make, results, tokens, twin
 from primal_attention.ops.triton import common
 
 KERNELS = ["data_dependent", "learned_decay", "causal_landmarks"]
@@ -164,11 +164,6 @@ def test_input_that_is_not_contiguous_is_accepted(device: torch.device) -> None:
 # Random landmarks
 
 
-def drawn_results(layer: Layer, x: Tensor, **keywords: Tensor) -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    return results(layer, x, **keywords)
-
-
 @pytest.mark.usefixtures("unwritten_memory_is_nan")
 @pytest.mark.parametrize(
     ("landmarks", "layout", "rank"),
@@ -184,8 +179,7 @@ def test_random_landmarks_are_those_of_the_equations(
         keywords = {"cu_seqlens": torch.tensor((0, 30, 31, 31, 75), dtype=torch.int32, device=device)}
     elif layout == "padded":
         keywords = {"key_padding_mask": (torch.arange(24) % 5 == torch.tensor([[1], [2], [9]])).to(device)}
-    truth = twin(layer)
-    assert_same(drawn_results(layer, x, **keywords), drawn_results(truth, x, **keywords))
+    assert_as_truth(layer, x, **keywords)
 
 
 def test_training_draws_landmarks_in_every_pass_and_evaluation_none(device: torch.device) -> None:

@@ -4,39 +4,26 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from kernel_cases import MODES, assert_as_truth, make, tokens
 from primal_attention.ops.triton import causal_sum
+from primal_cases import padding_mask
 
 pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan", "short_chunks")
 
 # A fixed decay takes the kernels of a learned one; tests of sizes compare it.
 LAYOUT_MODES = [mode for mode in MODES if mode != "fixed_decay"]
-PLACES = [(mode, "hole") for mode in LAYOUT_MODES]
+PLACES = [(mode, "gaps") for mode in LAYOUT_MODES]
 SIDES = ("data_dependent", "learned_decay", "causal_landmarks")
-if torch.cuda.is_available():  # the interpreter is slow, and holes may be on both sides
+if torch.cuda.is_available():  # the interpreter is slow, and gaps may be on both sides
     PLACES += [(mode, where) for mode in SIDES for where in ("right", "left")]
-
-
-def padding(lengths: list[int], width: int, where: str) -> Tensor:
-    """(B, N) bool, True at padding, for sequences of the lengths."""
-    mask = torch.ones(len(lengths), width, dtype=torch.bool)
-    for row, length in zip(mask, lengths, strict=True):
-        if where == "right":
-            row[:length] = False
-        elif where == "left":
-            row[width - length :] = False
-        else:
-            row[torch.randperm(width)[:length]] = False
-    return mask
 
 
 @pytest.mark.parametrize(("mode", "where"), PLACES)
 def test_padded_input_matches_and_values_at_padding_are_not_read(device: torch.device, mode: str, where: str) -> None:
     """Sequences of two chunks, without tokens, and with fewer tokens than landmarks."""
     layer = make(mode, heads=1).to(device)
-    mask = padding([70, 0, 5], 75, where).to(device)
+    mask = padding_mask([70, 0, 5], 75, where).to(device)
     x = tokens(layer, *mask.shape)
     x[mask] = float("nan")
     outputs = assert_as_truth(layer, x, mask)
@@ -54,7 +41,7 @@ def test_sequences_of_one_chunk_need_no_scan_over_chunks(
     for kernel in ("_chunk_sums_kernel", "_carries_kernel"):
         monkeypatch.setattr(causal_sum, kernel, None)
     layer = make(mode, rank=24).to(device)
-    mask = padding([60, 0, 5, 33], 60, "left").to(device)
+    mask = padding_mask([60, 0, 5, 33], 60, "left").to(device)
     x = tokens(layer, *mask.shape)
     x[mask] = float("nan")
     assert_as_truth(layer, x, mask, scored=False)

@@ -71,22 +71,22 @@ def test_the_gradient_of_the_decay_survives_long_sums_in_half_precision(device: 
 
 
 @pytest.fixture
-def _tf32_is_allowed() -> Iterator[None]:
+def _restore_tf32() -> Iterator[None]:
     before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = True
     yield
     torch.backends.cuda.matmul.allow_tf32 = before
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: the interpreter has no TF32")
 @pytest.mark.gpu
-@pytest.mark.usefixtures("_tf32_is_allowed")
+@pytest.mark.usefixtures("_restore_tf32")
 @pytest.mark.parametrize(("head_dim", "rank"), [(16, 5), (64, 96)], ids=["narrow", "wide"])
 @pytest.mark.parametrize("mode", ["data_dependent", "plain", "causal", "learned_decay"])
 def test_the_kernels_are_as_exact_as_the_equations_where_tf32_is_allowed(
     device: torch.device, mode: str, head_dim: int, rank: int
 ) -> None:
     """The large products around the kernels round to TF32, as in the equations; products in the kernels do not."""
+    torch.backends.cuda.matmul.allow_tf32 = True
     layer = make(mode, head_dim=head_dim, rank=rank).to(device)
     inputs = draw_inputs(layer, 2, 60)
     truth, eager, fused = (
@@ -117,14 +117,11 @@ def test_autocast_runs_the_kernels_in_its_dtype(device: torch.device) -> None:
     assert layer.objective.dtype == torch.float32
 
 
+@pytest.mark.usefixtures("_restore_tf32")
 @pytest.mark.parametrize(("allowed", "expected"), [(False, "ieee"), (True, "tf32x3")])
 def test_float32_products_are_exact_unless_tf32_is_allowed(
     monkeypatch: pytest.MonkeyPatch, allowed: bool, expected: str
 ) -> None:
     monkeypatch.setattr(common, "INTERPRETED", False)
-    before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = allowed
-    try:
-        assert common.precision(torch.float32) == expected
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+    assert common.precision(torch.float32) == expected

@@ -70,15 +70,9 @@ def test_a_sequence_shorter_than_its_landmarks_repeats_rows(device: torch.device
     assert_as_truth(layer, tokens(layer, 2, length))
 
 
-@pytest.mark.parametrize("mode", ["data_dependent", "learned_decay", "causal_landmarks"])
-def test_a_layer_without_biases_matches(device: torch.device, mode: str) -> None:
-    layer = make(mode, bias=False, max_length=7).to(device)
-    assert_as_truth(layer, tokens(layer, 2, 7))
-
-
 @pytest.mark.parametrize("rank", [8, 5])
-@pytest.mark.parametrize("keywords", [{"objective_form": "sum"}, {"objective_trace": "projections"}])
-def test_every_form_of_the_objective_matches(device: torch.device, rank: int, keywords: dict[str, Any]) -> None:
+@pytest.mark.parametrize("keywords", [{"bias": False}, {"objective_form": "sum"}, {"objective_trace": "projections"}])
+def test_every_option_of_the_layer_matches(device: torch.device, rank: int, keywords: dict[str, Any]) -> None:
     """Rank 8 fills the stored row; rank 5 leaves a free column, which holds ones."""
     layer = make("data_dependent", rank=rank, **keywords).to(device)
     assert_as_truth(layer, tokens(layer, 2, 7))
