@@ -23,13 +23,14 @@ from primal_attention.ksvd.kernels import (
     row_blocks,
 )
 from primal_attention.ksvd.nystrom import ErrorBound, Sample, bound_errors, draw_samples, nystrom
-from primal_attention.ksvd.objective import ksvd_objective, positive_singular_values
-from primal_attention.ksvd.representation import (
+from primal_attention.ksvd.objective import (
     DualRepresentation,
     PrecomputedRepresentation,
     PrimalRepresentation,
     PrimalWeights,
     Representation,
+    ksvd_objective,
+    positive_singular_values,
 )
 from primal_attention.ksvd.solvers import (
     SOLVERS,
@@ -401,20 +402,25 @@ class KernelSVD(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
             C, R, core = self._sampled_parts(X, Z)
             solution = nystrom(C, R, core, self._samples, self.n_components, rng)
             coefficients = solution.query_coefficients, solution.key_coefficients
+            triplets = solution.triplets
             representation = self._represent(X, rows, coefficients[0], Z, columns, coefficients[1])
-            return self._finish(solution.triplets, representation, C @ coefficients[1], R.T @ coefficients[0])
-        if self.solver_ == "primal":
+            e_scores, r_scores = C @ coefficients[1], R.T @ coefficients[0]
+        elif self.solver_ == "primal":
             assert isinstance(kernel, ExplicitKernel)
-            left, values, right = primal(kernel, X, Z, self.n_components, rng)
+            left, _, right = triplets = primal(kernel, X, Z, self.n_components, rng)
             representation = self._represent(X, ALL, left, Z, ALL, right)
-            return self._finish((left, values, right), representation, representation.e(X), representation.r(Z))
-        if isinstance(kernel, ExplicitKernel) and self.solver_ != "dense":  # products with K are enough
-            K = aslinearoperator(kernel.query_features(X)) @ aslinearoperator(kernel.key_features(Z)).T
+            e_scores, r_scores = representation.e(X), representation.r(Z)
         else:
-            K = self._values(X, Z, ALL, ALL)
-        left, values, right = self._decompose(K, rng)
-        representation = self._represent(X, ALL, left, Z, ALL, right)
-        return self._finish((left, values, right), representation, K @ right, K.T @ left)
+            if isinstance(kernel, ExplicitKernel) and self.solver_ != "dense":  # products with K are enough
+                K = aslinearoperator(kernel.query_features(X)) @ aslinearoperator(kernel.key_features(Z)).T
+            else:
+                K = self._values(X, Z, ALL, ALL)
+            left, _, right = triplets = self._decompose(K, rng)
+            representation = self._represent(X, ALL, left, Z, ALL, right)
+            e_scores, r_scores = K @ right, K.T @ left
+        self.left_vectors_, self.singular_values_, self.right_vectors_ = triplets
+        self._set_representation(representation, e_scores, r_scores, shape)
+        return e_scores
 
     @property
     def _is_precomputed(self) -> bool:
@@ -471,15 +477,10 @@ class KernelSVD(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
             return PrimalRepresentation.from_dual(kernel, *args)
         return DualRepresentation(kernel, *args)
 
-    def _finish(self, triplets: Triplets, representation: Representation, e_scores: Array, r_scores: Array) -> Array:
-        """Store the fitted attributes, evaluate the objective on the scores and return the e-scores."""
-        self.left_vectors_, self.singular_values_, self.right_vectors_ = triplets
-        self._set_representation(representation, e_scores, r_scores, (len(e_scores), len(r_scores)))
-        return e_scores
-
     def _set_representation(
         self, representation: Representation, e_scores: Array, r_scores: Array, shape: tuple[int, int]
     ) -> None:
+        """Store the representation, and evaluate the objective on the scores."""
         self._representation = representation
         positive = positive_singular_values(self.singular_values_, shape)
         if isinstance(representation, PrimalRepresentation):
