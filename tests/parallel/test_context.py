@@ -72,8 +72,7 @@ def test_shards_without_a_context_differ(differences: Differences) -> None:
 
 @pytest.mark.parametrize("from_end", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
-def test_the_decayed_total_is_the_last_running_sum(monkeypatch, masked: bool, from_end: bool):
-    monkeypatch.setattr(context, "BLOCK", 4)  # several blocks
+def test_the_decayed_total_is_the_last_running_sum(masked: bool, from_end: bool):
     z, decay = torch.randn(2, 3, 11, 5, dtype=torch.float64), torch.tensor([0.3, 0.9, 1.0], dtype=torch.float64)
     valid = torch.rand(2, 11) > 0.3 if masked else None
     flipped = (z.flip(2), None if valid is None else valid.flip(1)) if from_end else (z, valid)

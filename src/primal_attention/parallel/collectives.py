@@ -8,14 +8,11 @@ FSDP compute this mean.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.utils._python_dispatch import TorchDispatchMode
 
 OPS = torch.ops._c10d_functional
 
@@ -71,35 +68,3 @@ def reduce(t: Tensor, group: ProcessGroup, by: str) -> Tensor:
     if group.size() == 1:
         return t
     return OPS.wait_tensor(OPS.all_reduce(t.contiguous(), by, group.group_name))  # type: ignore[no-any-return]
-
-
-class Traffic(TorchDispatchMode):
-    """Count the bytes that this rank passes to each kind of collective, in the backward pass too.
-
-        with Traffic() as traffic:
-            layer(x).sum().backward()
-        traffic.total, traffic.bytes["all_reduce"], traffic.calls["all_reduce"]
-
-    The bytes sent depend on the algorithm: of S bytes, a ring over C ranks sends 2·S·(C − 1)/C from each rank in an
-    all-reduce, S·(C − 1) in an all-gather and S·(C − 1)/C in a reduce-scatter.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes: Counter[str] = Counter()
-        self.calls: Counter[str] = Counter()
-
-    @property
-    def total(self) -> int:
-        return sum(self.bytes.values())
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        namespace, name = func._schema.name.split("::")
-        if namespace == "_c10d_functional" and name != "wait_tensor" and isinstance(args[0], Tensor):
-            kind = name.removesuffix("_into_tensor").removesuffix("_tensor")
-            self.bytes[kind] += args[0].numel() * args[0].element_size()
-            self.calls[kind] += 1
-        run: Callable[..., Any] = func
-        return run(*args, **(kwargs or {}))

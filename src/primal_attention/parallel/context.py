@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from ..ops import reference
 from ..ops.feature_maps import FeatureMap, accumulation_dtype
@@ -30,8 +30,6 @@ from . import collectives
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
-
-BLOCK = 2**14  # tokens whose copies in the accumulation dtype exist at a time
 
 
 class Context:
@@ -218,44 +216,6 @@ class SequenceShard:
         return (weight[..., None] * every).sum(dim=0)
 
 
-class _DecayedTotal(torch.autograd.Function):
-    """Σ_i γ^age_i z_i from z (B, H, N, p), log γ (H,) and age (B or 1, N), negative at padding → (B, H, p).
-
-    The last row of a running sum would save the sums of all tokens for the backward pass; this saves z only.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, z: Tensor, log_decay: Tensor, age: Tensor) -> Tensor:
-        ctx.save_for_backward(z, log_decay, age)
-        total = z.new_zeros(*z.shape[:2], z.shape[3], dtype=log_decay.dtype)
-        for block in _blocks(z.shape[2]):
-            power = _decay_powers(log_decay, age[:, block])
-            total += (power[:, :, None] @ z[:, :, block].to(total.dtype)).squeeze(2)
-        return total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
-        z, log_decay, age = ctx.saved_tensors
-        grad_z, grad_log = torch.empty_like(z), torch.zeros_like(log_decay)
-        for block in _blocks(z.shape[2]):
-            power = _decay_powers(log_decay, age[:, block])
-            grad_z[:, :, block] = power[..., None] * grad[:, :, None]
-            product = (z[:, :, block].to(grad.dtype) @ grad[..., None]).squeeze(3)  # (B, H, n)
-            grad_log += (product * power * age[:, None, block].clamp(min=0)).sum((0, 2))
-        return grad_z, grad_log, None
-
-
-def _blocks(tokens: int) -> list[slice]:
-    return [slice(first, min(first + BLOCK, tokens)) for first in range(0, tokens, BLOCK)]
-
-
-def _decay_powers(log_decay: Tensor, age: Tensor) -> Tensor:
-    """γ_h^age, (B or 1, H, n); zero where the age is negative."""
-    power = (log_decay[None, :, None] * age[:, None].clamp(min=0)).exp()
-    return power.masked_fill(age[:, None] < 0, 0.0)
-
-
 def decayed_total(z: Tensor, decay: Tensor | None, valid: Tensor | None, from_end: bool = False) -> Tensor:
     """Return the last row of `running_sum(z, decay, valid)`, or of the sum from the end: (B, H, N, p) → (B, H, p)."""
     if decay is None:
@@ -263,9 +223,16 @@ def decayed_total(z: Tensor, decay: Tensor | None, valid: Tensor | None, from_en
         return tokens.sum(dim=2, dtype=accumulation_dtype(z.dtype))
     count = torch.ones(1, z.shape[2], dtype=torch.int64, device=z.device) if valid is None else valid.long()
     position = count.cumsum(dim=1)
-    age = position - 1 if from_end else position[:, -1:] - position  # tokens between a token and the edge
-    age = age.masked_fill(count == 0, -1)
-    return _DecayedTotal.apply(z, decay.to(accumulation_dtype(z.dtype)).log(), age)  # type: ignore[no-any-return]
+    # Tokens between a token and the edge.
+    age = (position - 1).clamp(min=0) if from_end else position[:, -1:] - position
+
+    def total(z: Tensor, log_decay: Tensor) -> Tensor:
+        power = (log_decay[None, :, None] * age[:, None]).exp().masked_fill(count[:, None] == 0, 0.0)  # γ_h^age
+        return (power[:, :, None] @ z.to(power.dtype)).squeeze(2)
+
+    log_decay = decay.to(accumulation_dtype(z.dtype)).log()
+    # Only z is saved for the backward pass, not its copy in the accumulation dtype.
+    return checkpoint(total, z, log_decay, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
 
 
 def _pad_tokens(x: Tensor, width: int, *, at_end: bool) -> Tensor:
