@@ -189,6 +189,7 @@ WRONG = {
     "bench plot no-such-file.json": "no-such-file.json does not exist",
     "bench plot other.json": "other.json: hardware is missing",
     "data imdb": "no command of primal data is called 'imdb'",
+    "data listops --valid 0": "--valid: must be at least 1 (got 0)",
     "data listops --seed -1": "--seed must not be negative (got -1)",
 }
 
