@@ -397,7 +397,8 @@ class KernelSVD(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
         rng = check_random_state(self.random_state)
         if self.solver_ == "nystrom":
             is_paired = X is Z and shape[0] == shape[1]
-            self._samples = draw_samples(shape, self._sample_size(), rng, paired=is_paired)
+            size = max(100, 4 * self.n_components) if self.n_landmarks is None else self.n_landmarks
+            self._samples = draw_samples(shape, size, rng, paired=is_paired)
             rows, columns = (sample.landmarks for sample in self._samples)
             C, R, core = self._sampled_parts(X, Z)
             solution = nystrom(C, R, core, self._samples, self.n_components, rng)
@@ -459,9 +460,6 @@ class KernelSVD(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
             return self.solver
         explicit, precomputed = is_explicit(self.kernel), self._is_precomputed
         return choose_solver(shape, self.n_components, explicit=explicit, precomputed=precomputed)
-
-    def _sample_size(self) -> int:
-        return max(100, 4 * self.n_components) if self.n_landmarks is None else self.n_landmarks
 
     def _represent(
         self, X: Array, rows: Any, query_coefficients: Array, Z: Array, columns: Any, key_coefficients: Array
