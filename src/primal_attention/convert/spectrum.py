@@ -21,7 +21,7 @@ from ..ksvd.spectrum import cumulative_explained_variance, effective_rank, low_r
 from ..nn.baselines.softmax import SoftmaxAttention
 from ..nn.primal import PrimalAttention
 from ..ops.feature_maps import accumulation_dtype
-from .adapters import Replacement, visible_pairs
+from .adapters import Replacement, is_cross_attention, is_transformers_attention, visible_pairs
 
 
 @dataclass(frozen=True)
@@ -238,12 +238,8 @@ def _read_transformers(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _is_transformers(module: nn.Module) -> bool:
-    kind = type(module)
-    if not kind.__module__.startswith("transformers.") or "Attention" not in kind.__name__:
-        return False
-    if "Cross" in kind.__name__ or getattr(module, "is_cross_attention", False):
-        return False
-    return not any("Attention" in type(m).__name__ for m in module.modules() if m is not module)
+    is_container = any("Attention" in type(m).__name__ for m in module.modules() if m is not module)
+    return is_transformers_attention(module) and not (is_container or is_cross_attention(module))
 
 
 def _is_timm(module: nn.Module) -> bool:

@@ -332,7 +332,7 @@ class KernelSVD(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
             raise ValueError(f"X and Z must be those of fit, {fitted[0]} queries and {fitted[1]} keys (got {shape})")
         count = min(len(sample.landmarks) for sample in self._samples)
         rng = check_random_state(0)  # completes a basis for singular values of zero
-        triplets = nystrom(*self._sampled_parts(queries, keys), self._samples, count, rng).triplets
+        triplets, _, _ = nystrom(*self._sampled_parts(queries, keys), self._samples, count, rng)
         # A callable kernel gets all rows at once.
         rows = row_blocks(shape[0], 0 if isinstance(self.kernel_, CallableKernel) else shape[1])
         blocks = ((block, self._values(queries, keys, block, ALL)) for block in rows)
@@ -401,11 +401,9 @@ class KernelSVD(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
             self._samples = draw_samples(shape, size, rng, paired=is_paired)
             rows, columns = (sample.landmarks for sample in self._samples)
             C, R, core = self._sampled_parts(X, Z)
-            solution = nystrom(C, R, core, self._samples, self.n_components, rng)
-            coefficients = solution.query_coefficients, solution.key_coefficients
-            triplets = solution.triplets
-            representation = self._represent(X, rows, coefficients[0], Z, columns, coefficients[1])
-            e_scores, r_scores = C @ coefficients[1], R.T @ coefficients[0]
+            triplets, left, right = nystrom(C, R, core, self._samples, self.n_components, rng)
+            representation = self._represent(X, rows, left, Z, columns, right)
+            e_scores, r_scores = C @ right, R.T @ left
         elif self.solver_ == "primal":
             assert isinstance(kernel, ExplicitKernel)
             left, _, right = triplets = primal(kernel, X, Z, self.n_components, rng)
