@@ -21,7 +21,7 @@ from primal_attention import PrimalAttention, context_parallel
 from primal_attention.models.lm import LanguageConfig, LanguageModel
 from primal_attention.models.uea import modern_classifier
 from primal_attention.ops.reference import running_sum
-from primal_attention.parallel import Context, collectives, context, shard, unshard
+from primal_attention.parallel import Context, context, shard, unshard
 from primal_cases import inputs, make
 
 # float64, and sums in another order; a gradient passes through some hundred additions of order one.
@@ -104,10 +104,10 @@ def device_mesh(group: None) -> DeviceMesh:
 def test_the_collectives_and_their_gradients_run_on_the_device(device_mesh):
     group, x = device_mesh.get_group(), torch.randn(5, 3, device=DEVICE, requires_grad=True)
     # Call the functions directly: a group of one rank is not reduced.
-    y = collectives._Sum.apply(x, group).sum() + collectives._Gather.apply(x, group).square().sum()
+    y = context._Sum.apply(x, group).sum() + context._Gather.apply(x, group).square().sum()
     y.backward()
     torch.testing.assert_close(x.grad, 1 + 2 * x.detach())
-    assert torch.equal(collectives.OPS.wait_tensor(collectives.OPS.all_reduce(x.detach(), "max", group.group_name)), x)
+    assert torch.equal(context.OPS.wait_tensor(context.OPS.all_reduce(x.detach(), "max", group.group_name)), x)
 
 
 @pytest.mark.supports("context parallelism", "cuda")
