@@ -401,9 +401,9 @@ class KernelSVD(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
             self._samples = draw_samples(shape, size, rng, paired=is_paired)
             rows, columns = (sample.landmarks for sample in self._samples)
             C, R, core = self._sampled_parts(X, Z)
-            triplets, left, right = nystrom(C, R, core, self._samples, self.n_components, rng)
-            representation = self._represent(X, rows, left, Z, columns, right)
-            e_scores, r_scores = C @ right, R.T @ left
+            triplets, for_queries, for_keys = nystrom(C, R, core, self._samples, self.n_components, rng)
+            representation = self._represent(X, rows, for_queries, Z, columns, for_keys)
+            e_scores, r_scores = C @ for_keys, R.T @ for_queries
         elif self.solver_ == "primal":
             assert isinstance(kernel, ExplicitKernel)
             left, _, right = triplets = primal(kernel, X, Z, self.n_components, rng)
