@@ -61,22 +61,21 @@ def counted_bytes(
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
+    from torch.utils._python_dispatch import TorchDispatchMode
 
     from primal_attention import PrimalAttention, context_parallel
-    from primal_attention.parallel.collectives import Traffic
 
-    class Messages(Traffic):
+    class Messages(TorchDispatchMode):
         def __init__(self) -> None:
             super().__init__()
             self.sizes: dict[str, list[int]] = {"all_reduce": [], "all_gather": []}
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            before = dict(self.bytes)
-            result = super().__torch_dispatch__(func, types, args, kwargs)
-            for kind, total in self.bytes.items():
-                if total != before.get(kind, 0):
-                    self.sizes.setdefault(kind, []).append(total - before.get(kind, 0))
-            return result
+            namespace, name = func._schema.name.split("::")
+            if namespace == "_c10d_functional" and name != "wait_tensor" and isinstance(args[0], torch.Tensor):
+                kind = name.removesuffix("_into_tensor").removesuffix("_tensor")
+                self.sizes.setdefault(kind, []).append(args[0].numel() * args[0].element_size())
+            return func(*args, **(kwargs or {}))
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:

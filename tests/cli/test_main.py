@@ -159,8 +159,8 @@ WRONG = {
     "table uea-modern --sets Tooy": "did you mean Toy?): get it from",
     "table uea-modern --sets Toy --models flow": "no model of this table is called 'flow'",
     "table uea-modern --sets Toy --holdout 1.5": "--holdout must be at least 0 and below 1 (got 1.5)",
-    "table uea-modern --sets Toy --changes 3": "must be a JSON object",
-    "table uea-modern --set eta=0": "--set has no meaning for uea-modern",
+    "table uea-modern --set epoch=3": "no parameter of PrimalClassifier is called 'epoch': did you mean 'epochs'?",
+    "table uea-modern --recipe uea": "--recipe has no meaning for uea-modern",
     "table uea --holdout 0.2": "--holdout has no meaning for uea",
     "table uea --workers 0": "--workers: must be at least 1 (got 0)",
     "table uea --data nowhere": "--data nowhere is not a folder",
@@ -189,6 +189,7 @@ WRONG = {
     "bench plot no-such-file.json": "no-such-file.json does not exist",
     "bench plot other.json": "other.json: hardware is missing",
     "data imdb": "no command of primal data is called 'imdb'",
+    "data listops --valid 0": "--valid: must be at least 1 (got 0)",
     "data listops --seed -1": "--seed must not be negative (got -1)",
 }
 

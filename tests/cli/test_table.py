@@ -181,7 +181,7 @@ def test_classifiers_are_fitted_once_and_settings_do_not_mix(launched: Launched,
 
     monkeypatch.setattr(classifiers, "run_fits", run_fits)
     models = ["--models", "primal", "primal-features", "multirocket-hydra"]
-    pilot = ["uea-modern", "--sets", "Toy", *models, "--seeds", "2", "--holdout", "0.25", "--changes", '{"epochs": 1}']
+    pilot = ["uea-modern", "--sets", "Toy", *models, "--seeds", "2", "--holdout", "0.25", "--set", "epochs=1"]
     code, out, err = primal("table", *pilot, "--csv", "t.csv", "--markdown", "t.md")
     assert (code, started) == (2, [(m, seed) for seed in (0, 1) for m in ("primal", "multirocket-hydra")])
     assert "1 run failed, the first was Toy primal seed 1: killed" in err

@@ -21,7 +21,7 @@ from primal_attention import PrimalAttention, context_parallel
 from primal_attention.models.lm import LanguageConfig, LanguageModel
 from primal_attention.models.uea import modern_classifier
 from primal_attention.ops.reference import running_sum
-from primal_attention.parallel import Context, collectives, context, shard, unshard
+from primal_attention.parallel import Context, context, shard, unshard
 from primal_cases import inputs, make
 
 # float64, and sums in another order; a gradient passes through some hundred additions of order one.
@@ -68,8 +68,7 @@ def test_bytes_sent_do_not_depend_on_the_length(differences: Differences) -> Non
 
 @pytest.mark.parametrize("from_end", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
-def test_the_decayed_total_is_the_last_running_sum(monkeypatch, masked: bool, from_end: bool):
-    monkeypatch.setattr(context, "BLOCK", 4)  # several blocks
+def test_the_decayed_total_is_the_last_running_sum(masked: bool, from_end: bool):
     z, decay = torch.randn(2, 3, 11, 5, dtype=torch.float64), torch.tensor([0.3, 0.9, 1.0], dtype=torch.float64)
     valid = torch.rand(2, 11) > 0.3 if masked else None
     flipped = (z.flip(2), None if valid is None else valid.flip(1)) if from_end else (z, valid)
@@ -101,10 +100,10 @@ def device_mesh(group: None) -> DeviceMesh:
 def test_the_collectives_and_their_gradients_run_on_the_device(device_mesh):
     group, x = device_mesh.get_group(), torch.randn(5, 3, device=DEVICE, requires_grad=True)
     # Call the functions directly: a group of one rank is not reduced.
-    y = collectives._Sum.apply(x, group).sum() + collectives._Gather.apply(x, group).square().sum()
+    y = context._Sum.apply(x, group).sum() + context._Gather.apply(x, group).square().sum()
     y.backward()
     torch.testing.assert_close(x.grad, 1 + 2 * x.detach())
-    assert torch.equal(collectives.OPS.wait_tensor(collectives.OPS.all_reduce(x.detach(), "max", group.group_name)), x)
+    assert torch.equal(context.OPS.wait_tensor(context.OPS.all_reduce(x.detach(), "max", group.group_name)), x)
 
 
 @pytest.mark.supports("context parallelism", "cuda")

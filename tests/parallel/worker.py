@@ -11,6 +11,7 @@ import copy
 import json
 import multiprocessing
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
@@ -24,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -35,7 +37,6 @@ from primal_attention.models.uea import MaskedBatchNorm, modern_classifier, pape
 from primal_attention.nn.blocks import EncoderBlock
 from primal_attention.nn.objective import primal_layers
 from primal_attention.parallel import Context, average_gradients, context_parallel, shard, unshard
-from primal_attention.parallel.collectives import Traffic
 from primal_cases import EMBED, MODES_AND_DECAYS, inputs, make
 
 RANKS = 4
@@ -221,20 +222,34 @@ def compare_step(mesh: DeviceMesh, wrap: Wrap, samples: list[list[int]], reducti
     return {"loss": difference(total / 4, loss0)} | gradient_differences(model, single)
 
 
-def count_bytes(mesh: DeviceMesh, mode: str, decay: Any, length: int) -> Traffic:
+class Traffic(TorchDispatchMode):
+    """Count the bytes that this rank passes to each collective, in the backward pass too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, name = func._schema.name.split("::")
+        if namespace == "_c10d_functional" and name != "wait_tensor" and isinstance(args[0], Tensor):
+            self.bytes[name] += args[0].numel() * args[0].element_size()
+        return func(*args, **(kwargs or {}))
+
+
+def count_bytes(mesh: DeviceMesh, mode: str, decay: Any, length: int) -> Counter[str]:
     layer = context_parallel(make(mode, decay, **({"max_length": 96} if "causal_data" in mode else {})), mesh)
     x, mask = inputs(2, length).requires_grad_(), torch.zeros(2, length, dtype=torch.bool)
     with Traffic() as traffic:
         y = layer(shard(x, mesh), shard(mask, mesh))
         (y.sum() + layer.objective.sum()).backward()
-    return traffic
+    return traffic.bytes
 
 
 def compare_bytes(mesh: DeviceMesh, mode: str, decay: Any) -> Differences:
     """Compare the bytes of a training step of a layer at N and at 4·N tokens, by collective."""
     short, long = count_bytes(mesh, mode, decay, 24), count_bytes(mesh, mode, decay, 96)
-    assert short.total > 0
-    return {kind: abs(long.bytes[kind] - short.bytes[kind]) for kind in sorted({*short.bytes, *long.bytes})}
+    assert short.total() > 0
+    return {kind: abs(long[kind] - short[kind]) for kind in sorted({*short, *long})}
 
 
 def four_rank_comparisons() -> Iterator[Comparison]:

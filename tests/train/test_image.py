@@ -87,9 +87,9 @@ def test_it_learns_colours_and_has_a_spectrum(folder: Path, tmp_path: Path) -> N
     summary = loop.train(small(folder, **changes), tmp_path, name="image/imagenette")
     assert summary["primal_layers"] == 2
     assert summary["scores"]["validation_chosen"]["accuracy"] > 0.9
-    source = load_run(tmp_path, 5, 4)
-    assert [len(images) for (images,) in source.batches] == [4, 1]
-    assert [layer.kind for layer in spectrum(source.model, source.batches).values()] == ["primal", "primal"]
+    model, batches = load_run(tmp_path, 5, 4)
+    assert [len(images) for (images,) in batches] == [4, 1]
+    assert [layer.kind for layer in spectrum(model, batches).values()] == ["primal", "primal"]
 
 
 def test_bad_input_is_one_line(folder: Path, tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def test_sequences_are_cut_unless_padding_takes_part(published_padding, monkeypa
 
 
 def test_black_pixels_are_padding_only_on_request(tmp_path: Path):
-    pathfinder.write(tmp_path, train=8, valid=2, test=2)
+    pathfinder.write(tmp_path, {"train": 8, "valid": 2, "test": 2})
     for zero_is_padding in (False, True):
         experiment = loop.build(small("lra/pathfinder", tmp_path, data__zero_is_padding=zero_is_padding).resolved())
         assert experiment.module.padded == zero_is_padding

@@ -42,7 +42,7 @@ def folder(place: Path) -> Path:
 def write_expressions(place: Path) -> Path:
     """ListOps, enough for a few batches."""
     shape = listops.Shape(max_depth=4, max_args=4, min_length=5, max_length=90)
-    return listops.write(place, train=36, valid=6, test=6, shape=shape)
+    return listops.write(place, {"train": 36, "valid": 6, "test": 6}, shape=shape)
 
 
 def write_articles(place: Path) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from primal_attention.cli.flags import Parser, split_command
+from primal_attention.cli.flags import Parser, positive, split_command
 from primal_attention.data.lra import listops, pathfinder, retrieval
 from primal_attention.utils.errors import RunError
 from primal_attention.utils.progress import Progress
@@ -27,18 +27,17 @@ def main(args: Sequence[str]) -> int:
     parser = Parser(f"data {name}", TASKS[name] + ABOUT, f"--train 9600 --valid 200 --test 200{articles}")
     parser.flag("--out", "folder (default %(default)s)", type=Path, default=Path("data/lra", name))
     for split, use in USES.items():
-        parser.flag(f"--{split}", f"samples to {use} (default %(default)s)", type=int, default=task.SIZES[split])
+        parser.flag(f"--{split}", f"samples to {use} (default %(default)s)", type=positive, default=task.SIZES[split])
     parser.flag("--seed", "of everything random (default 0)", type=int, default=0)
     if task is retrieval:
         parser.flag("--articles", "folder of *.txt files with the articles", type=Path, required=True)
     settings = vars(parser.parse_args(words))
     if settings["seed"] < 0:
         raise RunError(f"--seed must not be negative (got {settings['seed']})")
-    samples = sum(settings[split] for split in USES)
-    out = settings.pop("out")
-    with Progress(samples, name) as progress:
-        task.write(out, **settings, progress=lambda done: progress.advance(count=done))
-    print(f"{samples:,} samples in {out}")
+    out, sizes = settings.pop("out"), {split: settings.pop(split) for split in USES}
+    with Progress(sum(sizes.values()), name) as progress:
+        task.write(out, sizes, **settings, progress=lambda done: progress.advance(count=done))
+    print(f"{sum(sizes.values()):,} samples in {out}")
     if task is listops:
         share = listops.by_operator(listops.load(out))
         print(f"the outermost operator alone predicts {share:.1%} of the labels")

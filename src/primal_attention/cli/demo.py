@@ -100,10 +100,10 @@ def run(recipe: Recipe, out: Path) -> dict[str, Any]:
 
     folder = checkpoint.unused_folder(out / recipe.label())
     summary = loop.train(recipe, folder, name=f"demo/{recipe.label()}")
-    source = load_run(folder, samples=64, batch_size=1)
+    model, batches = load_run(folder, samples=64, batch_size=1)
     # σ_i / σ_1 for i ≤ SINGULAR_VALUES, mean over layers, heads and the series of at least that length.
-    inputs = [(x, mask) for x, mask in source.batches if int((~mask).sum()) >= SINGULAR_VALUES]
-    layers = spectrum(source.model, inputs, dtype=torch.float64).values()
+    inputs = [(x, mask) for x, mask in batches if int((~mask).sum()) >= SINGULAR_VALUES]
+    layers = spectrum(model, inputs, dtype=torch.float64).values()
     sigma = torch.cat([layer.singular_values[..., :SINGULAR_VALUES].flatten(0, 1) for layer in layers])
     return {
         "attention": recipe.label(),

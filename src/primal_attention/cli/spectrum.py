@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -25,14 +25,6 @@ BATCH_SIZE = 16
 EXPLAINED = 0.999  # directions beyond this share are not drawn
 
 
-class Source(NamedTuple):
-    """A model and batches for it."""
-
-    label: str
-    model: nn.Module
-    batches: list[Any]
-
-
 def main(args: Sequence[str]) -> int:
     parser = Parser("spectrum", ABOUT, EXAMPLE)
     parser.flag("runs", "folder of a run of uea, lra or image", nargs="+", type=Path, metavar="RUN")
@@ -42,9 +34,10 @@ def main(args: Sequence[str]) -> int:
     parser.flag("--device", DEVICE, type=str)
     options = parser.parse_args(args)
     device = read_device(options.device)
-    sources = [load_run(folder, options.samples, BATCH_SIZE) for folder in options.runs]
+    sources = {folder: load_run(folder, options.samples, BATCH_SIZE) for folder in options.runs}
     spectra: dict[str, Spectrum] = {}
-    for name, model, batches in sources:
+    for folder, (model, batches) in sources.items():
+        name = f"{folder.parent.name}/{folder.name}"
         label = f"{name} ({len(spectra) + 1})" if name in spectra else name
         with Progress(len(batches), label) as bar:
             try:
@@ -74,7 +67,7 @@ def load_experiment(folder: Path, benchmarks: Sequence[str], command: str) -> An
     return experiment
 
 
-def load_run(folder: Path, samples: int, batch_size: int) -> Source:
+def load_run(folder: Path, samples: int, batch_size: int) -> tuple[nn.Module, list[Any]]:
     """Return the model of a run and batches of its test set."""
     experiment = load_experiment(folder, CLASSIFIERS, "primal spectrum")
     tests = experiment.test
@@ -86,7 +79,7 @@ def load_run(folder: Path, samples: int, batch_size: int) -> Source:
         samples -= count
         if samples <= 0:
             break
-    return Source(f"{folder.parent.name}/{folder.name}", experiment.module.final_model, batches)
+    return experiment.module.final_model, batches
 
 
 def draw_panels(file: Path, models: Mapping[str, Spectrum]) -> None:

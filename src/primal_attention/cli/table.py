@@ -29,8 +29,8 @@ NAMES = (
     "uea", "uea-ablation", "uea-efficiency", "uea-modern", "lra", "lra-ablation", "lra-efficiency", "d4rl",
     "d4rl-ablation", "d4rl-efficiency", "lm", "image",
 )  # fmt: skip
-FIT_FLAGS = ("holdout", "changes")  # of uea-modern
-RUN_FLAGS = ("recipe", "set", "any_length")  # of the other tables
+FIT_FLAGS = ("holdout",)  # of uea-modern
+RUN_FLAGS = ("recipe", "any_length")  # of the other tables
 
 
 def read_options(args: Sequence[str]) -> argparse.Namespace:
@@ -41,9 +41,9 @@ def read_options(args: Sequence[str]) -> argparse.Namespace:
     add("--models", "attention names, with a plus for the last layer only, or rows or parts of the table", nargs="+")
     add("--seeds", "number of seeds, from 0 on (default 5 for uea and uea-modern, 1 for lm, else 3)", type=positive)
     add("--recipe", "family of recipes: the table's own (default), uea-modern or lra-short", default=None)
-    add("--set", "fields of the recipe to change", nargs="+", default=[], metavar="FIELD=VALUE")
+    fields = "fields of the recipe to change; uea-modern: parameters of PrimalClassifier"
+    add("--set", fields, nargs="+", default=[], metavar="FIELD=VALUE")
     add("--holdout", "uea-modern: score this part of the training samples, and not test", type=float, default=0.0)
-    add("--changes", "uea-modern: parameters of PrimalClassifier as JSON", type=read_parameters, default={})
     add("--threads", "uea-modern: of each fit (default 2)", type=positive, default=2)
     add("--data", "data folder (default $PRIMAL_UEA or data/uea; likewise LRA, D4RL, LM, IMAGES)", type=Path)
     add("--any-length", "with --no-run: also show results of shorter or longer trainings")
@@ -66,14 +66,6 @@ def read_options(args: Sequence[str]) -> argparse.Namespace:
     if options.data is not None and not options.no_run and not options.data.is_dir():
         raise RunError(f"--data {options.data} is not a folder")
     return options
-
-
-def read_parameters(text: str) -> dict[str, Any]:
-    """Return the parameters of --changes."""
-    with contextlib.suppress(ValueError):
-        if isinstance(values := json.loads(text), dict):
-            return values
-    raise argparse.ArgumentTypeError(f"""must be a JSON object such as '{{"networks": 5}}' (got {text!r})""")
 
 
 def main(args: Sequence[str]) -> int:
@@ -110,15 +102,17 @@ def main(args: Sequence[str]) -> int:
 def make_plan(kind: TableKind, options: argparse.Namespace) -> Plan:
     """The grid that the options ask for, checked before anything runs."""
     from primal_attention.report.results import LENGTH_FIELDS, ResultIndex
-    from primal_attention.train import registry
+    from primal_attention.train import classifiers, registry
     from primal_attention.train.grid import Plan
 
     family = options.recipe or kind.family or kind.benchmark
     check_name(family, registry.FAMILIES, "family of recipes")
-    changes = {**kind.changes, **dict(read_change(item) for item in options.set)}
+    fields = dict(read_change(item) for item in options.set)
+    changes = {**kind.changes, **fields}
     sets, folders = tuple(options.sets or kind.sets), {}
     if kind.source == "fits":
-        changes |= {"holdout": options.holdout, **options.changes}
+        classifiers.check_parameters(fields)
+        changes["holdout"] = options.holdout
     elif options.data is not None and kind.benchmark == "lra":
         folders = {name: options.data / name for name in sets}
     elif options.data is not None:
@@ -218,7 +212,6 @@ def run_missing(plan: Plan, kind: TableKind, options: argparse.Namespace) -> lis
         raise RunError("runs that are timed must not share a device: --workers at most the number of GPUs")
     jobs = missing_jobs(plan, kind, options)
     if kind.source == "fits":
-        classifiers.check_parameters(options.changes)
         return classifiers.run_fits(jobs)
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # in worker processes: the settings are the table's
     with Progress(len(jobs), "runs") as bar:

@@ -340,11 +340,9 @@ class PrimalImageAttention(Replacement):
 def find_transformers(name: str, module: Any, parent: nn.Module | None) -> Site | None:
     """Attention modules of transformers by class name, and the classes that a caller has added to `READERS`."""
     kind = type(module)
-    is_attention = kind.__module__.startswith("transformers.") and "Attention" in kind.__name__
-    if not is_attention and kind not in READERS:
+    if not is_transformers_attention(module) and kind not in READERS:
         return None
-    is_cross = getattr(module, "is_cross_attention", False) or "Cross" in kind.__name__
-    if is_cross or name.rpartition(".")[2].lower() == "encoder_attn":
+    if is_cross_attention(module) or name.rpartition(".")[2].lower() == "encoder_attn":
         raise UnsupportedError(CROSS)
     read = READERS.get(kind) or READERS.get(kind.__name__)
     if read is None:
@@ -358,6 +356,14 @@ def find_transformers(name: str, module: Any, parent: nn.Module | None) -> Site 
     except AttributeError as missing:
         raise UnsupportedError(f"this version of transformers builds it differently ({missing})") from None
     return Site(name, module, projections, wrap)
+
+
+def is_transformers_attention(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("transformers.") and "Attention" in type(module).__name__
+
+
+def is_cross_attention(module: nn.Module) -> bool:
+    return bool(getattr(module, "is_cross_attention", False)) or "Cross" in type(module).__name__
 
 
 Reading = tuple[Projections, Callable[[PrimalAttention], nn.Module]]

@@ -10,6 +10,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from ..ksvd.spectrum import cumulative_explained_variance, effective_rank, low_r
 from ..nn.baselines.softmax import SoftmaxAttention
 from ..nn.primal import PrimalAttention
 from ..ops.feature_maps import accumulation_dtype
-from .adapters import Replacement, visible_pairs
+from .adapters import Replacement, is_cross_attention, is_transformers_attention, visible_pairs
 
 
 @dataclass(frozen=True)
@@ -105,27 +106,28 @@ def spectrum(
         raise ValueError(f"{type(model).__name__} has no softmax attention or Primal-Attention")
     batches: Iterable[Any] = [inputs] if isinstance(inputs, (Tensor, Mapping, tuple)) else inputs
     values: dict[str, list[Tensor]] = {name: [] for name, _, _ in attentions}
-    kinds: dict[str, str] = {}
 
-    def record(name: str, kind: str, *matrix: Tensor) -> None:
-        values[name].append(_singular_values(matrix, dtype).cpu())
-        kinds[name] = kind
+    def record(name: str, read: Reader, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if matrix := read(module, args, kwargs, output):
+            values[name].append(_singular_values(matrix, dtype).cpu())
 
     fast_path = torch.backends.mha.get_fastpath_enabled()
     with evaluation_mode(model), torch.no_grad(), _eager_attention(model), contextlib.ExitStack() as stack:
         stack.callback(torch.backends.mha.set_fastpath_enabled, fast_path)
         torch.backends.mha.set_fastpath_enabled(False)  # torch's fused encoder layer does not call the attention
-        for name, module, register in attentions:
-            stack.callback(register(name, module, record).remove)
+        for name, module, read in attentions:
+            hook = module.register_forward_hook(partial(record, name, read), with_kwargs=True)
+            stack.callback(hook.remove)
         for batch in batches:
             run_model(model, batch)
             step()
+    kinds = {name: "primal" if read is _read_primal else "softmax" for name, _, read in attentions if values[name]}
     if not kinds:
         raise ValueError("inputs has no batch, or the model's attention modules were not called")
-    return Spectrum({name: LayerSpectrum(name, kinds[name], _stack(values[name])) for name in values if name in kinds})
+    return Spectrum({name: LayerSpectrum(name, kind, _stack(values[name])) for name, kind in kinds.items()})
 
 
-def _singular_values(matrix: tuple[Tensor, ...], dtype: torch.dtype | None) -> Tensor:
+def _singular_values(matrix: Matrix, dtype: torch.dtype | None) -> Tensor:
     """Return the singular values (B, H, N) of K (B, H, N, N), or of two factors (B, H, N, p), K = left @ right.mT."""
     tensors = [t.to(dtype or accumulation_dtype(t.dtype)) for t in matrix]
     if len(tensors) == 1:
@@ -164,70 +166,57 @@ def evaluation_mode(*models: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-# Attention matrices, recorded by hooks
+# Attention matrices of a call. A reader returns K, two factors of it, or nothing for a call without a square matrix.
 
-Record = Callable[..., None]  # name, kind, and a matrix or two factors of it
+Matrix = tuple[Tensor, ...]
+Reader = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Matrix]  # module, arguments, keywords, output
 
 
-def _find_attentions(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, Callable[..., Any]]]:
-    for is_known, register in HOOKS:
+def _find_attentions(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, Reader]]:
+    for is_known, read in READERS:
         if is_known(module):
-            yield name, module, register
+            yield name, module, read
             return
     for key, child in module.named_children():
         place = name if isinstance(module, Replacement) else f"{name}.{key}" if name else key
         yield from _find_attentions(place, child)
 
 
-def _hook_primal(name: str, module: PrimalAttention, record: Record) -> Any:
-    def hook(layer: PrimalAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if kwargs.get("cu_seqlens") is not None:
-            raise ValueError(f"{name}: a packed batch has no single matrix; pass padded batches")
-        mask = args[1] if len(args) > 1 else kwargs.get("key_padding_mask")
-        rotary = {key: value for key, value in kwargs.items() if key == "rotation"}
-        left, right = layer.kernel_factors(args[0], mask, **rotary)  # K = left @ right.mT
-        record(name, "primal", left, right)
-
-    return module.register_forward_pre_hook(hook, with_kwargs=True)
+def _read_primal(layer: PrimalAttention, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Matrix:
+    if kwargs.get("cu_seqlens") is not None:
+        raise ValueError("a packed batch has no single matrix; pass padded batches")
+    mask = args[1] if len(args) > 1 else kwargs.get("key_padding_mask")
+    rotary = {key: value for key, value in kwargs.items() if key == "rotation"}
+    return layer.kernel_factors(args[0], mask, **rotary)  # K = left @ right.mT
 
 
-def _hook_softmax(name: str, module: SoftmaxAttention, record: Record) -> Any:
-    def hook(layer: SoftmaxAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        mask = args[1] if len(args) > 1 else kwargs.get("key_padding_mask")
-        x = args[0] if mask is None else args[0].masked_fill(mask[..., None], 0.0)
-        q, k, _ = layer.project_in(x)
-        visible = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device)
-        visible = visible.tril() if layer.causal else visible
-        visible = visible if mask is None else visible & ~mask[:, None, None, :]
-        record(name, "softmax", _zero_padding(_softmax_weights(q, k, q.shape[-1] ** -0.5, visible), mask))
-
-    return module.register_forward_pre_hook(hook, with_kwargs=True)
+def _read_softmax(layer: SoftmaxAttention, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Matrix:
+    mask = args[1] if len(args) > 1 else kwargs.get("key_padding_mask")
+    x = args[0] if mask is None else args[0].masked_fill(mask[..., None], 0.0)
+    q, k, _ = layer.project_in(x)
+    visible = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device)
+    visible = visible.tril() if layer.causal else visible
+    visible = visible if mask is None else visible & ~mask[:, None, None, :]
+    return (_zero_padding(_softmax_weights(q, k, q.shape[-1] ** -0.5, visible), mask),)
 
 
-def _hook_torch(name: str, module: nn.MultiheadAttention, record: Record) -> Any:
-    def hook(layer: nn.MultiheadAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        call = inspect.signature(layer.forward).bind(*args, **kwargs).arguments
-        call.update(need_weights=True, average_attn_weights=False)
-        weights = layer.forward(**call)[1]  # layer() would call this hook again
-        assert weights is not None
-        mask = call.get("key_padding_mask")
-        padding = None if mask is None else mask if mask.dtype == torch.bool else ~visible_pairs(mask)
-        record(name, "softmax", _zero_padding(weights if weights.ndim == 4 else weights[None], padding))
-
-    return module.register_forward_pre_hook(hook, with_kwargs=True)
+def _read_torch(layer: nn.MultiheadAttention, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Matrix:
+    call = inspect.signature(layer.forward).bind(*args, **kwargs).arguments
+    call.update(need_weights=True, average_attn_weights=False)
+    weights = layer.forward(**call)[1]  # layer() would call the hook again
+    assert weights is not None
+    mask = call.get("key_padding_mask")
+    padding = None if mask is None else mask if mask.dtype == torch.bool else ~visible_pairs(mask)
+    return (_zero_padding(weights if weights.ndim == 4 else weights[None], padding),)
 
 
-def _hook_timm(name: str, module: Any, record: Record) -> Any:
+def _read_timm(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Matrix:
     """timm's attention does not return its weights: compute them from its maps."""
-
-    def hook(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        q, k, _ = layer.qkv(args[0]).unflatten(-1, (3, layer.num_heads, -1)).permute(2, 0, 3, 1, 4)
-        q, k = (getattr(layer, n, nn.Identity())(t) for n, t in (("q_norm", q), ("k_norm", k)))
-        mask = args[1] if len(args) > 1 else kwargs.get("attn_mask")
-        scale, visible = getattr(layer, "scale", q.shape[-1] ** -0.5), None if mask is None else visible_pairs(mask)
-        record(name, "softmax", _softmax_weights(q, k, scale, visible))
-
-    return module.register_forward_pre_hook(hook, with_kwargs=True)
+    q, k, _ = layer.qkv(args[0]).unflatten(-1, (3, layer.num_heads, -1)).permute(2, 0, 3, 1, 4)
+    q, k = (getattr(layer, n, nn.Identity())(t) for n, t in (("q_norm", q), ("k_norm", k)))
+    mask = args[1] if len(args) > 1 else kwargs.get("attn_mask")
+    scale, visible = getattr(layer, "scale", q.shape[-1] ** -0.5), None if mask is None else visible_pairs(mask)
+    return (_softmax_weights(q, k, scale, visible),)
 
 
 def _softmax_weights(q: Tensor, k: Tensor, scale: float, visible: Tensor | None) -> Tensor:
@@ -237,41 +226,32 @@ def _softmax_weights(q: Tensor, k: Tensor, scale: float, visible: Tensor | None)
     return scores.softmax(-1).nan_to_num(0.0)  # NaN: rows of padding
 
 
-def _hook_transformers(name: str, module: nn.Module, record: Record) -> Any:
+def _read_transformers(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Matrix:
     """Attentions of transformers return their weights if their implementation is "eager"."""
-    signature = inspect.signature(module.forward)
-
-    def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        weights = result[1] if isinstance(result, tuple) and len(result) > 1 else None
-        if not isinstance(weights, Tensor) or weights.ndim != 4 or weights.shape[-1] != weights.shape[-2]:
-            return  # cross-attention, or an implementation without weights
-        call = signature.bind(*args, **kwargs).arguments
-        mask = call.get("attention_mask", call.get("kwargs", {}).get("attention_mask"))
-        padding = None if mask is None else ~visible_pairs(mask)[:, 0, -1] if mask.ndim == 4 else ~mask.bool()
-        record(name, "softmax", _zero_padding(weights, padding))
-
-    return module.register_forward_hook(hook, with_kwargs=True)
+    weights = output[1] if isinstance(output, tuple) and len(output) > 1 else None
+    if not isinstance(weights, Tensor) or weights.ndim != 4 or weights.shape[-1] != weights.shape[-2]:
+        return ()  # cross-attention, or an implementation without weights
+    call = inspect.signature(layer.forward).bind(*args, **kwargs).arguments
+    mask = call.get("attention_mask", call.get("kwargs", {}).get("attention_mask"))
+    padding = None if mask is None else ~visible_pairs(mask)[:, 0, -1] if mask.ndim == 4 else ~mask.bool()
+    return (_zero_padding(weights, padding),)
 
 
 def _is_transformers(module: nn.Module) -> bool:
-    kind = type(module)
-    if not kind.__module__.startswith("transformers.") or "Attention" not in kind.__name__:
-        return False
-    if "Cross" in kind.__name__ or getattr(module, "is_cross_attention", False):
-        return False
-    return not any("Attention" in type(m).__name__ for m in module.modules() if m is not module)
+    is_container = any("Attention" in type(m).__name__ for m in module.modules() if m is not module)
+    return is_transformers_attention(module) and not (is_container or is_cross_attention(module))
 
 
 def _is_timm(module: nn.Module) -> bool:
     return isinstance(getattr(module, "qkv", None), nn.Linear) and isinstance(getattr(module, "num_heads", None), int)
 
 
-HOOKS: tuple[tuple[Callable[[nn.Module], bool], Callable[..., Any]], ...] = (
-    (lambda m: isinstance(m, PrimalAttention), _hook_primal),
-    (lambda m: isinstance(m, SoftmaxAttention), _hook_softmax),
-    (lambda m: isinstance(m, nn.MultiheadAttention), _hook_torch),
-    (_is_transformers, _hook_transformers),
-    (_is_timm, _hook_timm),
+READERS: tuple[tuple[Callable[[nn.Module], bool], Reader], ...] = (
+    (lambda m: isinstance(m, PrimalAttention), _read_primal),
+    (lambda m: isinstance(m, SoftmaxAttention), _read_softmax),
+    (lambda m: isinstance(m, nn.MultiheadAttention), _read_torch),
+    (_is_transformers, _read_transformers),
+    (_is_timm, _read_timm),
 )
 
 

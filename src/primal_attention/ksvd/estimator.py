@@ -23,13 +23,14 @@ from primal_attention.ksvd.kernels import (
     row_blocks,
 )
 from primal_attention.ksvd.nystrom import ErrorBound, Sample, bound_errors, draw_samples, nystrom
-from primal_attention.ksvd.objective import ksvd_objective, positive_singular_values
-from primal_attention.ksvd.representation import (
+from primal_attention.ksvd.objective import (
     DualRepresentation,
     PrecomputedRepresentation,
     PrimalRepresentation,
     PrimalWeights,
     Representation,
+    ksvd_objective,
+    positive_singular_values,
 )
 from primal_attention.ksvd.solvers import (
     SOLVERS,
@@ -331,7 +332,7 @@ class KernelSVD(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
             raise ValueError(f"X and Z must be those of fit, {fitted[0]} queries and {fitted[1]} keys (got {shape})")
         count = min(len(sample.landmarks) for sample in self._samples)
         rng = check_random_state(0)  # completes a basis for singular values of zero
-        triplets = nystrom(*self._sampled_parts(queries, keys), self._samples, count, rng).triplets
+        triplets, _, _ = nystrom(*self._sampled_parts(queries, keys), self._samples, count, rng)
         # A callable kernel gets all rows at once.
         rows = row_blocks(shape[0], 0 if isinstance(self.kernel_, CallableKernel) else shape[1])
         blocks = ((block, self._values(queries, keys, block, ALL)) for block in rows)
@@ -396,25 +397,29 @@ class KernelSVD(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
         rng = check_random_state(self.random_state)
         if self.solver_ == "nystrom":
             is_paired = X is Z and shape[0] == shape[1]
-            self._samples = draw_samples(shape, self._sample_size(), rng, paired=is_paired)
+            size = max(100, 4 * self.n_components) if self.n_landmarks is None else self.n_landmarks
+            self._samples = draw_samples(shape, size, rng, paired=is_paired)
             rows, columns = (sample.landmarks for sample in self._samples)
             C, R, core = self._sampled_parts(X, Z)
-            solution = nystrom(C, R, core, self._samples, self.n_components, rng)
-            coefficients = solution.query_coefficients, solution.key_coefficients
-            representation = self._represent(X, rows, coefficients[0], Z, columns, coefficients[1])
-            return self._finish(solution.triplets, representation, C @ coefficients[1], R.T @ coefficients[0])
-        if self.solver_ == "primal":
+            triplets, for_queries, for_keys = nystrom(C, R, core, self._samples, self.n_components, rng)
+            representation = self._represent(X, rows, for_queries, Z, columns, for_keys)
+            e_scores, r_scores = C @ for_keys, R.T @ for_queries
+        elif self.solver_ == "primal":
             assert isinstance(kernel, ExplicitKernel)
-            left, values, right = primal(kernel, X, Z, self.n_components, rng)
+            left, _, right = triplets = primal(kernel, X, Z, self.n_components, rng)
             representation = self._represent(X, ALL, left, Z, ALL, right)
-            return self._finish((left, values, right), representation, representation.e(X), representation.r(Z))
-        if isinstance(kernel, ExplicitKernel) and self.solver_ != "dense":  # products with K are enough
-            K = aslinearoperator(kernel.query_features(X)) @ aslinearoperator(kernel.key_features(Z)).T
+            e_scores, r_scores = representation.e(X), representation.r(Z)
         else:
-            K = self._values(X, Z, ALL, ALL)
-        left, values, right = self._decompose(K, rng)
-        representation = self._represent(X, ALL, left, Z, ALL, right)
-        return self._finish((left, values, right), representation, K @ right, K.T @ left)
+            if isinstance(kernel, ExplicitKernel) and self.solver_ != "dense":  # products with K are enough
+                K = aslinearoperator(kernel.query_features(X)) @ aslinearoperator(kernel.key_features(Z)).T
+            else:
+                K = self._values(X, Z, ALL, ALL)
+            left, _, right = triplets = self._decompose(K, rng)
+            representation = self._represent(X, ALL, left, Z, ALL, right)
+            e_scores, r_scores = K @ right, K.T @ left
+        self.left_vectors_, self.singular_values_, self.right_vectors_ = triplets
+        self._set_representation(representation, e_scores, r_scores, shape)
+        return e_scores
 
     @property
     def _is_precomputed(self) -> bool:
@@ -454,9 +459,6 @@ class KernelSVD(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
         explicit, precomputed = is_explicit(self.kernel), self._is_precomputed
         return choose_solver(shape, self.n_components, explicit=explicit, precomputed=precomputed)
 
-    def _sample_size(self) -> int:
-        return max(100, 4 * self.n_components) if self.n_landmarks is None else self.n_landmarks
-
     def _represent(
         self, X: Array, rows: Any, query_coefficients: Array, Z: Array, columns: Any, key_coefficients: Array
     ) -> Representation:
@@ -471,15 +473,10 @@ class KernelSVD(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
             return PrimalRepresentation.from_dual(kernel, *args)
         return DualRepresentation(kernel, *args)
 
-    def _finish(self, triplets: Triplets, representation: Representation, e_scores: Array, r_scores: Array) -> Array:
-        """Store the fitted attributes, evaluate the objective on the scores and return the e-scores."""
-        self.left_vectors_, self.singular_values_, self.right_vectors_ = triplets
-        self._set_representation(representation, e_scores, r_scores, (len(e_scores), len(r_scores)))
-        return e_scores
-
     def _set_representation(
         self, representation: Representation, e_scores: Array, r_scores: Array, shape: tuple[int, int]
     ) -> None:
+        """Store the representation, and evaluate the objective on the scores."""
         self._representation = representation
         positive = positive_singular_values(self.singular_values_, shape)
         if isinstance(representation, PrimalRepresentation):

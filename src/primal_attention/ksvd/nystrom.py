@@ -57,15 +57,6 @@ class Sample:
         return cls(rng.permutation(population)[: CORE_OVERSAMPLING * size], min(size, population))
 
 
-@dataclass(frozen=True)
-class NystromSolution:
-    """Triplets of K̂ and the coefficients of the scores of new points."""
-
-    triplets: Triplets
-    key_coefficients: Array  # (m, s): e(x) = κ(x, Z_J) @ key_coefficients
-    query_coefficients: Array  # (n, s): r(z) = κ(X_I, z)ᵀ @ query_coefficients
-
-
 class ErrorBound(NamedTuple):
     """Bounds on the error of each Nyström triplet against the exact one."""
 
@@ -87,8 +78,12 @@ def draw_samples(
 
 def nystrom(
     C: Array, R: Array, core: Array, samples: tuple[Sample, Sample], n_components: int, rng: np.random.RandomState
-) -> NystromSolution:
-    """Singular triplets of K̂ = C G R, from C = K[:, J], R = K[I, :] and core = K[I', J']."""
+) -> tuple[Triplets, Array, Array]:
+    """Singular triplets of K̂ = C G R, from C = K[:, J], R = K[I, :] and core = K[I', J'].
+
+    The second and third result are the coefficients of the scores of new points, (n, s) and (m, s):
+    r(z) = κ(X_I, z)ᵀ @ query_coefficients and e(x) = κ(x, Z_J) @ key_coefficients.
+    """
     left_basis, to_left = _range(C)
     right_basis, to_right = _range(R.T)
     left_inverse = np.linalg.pinv(left_basis[samples[0].core], rcond=MIN_SAMPLED_NORM)
@@ -106,7 +101,7 @@ def nystrom(
     query_coefficients = np.pad(to_right @ (small_right * values), ((0, 0), (0, missing)))
     signs = choose_signs(left)
     triplets = (left * signs, np.pad(values, (0, missing)), right * signs)
-    return NystromSolution(triplets, key_coefficients * signs, query_coefficients * signs)
+    return triplets, query_coefficients * signs, key_coefficients * signs
 
 
 def _range(A: Array) -> tuple[Array, Array]:

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .collectives import gather, reduce
-from .context import Context
+from .context import Context, gather, reduce
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

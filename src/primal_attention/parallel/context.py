@@ -19,19 +19,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from ..ops import reference
 from ..ops.feature_maps import FeatureMap, accumulation_dtype
 from ..ops.landmarks import landmark_indices, position_of_rank, ragged_landmark_indices
 from ..ops.types import Boundary, Mode, RunningState
-from . import collectives
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
-
-BLOCK = 2**14  # tokens whose copies in the accumulation dtype exist at a time
 
 
 class Context:
@@ -57,25 +54,25 @@ class Context:
 
     def sum(self, t: Tensor) -> Tensor:
         """Return Σ over the ranks, differentiable."""
-        return collectives.sum_over(t, self.group)
+        return sum_over(t, self.group)
 
     def maximum(self, x: Tensor) -> Tensor:
         """Return amax over the tokens of all ranks, (B, N, d) → (B, d). Equal maxima share the gradient."""
-        best = collectives.reduce(x.detach().amax(dim=1), self.group, "max")
+        best = reduce(x.detach().amax(dim=1), self.group, "max")
         is_best = x.detach() == best[:, None]
-        number = collectives.reduce(is_best.sum(dim=1), self.group, "sum").clamp(min=1)
+        number = reduce(is_best.sum(dim=1), self.group, "sum").clamp(min=1)
         shared = self.sum(torch.where(is_best, x / number[:, None], 0.0).sum(dim=1))
         # Only the gradient comes from the sum: its value is rounded, and NaN for −∞.
         return best + torch.where(torch.isfinite(best), shared - shared.detach(), 0.0)
 
     def first(self, t: Tensor) -> Tensor:
         """Return the first rank's t on every rank, so that all use the same random draw."""
-        return collectives.reduce(t if self.rank == 0 else torch.zeros_like(t), self.group, "sum")
+        return reduce(t if self.rank == 0 else torch.zeros_like(t), self.group, "sum")
 
     def locate(self, x: Tensor, valid: Tensor | None = None) -> SequenceShard:
         """Return the place of this rank's tokens x (B, N, …) in their sequences; `valid` (B, N) is True at tokens."""
         count = torch.full((1,), x.shape[1], device=x.device) if valid is None else valid.sum(dim=1)
-        return SequenceShard(self, collectives.gather(count, self.group), valid)
+        return SequenceShard(self, gather(count, self.group), valid)
 
     def boundary(
         self,
@@ -141,14 +138,14 @@ class Context:
 
         (B, N, d) → (B, left + N + right, d). The tokens may come from several ranks.
         """
-        counts = collectives.gather(torch.full((1,), x.shape[1], device=x.device), self.group)[:, 0]
+        counts = gather(torch.full((1,), x.shape[1], device=x.device), self.group)[:, 0]
         parts = [x]
         if left:
-            ends = collectives.gather(_pad_tokens(x[:, -left:], left, at_end=False), self.group)
+            ends = gather(_pad_tokens(x[:, -left:], left, at_end=False), self.group)
             order = torch.arange(self.rank - 1, -1, -1, device=x.device)
             parts.insert(0, _nearest_tokens(ends, counts, order, left).flip(1))
         if right:
-            starts = collectives.gather(_pad_tokens(x[:, :right], right, at_end=True).flip(1), self.group)
+            starts = gather(_pad_tokens(x[:, :right], right, at_end=True).flip(1), self.group)
             order = torch.arange(self.rank + 1, self.size, device=x.device)
             parts.append(_nearest_tokens(starts, counts, order, right))
         return torch.cat(parts, dim=1)
@@ -208,7 +205,7 @@ class SequenceShard:
 
         Each rank's total is multiplied by γ for every token between its shard and this one.
         """
-        every = collectives.gather(totals, self.context.group)  # (ranks, B, H, m)
+        every = gather(totals, self.context.group)  # (ranks, B, H, m)
         rank, ranks = self.context.rank, torch.arange(self.context.size, device=totals.device)
         weight = (ranks > rank if after else ranks < rank).to(totals.dtype)[:, None, None]  # (ranks, 1, 1)
         if decay is not None:
@@ -218,44 +215,6 @@ class SequenceShard:
         return (weight[..., None] * every).sum(dim=0)
 
 
-class _DecayedTotal(torch.autograd.Function):
-    """Σ_i γ^age_i z_i from z (B, H, N, p), log γ (H,) and age (B or 1, N), negative at padding → (B, H, p).
-
-    The last row of a running sum would save the sums of all tokens for the backward pass; this saves z only.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, z: Tensor, log_decay: Tensor, age: Tensor) -> Tensor:
-        ctx.save_for_backward(z, log_decay, age)
-        total = z.new_zeros(*z.shape[:2], z.shape[3], dtype=log_decay.dtype)
-        for block in _blocks(z.shape[2]):
-            power = _decay_powers(log_decay, age[:, block])
-            total += (power[:, :, None] @ z[:, :, block].to(total.dtype)).squeeze(2)
-        return total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
-        z, log_decay, age = ctx.saved_tensors
-        grad_z, grad_log = torch.empty_like(z), torch.zeros_like(log_decay)
-        for block in _blocks(z.shape[2]):
-            power = _decay_powers(log_decay, age[:, block])
-            grad_z[:, :, block] = power[..., None] * grad[:, :, None]
-            product = (z[:, :, block].to(grad.dtype) @ grad[..., None]).squeeze(3)  # (B, H, n)
-            grad_log += (product * power * age[:, None, block].clamp(min=0)).sum((0, 2))
-        return grad_z, grad_log, None
-
-
-def _blocks(tokens: int) -> list[slice]:
-    return [slice(first, min(first + BLOCK, tokens)) for first in range(0, tokens, BLOCK)]
-
-
-def _decay_powers(log_decay: Tensor, age: Tensor) -> Tensor:
-    """γ_h^age, (B or 1, H, n); zero where the age is negative."""
-    power = (log_decay[None, :, None] * age[:, None].clamp(min=0)).exp()
-    return power.masked_fill(age[:, None] < 0, 0.0)
-
-
 def decayed_total(z: Tensor, decay: Tensor | None, valid: Tensor | None, from_end: bool = False) -> Tensor:
     """Return the last row of `running_sum(z, decay, valid)`, or of the sum from the end: (B, H, N, p) → (B, H, p)."""
     if decay is None:
@@ -263,9 +222,16 @@ def decayed_total(z: Tensor, decay: Tensor | None, valid: Tensor | None, from_en
         return tokens.sum(dim=2, dtype=accumulation_dtype(z.dtype))
     count = torch.ones(1, z.shape[2], dtype=torch.int64, device=z.device) if valid is None else valid.long()
     position = count.cumsum(dim=1)
-    age = position - 1 if from_end else position[:, -1:] - position  # tokens between a token and the edge
-    age = age.masked_fill(count == 0, -1)
-    return _DecayedTotal.apply(z, decay.to(accumulation_dtype(z.dtype)).log(), age)  # type: ignore[no-any-return]
+    # Tokens between a token and the edge.
+    age = (position - 1).clamp(min=0) if from_end else position[:, -1:] - position
+
+    def total(z: Tensor, log_decay: Tensor) -> Tensor:
+        power = (log_decay[None, :, None] * age[:, None]).exp().masked_fill(count[:, None] == 0, 0.0)  # γ_h^age
+        return (power[:, :, None] @ z.to(power.dtype)).squeeze(2)
+
+    log_decay = decay.to(accumulation_dtype(z.dtype)).log()
+    # Only z is saved for the backward pass, not its copy in the accumulation dtype.
+    return checkpoint(total, z, log_decay, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
 
 
 def _pad_tokens(x: Tensor, width: int, *, at_end: bool) -> Tensor:
@@ -290,3 +256,64 @@ def _nearest_tokens(edges: Tensor, counts: Tensor, order: Tensor, width: int) ->
     place = width - 1 - (token - (cumulative - available)[index])
     picked = edges[order[index], :, place.clamp(min=0)].transpose(0, 1)  # (B, width, d)
     return torch.where(exists[:, None], picked, 0.0)
+
+
+# The collectives, differentiable, on PyTorch's functional ones. The gradients are the adjoints: of a sum over the ranks
+# the sum, of a gathering the reduce-scatter. A backward pass started on every rank then gives each rank its part of the
+# gradient of the *sum* of all losses. Where every rank has the same loss L, that sum is C·L, so that the *mean* over
+# the ranks of a parameter's gradients is the gradient of L. DDP and FSDP compute this mean.
+
+OPS = torch.ops._c10d_functional
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return reduce(t, group, "sum")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _Sum.apply(grad, ctx.group), None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        gathered = OPS.all_gather_into_tensor(t.contiguous(), group.size(), group.group_name)
+        return OPS.wait_tensor(gathered).view(group.size(), *t.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _Scatter.apply(grad, ctx.group), None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        own = OPS.reduce_scatter_tensor(t.contiguous(), "sum", group.size(), group.group_name)
+        return OPS.wait_tensor(own).view(t.shape[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _Gather.apply(grad, ctx.group), None
+
+
+def sum_over(t: Tensor, group: ProcessGroup) -> Tensor:
+    """Return Σ over the ranks, the same on all of them."""
+    return t if group.size() == 1 else _Sum.apply(t, group)  # type: ignore[no-any-return]
+
+
+def gather(t: Tensor, group: ProcessGroup) -> Tensor:
+    """Return the tensors of all ranks, which must have one shape: (…) → (ranks, …)."""
+    return t[None] if group.size() == 1 else _Gather.apply(t, group)  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def reduce(t: Tensor, group: ProcessGroup, by: str) -> Tensor:
+    """Reduce over the ranks ("sum", "max", …) without a gradient."""
+    if group.size() == 1:
+        return t
+    return OPS.wait_tensor(OPS.all_reduce(t.contiguous(), by, group.group_name))  # type: ignore[no-any-return]

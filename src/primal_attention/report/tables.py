@@ -179,22 +179,15 @@ def with_base(cells: Sequence[Cell]) -> list[Cell]:
     return [replace(cell, base=find_base(cell)) for cell in cells]
 
 
-def average_cells(cells: Sequence[Cell], title: str = AVERAGE, over: Sequence[str] = ()) -> list[Cell]:
-    """A cell per variant over the sets on which all variants have scores; none if this is a single set.
-
-    Args:
-        cells: Of all sets and variants.
-        title: In the column of the sets.
-        over: Variants that must have scores on a set, instead of all that have some.
-    """
+def average_cells(cells: Sequence[Cell]) -> list[Cell]:
+    """A cell per variant with scores, over the sets on which all of them have scores; none if this is a single set."""
     runs = {(cell.variant.name, cell.dataset): cell.all_runs for cell in cells if cell.has_scores}
-    needed = over or {name for name, _ in runs}
-    sets = [s for s in dict.fromkeys(cell.dataset for cell in cells) if all((name, s) in runs for name in needed)]
-    variants = {cell.variant.name: cell for cell in cells}
-    shown = [name for name in variants if all((name, s) in runs for s in sets)]
+    variants = {cell.variant.name: cell for cell in cells if cell.has_scores}
+    sets = [s for s in dict.fromkeys(cell.dataset for cell in cells) if all((name, s) in runs for name in variants)]
     if len(sets) < 2 or not runs:
         return []
-    return with_base([replace(variants[n], dataset=title, runs={s: runs[n, s] for s in sets}) for n in shown])
+    averages = [replace(c, dataset=AVERAGE, runs={s: runs[n, s] for s in sets}) for n, c in variants.items()]
+    return with_base(averages)
 
 
 @dataclass(frozen=True)
@@ -322,13 +315,6 @@ def make_table(kind: TableKind, title: str, cells: Sequence[Cell], command: str)
         if averages:
             theirs = "" if kind.source == "fits" else "; the paper's is the mean of its numbers on these sets"
             notes.append(f"{AVERAGE}: over {', '.join(averages[0].runs)}{theirs}.")
-        for name, variants in kind.averages.items():
-            more = average_cells(own, name, variants)
-            if more and not (averages and more[0].runs.keys() == averages[0].runs.keys()):
-                notes.append(
-                    f"{name}: over {', '.join(more[0].runs)}, the sets with scores of {' and '.join(variants)}."
-                )
-                averages += more
         sections.append(Section(PARTS[part].title, kind.columns(own), [*own, *averages]))
     runs = {(run.path, run.label): run for cell in cells for run in cell.all_runs}.values()
     commits, devices = Counter(short_commit(run.commit) for run in runs), Counter(run.device for run in runs)
@@ -803,8 +789,6 @@ class TableKind:
     is_timed: bool = False
     source: Literal["runs", "steps", "fits"] = "runs"
     """Of the cells: trainings, the step costs of `primal bench lra`, or fits of classifiers."""
-    averages: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Further averages by title: over the sets on which these variants have scores."""
     family: str = ""
     """Of recipes; the benchmark's own by default."""
     suffix: str = ""
@@ -868,6 +852,6 @@ def table_kinds() -> dict[str, TableKind]:
         "uea-modern": TableKind(
             "UEA classifiers, accuracy (%)", "uea", classifier_columns, classifier_notes, CLASSIFIER_SETS,
             classifier_variants(), seeds=5, changes={"holdout": 0.0}, is_timed=True, source="fits",
-            averages={"Average, both": ("primal", "multirocket-hydra")}, family="uea-modern", suffix="-classifiers",
+            family="uea-modern", suffix="-classifiers",
         ),
     }  # fmt: skip

@@ -71,10 +71,10 @@ def install_hint(module: str | None) -> str:
     return f"pip install {name}" if extra is None else f"pip install 'primal-attention[{extra}]'"
 
 
-def import_package(module: str, purpose: str, otherwise: str = "") -> Any:
+def import_package(module: str, purpose: str) -> Any:
     """Import a module of an optional package; a missing one is a DataError that names its extra."""
     try:
         return importlib.import_module(module)
     except ImportError:
         package = PACKAGES[module.partition(".")[0]][0]
-        raise DataError(f"{purpose} needs {package}: {install_hint(module)}{otherwise}") from None
+        raise DataError(f"{purpose} needs {package}: {install_hint(module)}") from None

@@ -87,7 +87,7 @@ def test_lengths_are_distributed_as_by_the_definition():
 
 def test_written_files_read_back(tmp_path: Path):
     steps = []
-    listops.write(tmp_path, train=20, valid=5, test=6, seed=4, progress=steps.append)
+    listops.write(tmp_path, {"train": 20, "valid": 5, "test": 6}, seed=4, progress=steps.append)
     assert sum(steps) == 31
     header, first = (tmp_path / "basic_train.tsv").read_text().splitlines()[:2]
     assert header == "Source\tTarget"

@@ -51,7 +51,7 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, small_batches: None) -> Path:
-    return pathfinder.write(tmp_path / "set", train=8, valid=4, test=2, seed=1)
+    return pathfinder.write(tmp_path / "set", {"train": 8, "valid": 4, "test": 2}, seed=1)
 
 
 def test_every_label_is_what_the_tracer_finds(sample):

@@ -34,7 +34,7 @@ def read_rows(folder: Path) -> dict[str, list[list[str]]]:
 
 def test_a_pair_has_label_1_where_its_halves_are_of_one_article(articles: Path, tmp_path: Path) -> None:
     done: list[int] = []
-    folder = retrieval.write(tmp_path / "set", articles=articles, **SIZES, progress=done.append)
+    folder = retrieval.write(tmp_path / "set", SIZES, articles=articles, progress=done.append)
     seen: dict[str, set[str]] = {}
     for name, rows in read_rows(folder).items():
         assert len(rows) == SIZES[name]
@@ -56,7 +56,7 @@ def test_a_pair_has_label_1_where_its_halves_are_of_one_article(articles: Path, 
 
 
 def test_the_loader_reads_the_set_and_the_seed_decides_it(articles: Path, tmp_path: Path) -> None:
-    folders = [retrieval.write(tmp_path / str(i), articles=articles, **SIZES, seed=i // 2) for i in range(3)]
+    folders = [retrieval.write(tmp_path / str(i), SIZES, articles=articles, seed=i // 2) for i in range(3)]
     first, same, other = (tokens.load_retrieval(folder) for folder in folders)
     assert [len(split) for split in first.splits.values()] == list(SIZES.values())
     np.testing.assert_array_equal(first.train.tokens, same.train.tokens)
@@ -66,8 +66,8 @@ def test_the_loader_reads_the_set_and_the_seed_decides_it(articles: Path, tmp_pa
 def test_bad_input_is_one_line(articles: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no \*\.txt files"):
         retrieval.write(tmp_path / "set", articles=tmp_path)
-    with pytest.raises(DataError, match=r"40 articles .* \(\d+ pairs\) do not fill splits of 5,000"):
+    with pytest.raises(DataError, match=r"40 articles .* \(\d+ pairs\) do not fill the splits \(train 5,000"):
         retrieval.write(tmp_path / "set", articles=articles)
     with pytest.raises(DataError, match="too few to pair different articles"):
-        retrieval.write(tmp_path / "set", articles=articles, train=4, valid=4, test=3)
+        retrieval.write(tmp_path / "set", {"train": 4, "valid": 4, "test": 3}, articles=articles)
     assert not (tmp_path / "set").exists()

@@ -12,14 +12,14 @@ of another length than asked for are discarded. The full set takes about two min
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
-from primal_attention.data.lra.tokens import Progress, TokenData, load_tables, split_sizes, stack
+from primal_attention.data.lra.tokens import Progress, TokenData, load_tables, stack
 from primal_attention.data.storage import Arrays, generated_set, reading
 from primal_attention.utils.errors import DataError
 
@@ -95,16 +95,14 @@ def _read_tree(nodes: Sequence[Iterator[tuple[int, int, int]]], depth: int) -> t
 
 def write(
     folder: str | Path,
+    sizes: Mapping[str, int] = SIZES,
     *,
-    train: int = SIZES["train"],
-    valid: int = SIZES["valid"],
-    test: int = SIZES["test"],
     seed: int = 0,
     shape: Shape | None = None,
     progress: Progress = lambda samples: None,
 ) -> Path:
     """Write the three files of the released layout; an interruption leaves none of them."""
-    sizes, expressions = split_sizes(train, valid, test), generate(seed, shape)
+    expressions = generate(seed, shape)
     with generated_set(Path(folder)) as place:
         for name, size in sizes.items():
             with (place / FILES[name]).open("wb") as out:

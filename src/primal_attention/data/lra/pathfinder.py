@@ -16,12 +16,13 @@ from __future__ import annotations
 import io
 import json
 import os
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from primal_attention.data.lra.tokens import Progress, TokenData, select_rows, split_sizes
+from primal_attention.data.lra.tokens import Progress, TokenData, select_rows
 from primal_attention.data.storage import Arrays, cached, generated_set
 from primal_attention.utils.errors import DataError, import_package
 from primal_attention.utils.files import COUNT, read_json, read_text
@@ -200,10 +201,8 @@ def _place_dots(ends: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray,
 
 def write(
     folder: str | Path,
+    sizes: Mapping[str, int] = SIZES,
     *,
-    train: int = SIZES["train"],
-    valid: int = SIZES["valid"],
-    test: int = SIZES["test"],
     seed: int = 0,
     progress: Progress = lambda samples: None,
 ) -> Path:
@@ -212,7 +211,6 @@ def write(
     An interruption leaves no set.
     """
     pillow = import_package("PIL.Image", "writing PNG files")
-    sizes = split_sizes(train, valid, test)
     with generated_set(Path(folder)) as place:
         arrays = generate(sum(sizes.values()), seed, progress)
         (place / "metadata").mkdir()
@@ -224,7 +222,7 @@ def write(
                 pillow.fromarray(image).save(home / f"sample_{i}.png")
             lines = "".join(f"imgs/{number} sample_{i}.png {i} {label}\n" for i, label in enumerate(labels))
             (place / "metadata" / f"{number}.npy").write_bytes(lines.encode())
-        (place / "splits.json").write_bytes(f"{json.dumps(sizes)}\n".encode())
+        (place / "splits.json").write_bytes(f"{json.dumps(dict(sizes))}\n".encode())
     return Path(folder)
 
 

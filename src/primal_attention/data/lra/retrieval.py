@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from primal_attention.data.lra.tokens import PAIRS, TEXT_LENGTH, Progress, split_sizes
+from primal_attention.data.lra.tokens import PAIRS, TEXT_LENGTH, Progress
 from primal_attention.data.storage import generated_set
 from primal_attention.utils.errors import DataError
 from primal_attention.utils.files import read_text
@@ -34,29 +34,27 @@ Segment = tuple[str, str, str]
 
 def write(
     folder: str | Path,
+    sizes: Mapping[str, int] = SIZES,
     *,
     articles: str | Path,
-    train: int = SIZES["train"],
-    valid: int = SIZES["valid"],
-    test: int = SIZES["test"],
     seed: int = 0,
     progress: Progress = lambda samples: None,
 ) -> Path:
     """Write the three files of the released layout; an interruption leaves none of them."""
-    sizes = split_sizes(train, valid, test)
     segments = [cut(text, number) for number, text in enumerate(read_articles(Path(articles)))]
     segments = [parts for parts in segments if parts]
     rng = np.random.default_rng([seed, 0])
     order = iter(rng.permutation(len(segments)).tolist())
     with generated_set(Path(folder)) as place:
-        for name, size in reversed(sizes.items()):  # the small splits first: too few articles are noticed at once
+        for name, size in reversed(list(sizes.items())):  # small splits first: too few articles are noticed at once
             chosen: list[list[Segment]] = []
             while sum(map(len, chosen)) < size:
                 if (article := next(order, None)) is None:
+                    asked = ", ".join(f"{split} {count:,}" for split, count in sizes.items())
                     raise DataError(
                         f"{articles}: {len(segments)} articles of at least {2 * TEXT_LENGTH:,} bytes "
-                        f"({sum(map(len, segments)):,} pairs) do not fill splits of {train:,}, {valid:,} and {test:,} "
-                        "pairs: lower --train, --valid and --test"
+                        f"({sum(map(len, segments)):,} pairs) do not fill the splits ({asked}): "
+                        "lower --train, --valid and --test"
                     )
                 chosen.append(segments[article][: size - sum(map(len, chosen))])
             with (place / PAIRS[name]).open("w", encoding="utf-8", newline="") as out:

@@ -101,13 +101,6 @@ def stack(sequences: Sequence[np.ndarray], length: int) -> np.ndarray:
     return out
 
 
-def split_sizes(train: int, valid: int, test: int) -> dict[str, int]:
-    """Return the sizes of a set to generate, by split."""
-    if min(train, valid, test) < 1:
-        raise DataError(f"every split needs at least one sample (got train {train}, valid {valid}, test {test})")
-    return {"train": train, "valid": valid, "test": test}
-
-
 # Text and retrieval
 
 
