@@ -6,20 +6,16 @@ attention="primal+", Primal-Attention's running-mean form in the last layer, it 
 
     model = DecisionTransformer(11, 3, attention="primal+", attention_kwargs={"primal": {"rank": 64}})
     actions = model(states, actions, returns_to_go, timesteps)      # (B, K, …): all steps of a window at once
-    memory = model.initial_state(batch_size)                        # or step by step, each token read once
-    action, memory = model.act(state, return_to_go, timestep, None, memory)
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from primal_attention.nn.baselines import make_attention
 from primal_attention.nn.baselines.softmax import CachedSoftmaxAttention
@@ -27,8 +23,6 @@ from primal_attention.nn.blocks import DecoderBlock, attention_names
 from primal_attention.nn.primal import PrimalAttention
 from primal_attention.ops.padding import Padding
 
-Memory = tuple[Any, ...]
-"""State of each block within an episode."""
 INITIAL_SCALE = 0.02  # GPT-2's, which Decision Transformer is built on
 
 
@@ -160,51 +154,7 @@ class DecisionTransformer(nn.Module):
         for block in self.blocks:
             needs_mask = self.training and isinstance(block.attention, PrimalAttention)
             x = block(x, mask if needs_mask else None)
-        return self.read_action(x[:, 1::3])
-
-    def read_action(self, x: Tensor) -> Tensor:
-        """Actions from the encoded tokens of the states."""
-        return self.action_head(self.norm(x)).tanh()
-
-    @property
-    def streams(self) -> bool:
-        """Whether every layer has a state to continue from."""
-        return all(block.streams for block in self.blocks)  # type: ignore[misc]
-
-    def initial_state(self, batch_size: int) -> Memory:
-        """Return the memory before an episode's first step."""
-        for i, (name, block) in enumerate(zip(self.attention_names, self.blocks, strict=True)):
-            if not block.streams:
-                raise ValueError(
-                    f"layer {i + 1}'s attention {name!r} has no state to continue from: pass windows instead"
-                )
-        return tuple(block.initial_state(batch_size) for block in self.blocks)  # type: ignore[operator]
-
-    def act(
-        self, state: Tensor, return_to_go: Tensor, timestep: Tensor, previous: Tensor | None, memory: Memory
-    ) -> tuple[Tensor, Memory]:
-        """Choose the next action of each episode.
-
-        Args:
-            state: (B, state_dim).
-            return_to_go: return to go, (B,).
-            timestep: (B,).
-            previous: the last action, (B, action_dim); None at the first step of an episode.
-            memory: the streaming states of the blocks.
-
-        Returns:
-            The actions, (B, action_dim), and the memory after them.
-        """
-        action = state.new_zeros(len(state), self.action_dim) if previous is None else previous
-        # The previous step and this one; of the previous step only the action is new.
-        pairs = [torch.stack(pair, dim=1) for pair in ((state, state), (action, action), (return_to_go, return_to_go))]
-        pairs.append(torch.stack([timestep - 1, timestep], dim=1))
-        tokens = self.embed(*pairs)
-        x, after = tokens[:, 3 if previous is None else 2 : 5], []
-        for block, before in zip(self.blocks, memory, strict=True):
-            x, state_after = block.resume(x, state=before)  # type: ignore[operator]
-            after.append(state_after)
-        return self.read_action(x[:, -1]), tuple(after)
+        return self.action_head(self.norm(x[:, 1::3])).tanh()  # at the tokens of the states
 
 
 def causal_attention(
@@ -219,8 +169,3 @@ def causal_attention(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="rank=")  # the paper's 96 directions in heads of width 64
         return make_attention(name, embed_dim, num_heads, **{"causal": True, **own})
-
-
-def select(memory: Any, rows: Tensor) -> Any:
-    """Return the memory of some of the episodes."""
-    return pytree.tree_map_only(Tensor, itemgetter(rows), memory)
