@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from primal_attention.nn.baselines import make_attention
-from primal_attention.nn.baselines.softmax import CachedSoftmaxAttention
 from primal_attention.nn.blocks import DecoderBlock, attention_names
 from primal_attention.nn.primal import PrimalAttention
 from primal_attention.ops.padding import Padding
@@ -161,11 +160,9 @@ def causal_attention(
     name: str, embed_dim: int, num_heads: int, dropout: float, keywords: Mapping[str, Mapping[str, Any]]
 ) -> nn.Module:
     """Return the causal attention of a name."""
-    own = dict(keywords.get(name, {}))
-    if name == "softmax":  # dropout on the weights, as in GPT-2; the block has one on the output
-        return CachedSoftmaxAttention(embed_dim, num_heads, **{"rotary": False, "dropout": dropout, **own})
-    if name == "primal":
-        own = {"data_dependent": False, **own}
+    # Dropout on the weights, as in GPT-2; the block has one on the output.
+    defaults: dict[str, dict[str, Any]] = {"softmax": {"dropout": dropout}, "primal": {"data_dependent": False}}
+    own = {"causal": True, **defaults.get(name, {}), **keywords.get(name, {})}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="rank=")  # the paper's 96 directions in heads of width 64
-        return make_attention(name, embed_dim, num_heads, **{"causal": True, **own})
+        return make_attention(name, embed_dim, num_heads, **own)
