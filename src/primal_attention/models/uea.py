@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -266,14 +265,10 @@ def paper_classifier(
     classes: int,
     max_length: int,
     *,
-    attention: str | Sequence[str] = "primal",
     embed_dim: int = 512,
-    num_heads: int = 8,
-    layers: int = 2,
-    ffn_dim: int = 2048,
     dropout: float = 0.1,
-    attention_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     attend_to_padding: bool = False,
+    **encoder: Any,
 ) -> TimeSeriesClassifier:
     """Build the network of the paper's UEA experiments.
 
@@ -281,74 +276,48 @@ def paper_classifier(
         channels: Number of channels of a series.
         classes: Number of classes.
         max_length: The longest series.
-        attention: "primal" for the paper's PrimalFormer, "primal+" for its Primal.+, or one name per layer.
         embed_dim: Width of the tokens.
-        num_heads: Number of heads.
-        layers: Number of blocks.
-        ffn_dim: Width of the feed-forward layers.
         dropout: Dropout rate.
-        attention_kwargs: Keywords by attention name.
         attend_to_padding: Pass no mask to the attention, as the authors' implementation does.
+        encoder: Further arguments of `Encoder` and its blocks. The defaults are the paper's PrimalFormer:
+            attention="primal", num_heads=8, layers=2, ffn_dim=2048. attention="primal+" is its Primal.+.
     """
-    encoder = Encoder(
-        embed_dim,
-        num_heads,
-        layers,
-        attention,
-        ffn_dim=ffn_dim,
-        dropout=dropout,
-        norm_first=False,
-        attention_kwargs=attention_kwargs,
+    settings = {"num_heads": 8, "layers": 2, "ffn_dim": 2048, "norm_first": False, **encoder}
+    return TimeSeriesClassifier(
+        LinearStem(channels, embed_dim, max_length, dropout),
+        Encoder(embed_dim, dropout=dropout, **settings),
+        FlattenHead(embed_dim, max_length, classes, dropout),
+        attend_to_padding=attend_to_padding,
     )
-    stem = LinearStem(channels, embed_dim, max_length, dropout)
-    head = FlattenHead(embed_dim, max_length, classes, dropout)
-    return TimeSeriesClassifier(stem, encoder, head, attend_to_padding=attend_to_padding)
 
 
 def modern_classifier(
     channels: int,
     classes: int,
     *,
-    attention: str | Sequence[str] = "primal",
     embed_dim: int = 128,
-    num_heads: int = 8,
-    layers: int = 3,
-    ffn_dim: int | None = None,
     dropout: float = 0.2,
     stem_kernel: int = 7,
     stride: int = 1,
-    local_kernel: int | None = 7,
-    attention_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    **encoder: Any,
 ) -> TimeSeriesClassifier:
     """Build a network with a convolutional stem, local mixing and pooling; not from the paper.
 
     Args:
         channels: Number of channels of a series.
         classes: Number of classes.
-        attention: "primal" for the paper's PrimalFormer, "primal+" for its Primal.+, or one name per layer.
         embed_dim: Width of the tokens.
-        num_heads: Number of heads.
-        layers: Number of blocks.
-        ffn_dim: Width of the feed-forward layers; None is that of `Encoder`.
         dropout: Dropout rate.
         stem_kernel: Width of the convolutions of the stem.
         stride: Steps of the series that make one token.
-        local_kernel: Width of the depthwise convolution beside each attention; None leaves it out.
-        attention_kwargs: Keywords by attention name.
+        encoder: Further arguments of `Encoder` and its blocks; by default num_heads=8, layers=3, local_kernel=7.
     """
-    encoder = Encoder(
-        embed_dim,
-        num_heads,
-        layers,
-        attention,
-        ffn_dim=ffn_dim,
-        dropout=dropout,
-        norm_first=True,
-        local_kernel=local_kernel,
-        attention_kwargs=attention_kwargs,
+    settings = {"num_heads": 8, "layers": 3, "local_kernel": 7, **encoder}
+    return TimeSeriesClassifier(
+        ConvStem(channels, embed_dim, stem_kernel, dropout, stride),
+        Encoder(embed_dim, dropout=dropout, **settings),
+        PoolingHead(embed_dim, classes, dropout),
     )
-    stem = ConvStem(channels, embed_dim, stem_kernel, dropout, stride)
-    return TimeSeriesClassifier(stem, encoder, PoolingHead(embed_dim, classes, dropout))
 
 
 # Predictive uncertainty
