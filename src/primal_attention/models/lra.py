@@ -55,10 +55,6 @@ class TokenStem(nn.Module):
     def forward(self, ids: Tensor, places: Tensor | None = None) -> Tensor:  # (B, N) → (B, N, d)
         if places is not None:
             return self.dropout(self.tokens(ids) + self.positions(places))
-        if ids.shape[1] > self.positions.num_embeddings:
-            raise ValueError(
-                f"the sequences have {ids.shape[1]} tokens and the model was built for {self.positions.num_embeddings}"
-            )
         return self.dropout(self.tokens(ids) + local_rows(self.positions.weight, ids, self.context))
 
 
@@ -70,19 +66,16 @@ class LRABlock(EncoderBlock):
     def mix(self, x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
         if key_padding_mask is None or not self.published_padding:
             return super().mix(x, key_padding_mask)
-        return self.dropout(_mix_as_published(self.attention, x, key_padding_mask))
-
-
-def _mix_as_published(attention: nn.Module, x: Tensor, padding: Tensor) -> Tensor:
-    if isinstance(attention, PrimalAttention):
-        # Padding is part of f(X) and of the objective; the attention output there is zero before the output map.
-        y = attention(x)
-        bias = attention.out_proj.bias
-        return torch.where(padding.unsqueeze(-1), y.new_zeros(()) if bias is None else bias.to(y.dtype), y)
-    assert isinstance(attention, SoftmaxAttention)
-    # Padded keys are masked, padded queries are not.
-    valid = ~padding
-    return attention.project_out(attention.mix(x, Tokens(valid, valid, valid.sum(dim=1))))
+        attention = self.attention
+        if isinstance(attention, PrimalAttention):
+            # Padding is part of f(X) and of the objective; the attention output there is zero before the output map.
+            y, bias = attention(x), attention.out_proj.bias
+            y = torch.where(key_padding_mask.unsqueeze(-1), y.new_zeros(()) if bias is None else bias.to(y.dtype), y)
+        else:
+            assert isinstance(attention, SoftmaxAttention)
+            valid = ~key_padding_mask  # padded keys are masked, padded queries are not
+            y = attention.project_out(attention.mix(x, Tokens(valid, valid, valid.sum(dim=1))))
+        return self.dropout(y)
 
 
 class TokenMean(nn.Module):

@@ -42,8 +42,6 @@ class LinearStem(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:  # (B, N, C) → (B, N, d)
-        if x.shape[1] > len(self.positions):
-            raise ValueError(f"the series have {x.shape[1]} steps and the model was built for {len(self.positions)}")
         x = self.proj(x) * math.sqrt(self.proj.out_features)
         return self.dropout(x + local_rows(self.positions, x, self.context))
 
@@ -51,6 +49,8 @@ class LinearStem(nn.Module):
 def local_rows(per_position: Tensor, x: Tensor, context: Context | None) -> Tensor:
     """The rows of a (max_length, …) tensor that belong to the tokens of x (B, N, …)."""
     if context is None:
+        if x.shape[1] > len(per_position):
+            raise ValueError(f"the sequences have {x.shape[1]} tokens and the model was built for {len(per_position)}")
         return per_position[: x.shape[1]]
     place = context.locate(x)
     place.check_length(len(per_position), x.shape[1])
@@ -193,25 +193,8 @@ def masked_mean(x: Tensor, key_padding_mask: Tensor | None = None, context: Cont
     return total / count[:, None].clamp(min=1)
 
 
-def masked_max(x: Tensor, key_padding_mask: Tensor | None = None, context: Context | None = None) -> Tensor:
-    """Maximum over the valid tokens; zero for an empty sequence.
-
-    Args:
-        x: (B, N, d).
-        key_padding_mask: (B, N), True at padding.
-        context: the ranks that have the other tokens, if the sequence is sharded.
-
-    Returns:
-        (B, d).
-    """
-    if key_padding_mask is not None:
-        x = x.masked_fill(key_padding_mask.unsqueeze(-1), -torch.inf)
-    best = x.amax(dim=1) if context is None else context.maximum(x)
-    return best if key_padding_mask is None else torch.where(torch.isneginf(best), 0.0, best)
-
-
 class PoolingHead(nn.Module):
-    """Mean and maximum over the valid tokens, concatenated, one linear map."""
+    """Mean and maximum over the valid tokens (zero for an empty sequence), concatenated, one linear map."""
 
     context: Context | None = None
 
@@ -221,9 +204,13 @@ class PoolingHead(nn.Module):
         self.proj = nn.Linear(2 * embed_dim, classes)
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:  # (B, N, d) → (B, classes)
-        pools = [pool(x, key_padding_mask, self.context) for pool in (masked_mean, masked_max)]
-        pooled = torch.cat(pools, dim=-1)
-        return self.proj(self.dropout(pooled))
+        mean = masked_mean(x, key_padding_mask, self.context)
+        if key_padding_mask is not None:
+            x = x.masked_fill(key_padding_mask.unsqueeze(-1), -torch.inf)
+        largest = x.amax(dim=1) if self.context is None else self.context.maximum(x)
+        if key_padding_mask is not None:  # a sequence may be empty
+            largest = torch.where(torch.isneginf(largest), 0.0, largest)
+        return self.proj(self.dropout(torch.cat([mean, largest], dim=-1)))
 
 
 class TimeSeriesClassifier(nn.Module):
