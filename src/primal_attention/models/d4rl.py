@@ -23,6 +23,7 @@ from primal_attention.nn.primal import PrimalAttention
 from primal_attention.ops.padding import Padding
 
 INITIAL_SCALE = 0.02  # GPT-2's, which Decision Transformer is built on
+RETURN_SCALE = 1000.0  # divisor of returns
 
 
 class DecisionBlock(DecoderBlock):
@@ -51,7 +52,6 @@ class DecisionTransformer(nn.Module):
         context: K, the steps of a window.
         max_episode: Time steps that have an embedding; later steps share the last one.
         dropout: Dropout rate.
-        return_scale: Divisor of returns.
         attention_kwargs: Keywords by attention name. The default of Primal layers is data_dependent=False.
 
     States are passed as they are: the model stores their mean and deviation (`set_state_moments`) and normalises them.
@@ -72,12 +72,10 @@ class DecisionTransformer(nn.Module):
         context: int = 20,
         max_episode: int = 1000,
         dropout: float = 0.1,
-        return_scale: float = 1000.0,
         attention_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         super().__init__()
         self.state_dim, self.action_dim, self.context = state_dim, action_dim, context
-        self.return_scale = return_scale
         self.return_map = nn.Linear(1, embed_dim)
         self.state_map = nn.Linear(state_dim, embed_dim)
         self.action_map = nn.Linear(action_dim, embed_dim)
@@ -109,7 +107,7 @@ class DecisionTransformer(nn.Module):
     def embed(self, states: Tensor, actions: Tensor, returns: Tensor, timesteps: Tensor) -> Tensor:
         """Tokens R̂_1, s_1, a_1, R̂_2, …: (B, K, …) → (B, 3K, d)."""
         parts = (
-            self.return_map((returns / self.return_scale).unsqueeze(-1)),
+            self.return_map((returns / RETURN_SCALE).unsqueeze(-1)),
             self.state_map((states - self.state_mean) / self.state_std),
             self.action_map(actions),
         )
