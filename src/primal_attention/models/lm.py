@@ -127,10 +127,8 @@ class LanguageConfig:
 
     def resolved(self) -> LanguageConfig:
         """Return a copy in which all settings with a default by mode have values."""
-        config = self
-        for name, value in primal_defaults(self).items():
-            if getattr(self, name) is None:
-                config = replace(config, **{name: value})
+        unset = {name: value for name, value in primal_defaults(self).items() if getattr(self, name) is None}
+        config = replace(self, **unset)
         if config.positions is not None:
             return config
         names = attention_names(config.attention, config.layers)
