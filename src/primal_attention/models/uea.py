@@ -270,12 +270,10 @@ def paper_classifier(
             attention="primal", num_heads=8, layers=2, ffn_dim=2048. attention="primal+" is its Primal.+.
     """
     settings = {"num_heads": 8, "layers": 2, "ffn_dim": 2048, "norm_first": False, **encoder}
-    return TimeSeriesClassifier(
-        LinearStem(channels, embed_dim, max_length, dropout),
-        Encoder(embed_dim, dropout=dropout, **settings),
-        FlattenHead(embed_dim, max_length, classes, dropout),
-        attend_to_padding=attend_to_padding,
-    )
+    blocks = Encoder(embed_dim, dropout=dropout, **settings)  # first: the weights of a seed depend on the order
+    stem = LinearStem(channels, embed_dim, max_length, dropout)
+    head = FlattenHead(embed_dim, max_length, classes, dropout)
+    return TimeSeriesClassifier(stem, blocks, head, attend_to_padding=attend_to_padding)
 
 
 def modern_classifier(
@@ -300,11 +298,9 @@ def modern_classifier(
         encoder: Further arguments of `Encoder` and its blocks; by default num_heads=8, layers=3, local_kernel=7.
     """
     settings = {"num_heads": 8, "layers": 3, "local_kernel": 7, **encoder}
-    return TimeSeriesClassifier(
-        ConvStem(channels, embed_dim, stem_kernel, dropout, stride),
-        Encoder(embed_dim, dropout=dropout, **settings),
-        PoolingHead(embed_dim, classes, dropout),
-    )
+    blocks = Encoder(embed_dim, dropout=dropout, **settings)  # first, as above
+    stem = ConvStem(channels, embed_dim, stem_kernel, dropout, stride)
+    return TimeSeriesClassifier(stem, blocks, PoolingHead(embed_dim, classes, dropout))
 
 
 # Predictive uncertainty
