@@ -1,4 +1,4 @@
-"""Decision Transformer: equal to transformers' own and to the authors' causal attention, padded and step by step."""
+"""Decision Transformer: equal to transformers' own and to the authors' causal attention, padded or not."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import torch
 from torch import Tensor
 
 from closeness import assert_close
-from primal_attention.models.d4rl import DecisionTransformer, select
+from primal_attention.models.d4rl import DecisionTransformer
 from primal_attention.nn.baselines import attention_names, attention_traits
 from primal_attention.nn.primal import PrimalAttention
 from primal_attention.official import load_official
 
 STATE, ACTION, K = 5, 3, 6
 CAUSAL = [name for name in attention_names() if attention_traits(name).supports_causal]
-STREAMING = ["softmax", *(name for name in CAUSAL if attention_traits(name).streams)]
 TIGHT = 1e-11  # float64 through two small layers
 
 
@@ -107,42 +106,7 @@ def test_padding_changes_nothing_and_no_action_depends_on_later_steps(attention:
     assert_close(model.predict(*padded, mask)[~mask], model(*padded, mask)[~mask], TIGHT)
 
 
-@pytest.mark.parametrize("attention", STREAMING)
-def test_step_by_step_equals_the_window_within_k(attention: str):
-    model = small(attention)
-    states, actions, returns, stamps = episode(K)
-    assert model.streams
-    memory, previous = model.initial_state(3), None
-    for t in range(K):
-        window = model(*(c[:, : t + 1] for c in (states, actions, returns, stamps)))[:, -1]
-        action, memory = model.act(states[:, t], returns[:, t], stamps[:, t], previous, memory)
-        assert_close(action, window, TIGHT, f"step {t}")
-        previous = actions[:, t]
-
-
-def test_primal_memory_does_not_grow_and_episodes_can_leave_it():
-    model = small("primal")
-    states, actions, returns, stamps = episode(12)
-    memory, previous, sizes = model.initial_state(3), None, []
-    for t in range(12):
-        if t == 5:
-            rows = torch.tensor([0, 2])
-            memory = select(memory, rows)
-            states, actions, returns, stamps = (c[rows] for c in (states, actions, returns, stamps))
-            previous = actions[:, t - 1]
-        action, memory = model.act(states[:, t], returns[:, t], stamps[:, t], previous, memory)
-        sizes.append(sum(t.numel() for b in memory for t in b.attention if isinstance(t, Tensor)))
-        previous = actions[:, t]
-    assert sizes[0] == sizes[4]
-    assert sizes[5] == sizes[-1] == sizes[0] * 2 // 3
-    assert_close(action, model(states, actions, returns, stamps)[:, -1], TIGHT)
-
-
-def test_attention_without_a_state_or_a_causal_form_is_refused():
-    model = small(["softmax", "flow"])
-    assert not model.streams
-    with pytest.raises(ValueError, match="layer 2's attention 'flow' has no state"):
-        model.initial_state(1)
+def test_attention_without_a_causal_form_is_refused():
     with pytest.raises(ValueError, match="causal=True is not defined for attention 'linformer'"):
         small("linformer")
 

@@ -15,9 +15,8 @@ from closeness import assert_close
 from primal_attention.models.uea import (
     NOISE,
     MaskedBatchNorm,
+    PoolingHead,
     ScorePosterior,
-    masked_max,
-    masked_mean,
     modern_classifier,
     paper_classifier,
     pooled_scores,
@@ -124,7 +123,7 @@ def test_masked_batch_norm_without_a_mask_is_batch_norm():
 def test_the_modern_network_takes_any_length_and_the_paper_network_says_its_own():
     x = torch.randn(2, 40, 3, dtype=torch.float64)
     assert small("modern").eval()(x).shape == (2, 5)
-    with pytest.raises(ValueError, match="40 steps and the model was built for 12"):
+    with pytest.raises(ValueError, match="40 tokens and the model was built for 12"):
         small("paper").eval()(x)
 
 
@@ -182,5 +181,6 @@ def test_an_ablated_run_is_evaluated_as_it_was_trained(toy_folder: Path, tmp_pat
 def test_pooling_ignores_padding_and_an_empty_row_gives_zero():
     x = torch.tensor([[[1.0], [-5.0], [torch.nan]], [[1.0], [2.0], [3.0]]])
     mask = torch.tensor([[False, False, True], [True, True, True]])
-    assert masked_mean(x, mask).tolist() == [[-2.0], [0.0]]
-    assert masked_max(x, mask).tolist() == [[1.0], [0.0]]
+    head = PoolingHead(1, 2)
+    head.proj.load_state_dict({"weight": torch.eye(2), "bias": torch.zeros(2)})
+    assert head(x, mask).tolist() == [[-2.0, 1.0], [0.0, 0.0]], "mean and maximum"

@@ -7,7 +7,7 @@ import pytest
 import torch
 import yaml
 
-from primal_attention.train import d4rl, image, lm, lra, registry
+from primal_attention.train import image, lm, lra, registry
 from primal_attention.train.config import OptimConfig, TrainerConfig, from_plain, override, to_plain
 from primal_attention.train.task import compiles
 from primal_attention.train.uea import PAPER, UEARecipe, modern_recipe, paper_recipe
@@ -26,7 +26,6 @@ def test_the_listed_names_are_those_of_the_modules():
     """Names are data, so that listing them imports no module."""
     assert tuple(PAPER) == registry.UEA_SETS
     assert tuple(lra.TASKS) == registry.LRA_TASKS
-    assert tuple(d4rl.PAPER) == registry.D4RL_SETS
     assert tuple(image.RECIPES) == registry.IMAGE_SETS
     assert tuple(lm.RECIPES) == registry.TEXTS
     assert tuple(registry.recipe_type(name).benchmark for name in registry.BENCHMARKS) == registry.BENCHMARKS

@@ -157,7 +157,7 @@ def test_the_last_batch_of_an_evaluation_is_filled(folder: Path) -> None:
 
 def test_the_loss_smooths_labels(folder: Path) -> None:
     module = small(folder, augment="light").build().module.eval()
-    images, labels = torch.randint(256, (6, 3, 32, 32), dtype=torch.uint8), torch.zeros(6, dtype=torch.long)
+    images, labels = torch.randint(256, (6, 3, 28, 28), dtype=torch.uint8), torch.zeros(6, dtype=torch.long)
     targets = torch.tensor([0.9 + 0.1 / 3, 0.1 / 3, 0.1 / 3]).expand(6, 3)
     expected = torch.nn.functional.cross_entropy(module.model(images), targets)
     torch.testing.assert_close(module.task_loss((images, labels)), expected)

@@ -67,7 +67,7 @@ class PrimalConfig(PreTrainedConfig):
         num_attention_heads: heads of each layer.
         num_hidden_layers: number of layers.
         intermediate_size: hidden width of the MLPs.
-        hidden_act: activation of the MLPs, "gelu" or "relu".
+        hidden_act: activation of the MLPs, "gelu", "relu" or "glu".
         dropout: as in `LanguageConfig`.
         primal_mode: "mean", "landmarks", "decay" or "delta"; None is the setting above.
         primal_heads: heads of the Primal layers; None is `num_attention_heads`.
@@ -77,6 +77,8 @@ class PrimalConfig(PreTrainedConfig):
         conv: kernel of a short causal convolution at each Primal layer; None and 0 are none.
         conv_place: "beside" or "before".
         gate: multiply each Primal layer's output by a gate; None is no gate.
+        gate_activation: "silu" or "sigmoid".
+        conv_layers: layers with convolution and gate, "primal" or "all".
         positions: "rotary" (needs a softmax layer), "sinusoidal" or "none"; None is what the layers need.
         initializer_range: standard deviation of new embeddings; None is as in `LanguageConfig`.
         eta: weight of the KSVD loss, which is added to the loss in training.

@@ -6,30 +6,24 @@ attention="primal+", Primal-Attention's running-mean form in the last layer, it 
 
     model = DecisionTransformer(11, 3, attention="primal+", attention_kwargs={"primal": {"rank": 64}})
     actions = model(states, actions, returns_to_go, timesteps)      # (B, K, …): all steps of a window at once
-    memory = model.initial_state(batch_size)                        # or step by step, each token read once
-    action, memory = model.act(state, return_to_go, timestep, None, memory)
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from primal_attention.nn.baselines import make_attention
-from primal_attention.nn.baselines.softmax import CachedSoftmaxAttention
 from primal_attention.nn.blocks import DecoderBlock, attention_names
 from primal_attention.nn.primal import PrimalAttention
 from primal_attention.ops.padding import Padding
 
-Memory = tuple[Any, ...]
-"""State of each block within an episode."""
 INITIAL_SCALE = 0.02  # GPT-2's, which Decision Transformer is built on
+RETURN_SCALE = 1000.0  # divisor of returns
 
 
 class DecisionBlock(DecoderBlock):
@@ -58,7 +52,6 @@ class DecisionTransformer(nn.Module):
         context: K, the steps of a window.
         max_episode: Time steps that have an embedding; later steps share the last one.
         dropout: Dropout rate.
-        return_scale: Divisor of returns.
         attention_kwargs: Keywords by attention name. The default of Primal layers is data_dependent=False.
 
     States are passed as they are: the model stores their mean and deviation (`set_state_moments`) and normalises them.
@@ -79,12 +72,10 @@ class DecisionTransformer(nn.Module):
         context: int = 20,
         max_episode: int = 1000,
         dropout: float = 0.1,
-        return_scale: float = 1000.0,
         attention_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         super().__init__()
         self.state_dim, self.action_dim, self.context = state_dim, action_dim, context
-        self.return_scale = return_scale
         self.return_map = nn.Linear(1, embed_dim)
         self.state_map = nn.Linear(state_dim, embed_dim)
         self.action_map = nn.Linear(action_dim, embed_dim)
@@ -116,7 +107,7 @@ class DecisionTransformer(nn.Module):
     def embed(self, states: Tensor, actions: Tensor, returns: Tensor, timesteps: Tensor) -> Tensor:
         """Tokens R̂_1, s_1, a_1, R̂_2, …: (B, K, …) → (B, 3K, d)."""
         parts = (
-            self.return_map((returns / self.return_scale).unsqueeze(-1)),
+            self.return_map((returns / RETURN_SCALE).unsqueeze(-1)),
             self.state_map((states - self.state_mean) / self.state_std),
             self.action_map(actions),
         )
@@ -160,67 +151,16 @@ class DecisionTransformer(nn.Module):
         for block in self.blocks:
             needs_mask = self.training and isinstance(block.attention, PrimalAttention)
             x = block(x, mask if needs_mask else None)
-        return self.read_action(x[:, 1::3])
-
-    def read_action(self, x: Tensor) -> Tensor:
-        """Actions from the encoded tokens of the states."""
-        return self.action_head(self.norm(x)).tanh()
-
-    @property
-    def streams(self) -> bool:
-        """Whether every layer has a state to continue from."""
-        return all(block.streams for block in self.blocks)  # type: ignore[misc]
-
-    def initial_state(self, batch_size: int) -> Memory:
-        """Return the memory before an episode's first step."""
-        for i, (name, block) in enumerate(zip(self.attention_names, self.blocks, strict=True)):
-            if not block.streams:
-                raise ValueError(
-                    f"layer {i + 1}'s attention {name!r} has no state to continue from: pass windows instead"
-                )
-        return tuple(block.initial_state(batch_size) for block in self.blocks)  # type: ignore[operator]
-
-    def act(
-        self, state: Tensor, return_to_go: Tensor, timestep: Tensor, previous: Tensor | None, memory: Memory
-    ) -> tuple[Tensor, Memory]:
-        """Choose the next action of each episode.
-
-        Args:
-            state: (B, state_dim).
-            return_to_go: return to go, (B,).
-            timestep: (B,).
-            previous: the last action, (B, action_dim); None at the first step of an episode.
-            memory: the streaming states of the blocks.
-
-        Returns:
-            The actions, (B, action_dim), and the memory after them.
-        """
-        action = state.new_zeros(len(state), self.action_dim) if previous is None else previous
-        # The previous step and this one; of the previous step only the action is new.
-        pairs = [torch.stack(pair, dim=1) for pair in ((state, state), (action, action), (return_to_go, return_to_go))]
-        pairs.append(torch.stack([timestep - 1, timestep], dim=1))
-        tokens = self.embed(*pairs)
-        x, after = tokens[:, 3 if previous is None else 2 : 5], []
-        for block, before in zip(self.blocks, memory, strict=True):
-            x, state_after = block.resume(x, state=before)  # type: ignore[operator]
-            after.append(state_after)
-        return self.read_action(x[:, -1]), tuple(after)
+        return self.action_head(self.norm(x[:, 1::3])).tanh()  # at the tokens of the states
 
 
 def causal_attention(
     name: str, embed_dim: int, num_heads: int, dropout: float, keywords: Mapping[str, Mapping[str, Any]]
 ) -> nn.Module:
     """Return the causal attention of a name."""
-    own = dict(keywords.get(name, {}))
-    if name == "softmax":  # dropout on the weights, as in GPT-2; the block has one on the output
-        return CachedSoftmaxAttention(embed_dim, num_heads, **{"rotary": False, "dropout": dropout, **own})
-    if name == "primal":
-        own = {"data_dependent": False, **own}
+    # Dropout on the weights, as in GPT-2; the block has one on the output.
+    defaults: dict[str, dict[str, Any]] = {"softmax": {"dropout": dropout}, "primal": {"data_dependent": False}}
+    own = {"causal": True, **defaults.get(name, {}), **keywords.get(name, {})}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="rank=")  # the paper's 96 directions in heads of width 64
-        return make_attention(name, embed_dim, num_heads, **{"causal": True, **own})
-
-
-def select(memory: Any, rows: Tensor) -> Any:
-    """Return the memory of some of the episodes."""
-    return pytree.tree_map_only(Tensor, itemgetter(rows), memory)
+        return make_attention(name, embed_dim, num_heads, **own)

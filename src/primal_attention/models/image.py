@@ -4,7 +4,7 @@ The network is timm's or transformers' own; `primalize` replaces the attention. 
 of 16 make N = 197 tokens, the class token included.
 
     model = deit(1000, attention="primal+", rank=96)
-    logits = model(images)   # uint8 (B, 3, S, S), which the model crops and normalises, or normalised floats
+    logits = model(images)   # uint8 (B, 3, S, S), which the model normalises, or normalised floats
 """
 
 from __future__ import annotations
@@ -43,20 +43,18 @@ class StochasticDepth(nn.Module):
 
 
 class ImageClassifier(nn.Module):
-    """Images to logits (B, classes), with the crop and the normalisation that the network was trained with.
+    """Images to logits (B, classes), with the normalisation that the network was trained with.
 
     Args:
         backbone: A network of timm or transformers.
-        image_size: Height and width of its input.
     """
 
     mean: Tensor
     std: Tensor
 
-    def __init__(self, backbone: nn.Module, image_size: int) -> None:
+    def __init__(self, backbone: nn.Module) -> None:
         super().__init__()
         self.backbone = backbone
-        self.image_size = image_size
         self.register_buffer("mean", torch.tensor(MEAN).view(3, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(STD).view(3, 1, 1), persistent=False)
 
@@ -64,13 +62,9 @@ class ImageClassifier(nn.Module):
     def blocks(self) -> list[nn.Module]:
         return list(find_blocks(self.backbone))
 
-    def normalise(self, images: Tensor) -> Tensor:
-        """Pixels in [0, 1] to the network's scale."""
-        return (images - self.mean) / self.std
-
     def forward(self, images: Tensor) -> Tensor:
         if images.dtype == torch.uint8:
-            images = self.normalise(crop_centre(images, self.image_size) / 255)
+            images = (images / 255 - self.mean) / self.std
         output = self.backbone(images)
         return output if isinstance(output, Tensor) else output.logits
 
@@ -78,15 +72,6 @@ class ImageClassifier(nn.Module):
         """torch.compile block by block: equal blocks are compiled once."""
         for block in self.blocks:
             block.compile(*args, **kwargs)
-
-
-def crop_centre(images: Tensor, size: int) -> Tensor:
-    """Return the central size × size pixels."""
-    height, width = images.shape[-2:]
-    if min(height, width) < size:
-        raise ValueError(f"images must have at least {size}×{size} pixels (got {height}×{width})")
-    top, left = (height - size) // 2, (width - size) // 2
-    return images[..., top : top + size, left : left + size]
 
 
 def deit(
@@ -138,7 +123,7 @@ def deit(
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="rank=")  # the paper's rank 96 is above the heads' width of 64
             primalize(backbone, chosen, rank=rank, landmarks=rows, data_dependent=data_dependent, causal=False)
-    model = ImageClassifier(backbone, image_size)
+    model = ImageClassifier(backbone)
     if drop_path:
         _add_stochastic_depth(model.blocks, drop_path)
     return model

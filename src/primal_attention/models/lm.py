@@ -108,7 +108,10 @@ class LanguageConfig:
     initializer_range: float | None = 0.02
 
     def __post_init__(self) -> None:
-        check_primal_mode(self.primal_mode)
+        if self.primal_mode in ("selective", "dual"):
+            raise ValueError(f"attention {self.primal_mode!r} was removed; use 'decay' or 'delta'")
+        if self.primal_mode is not None:
+            one_of("primal_mode", self.primal_mode, get_args(PrimalMode))
         one_of("gate_activation", self.gate_activation, ("silu", "sigmoid"))
         one_of("conv_layers", self.conv_layers, ("primal", "all"))
         if self.positions is not None:
@@ -124,10 +127,8 @@ class LanguageConfig:
 
     def resolved(self) -> LanguageConfig:
         """Return a copy in which all settings with a default by mode have values."""
-        config = self
-        for name, value in primal_defaults(self).items():
-            if getattr(self, name) is None:
-                config = replace(config, **{name: value})
+        unset = {name: value for name, value in primal_defaults(self).items() if getattr(self, name) is None}
+        config = replace(self, **unset)
         if config.positions is not None:
             return config
         names = attention_names(config.attention, config.layers)
@@ -150,14 +151,6 @@ def primal_defaults(settings: Any) -> dict[str, Any]:
     heads = settings.primal_heads or half
     rank = max(1, settings.embed_dim // heads // 2)
     return {"primal_mode": "delta", "primal_heads": heads, "rank": rank, "conv": 4, "gate": True}
-
-
-def check_primal_mode(mode: str | None) -> None:
-    """Raise for an unknown or removed mode."""
-    if mode in ("selective", "dual"):
-        raise ValueError(f"attention {mode!r} was removed; use 'decay' or 'delta'")
-    if mode is not None:
-        one_of("primal_mode", mode, get_args(PrimalMode))
 
 
 class LanguageState(NamedTuple):
@@ -368,18 +361,26 @@ class LanguageModel(nn.Module):
             assert padding.tokens.present is not None
             tokens, padding_mask = padding.enter(tokens), ~padding.tokens.present
         x = self._embed(tokens, state)
-        if state is not None or return_state:
+        is_streaming = state is not None or return_state
+        if is_streaming:
             self._check_streams()
-            x, after = self._resume(x, padding_mask, state, inputs)
-            return x, padding, after
-        for block in self.blocks:
+        states, after = [None] * len(self.blocks) if state is None else state.blocks, []
+        for block, before in zip(self.blocks, states, strict=True):
             if inputs is not None:
                 inputs.append(x)
-            if self.gradient_checkpointing and self.training:
+            if is_streaming:
+                x, block_state = block.resume(x, padding_mask, before)  # type: ignore[operator]
+                after.append(block_state)
+            elif self.gradient_checkpointing and self.training:
                 x = checkpoint(block, x, padding_mask, use_reentrant=False)
             else:
                 x = block(x, padding_mask)
-        return x, padding, None
+        if not is_streaming:
+            return x, padding, None
+        count = torch.full((len(x),), x.shape[1], device=x.device)
+        if padding_mask is not None:
+            count = (~padding_mask).sum(dim=1)
+        return x, padding, LanguageState(tuple(after), count if state is None else state.position + count)
 
     def _embed(self, tokens: Tensor, state: LanguageState | None) -> Tensor:
         x = tokens if tokens.is_floating_point() else self.embedding(tokens)
@@ -391,21 +392,6 @@ class LanguageModel(nn.Module):
             positions = positions if self.context is None else positions + self.context.locate(tokens).offset[:, None]
             x = x + (self.config.initializer_range or 1.0) * sinusoids(positions, self.config.embed_dim).to(x.dtype)
         return self.dropout(x)
-
-    def _resume(
-        self, x: Tensor, padding_mask: Tensor | None, state: LanguageState | None, inputs: list[Tensor] | None
-    ) -> tuple[Tensor, LanguageState]:
-        states = [None] * len(self.blocks) if state is None else state.blocks
-        blocks = []
-        for block, before in zip(self.blocks, states, strict=True):
-            if inputs is not None:
-                inputs.append(x)
-            x, after = block.resume(x, padding_mask, before)  # type: ignore[operator]
-            blocks.append(after)
-        count = (
-            torch.full((len(x),), x.shape[1], device=x.device) if padding_mask is None else (~padding_mask).sum(dim=1)
-        )
-        return x, LanguageState(tuple(blocks), count if state is None else state.position + count)
 
     def _logits(self, x: Tensor, padding: Padding | None, only_last: bool) -> Tensor:
         if only_last and padding is not None:

@@ -10,7 +10,6 @@ a network with one hidden layer. Pairs of sequences go through the same encoder,
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from primal_attention.models.uea import local_rows, masked_mean
 from primal_attention.nn.baselines.softmax import SoftmaxAttention
-from primal_attention.nn.blocks import Activation, Encoder, EncoderBlock
+from primal_attention.nn.blocks import Encoder, EncoderBlock
 from primal_attention.nn.primal import PrimalAttention
 from primal_attention.ops.padding import Tokens
 
@@ -56,10 +55,6 @@ class TokenStem(nn.Module):
     def forward(self, ids: Tensor, places: Tensor | None = None) -> Tensor:  # (B, N) → (B, N, d)
         if places is not None:
             return self.dropout(self.tokens(ids) + self.positions(places))
-        if ids.shape[1] > self.positions.num_embeddings:
-            raise ValueError(
-                f"the sequences have {ids.shape[1]} tokens and the model was built for {self.positions.num_embeddings}"
-            )
         return self.dropout(self.tokens(ids) + local_rows(self.positions.weight, ids, self.context))
 
 
@@ -71,19 +66,16 @@ class LRABlock(EncoderBlock):
     def mix(self, x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
         if key_padding_mask is None or not self.published_padding:
             return super().mix(x, key_padding_mask)
-        return self.dropout(_mix_as_published(self.attention, x, key_padding_mask))
-
-
-def _mix_as_published(attention: nn.Module, x: Tensor, padding: Tensor) -> Tensor:
-    if isinstance(attention, PrimalAttention):
-        # Padding is part of f(X) and of the objective; the attention output there is zero before the output map.
-        y = attention(x)
-        bias = attention.out_proj.bias
-        return torch.where(padding.unsqueeze(-1), y.new_zeros(()) if bias is None else bias.to(y.dtype), y)
-    assert isinstance(attention, SoftmaxAttention)
-    # Padded keys are masked, padded queries are not.
-    valid = ~padding
-    return attention.project_out(attention.mix(x, Tokens(valid, valid, valid.sum(dim=1))))
+        attention = self.attention
+        if isinstance(attention, PrimalAttention):
+            # Padding is part of f(X) and of the objective; the attention output there is zero before the output map.
+            y, bias = attention(x), attention.out_proj.bias
+            y = torch.where(key_padding_mask.unsqueeze(-1), y.new_zeros(()) if bias is None else bias.to(y.dtype), y)
+        else:
+            assert isinstance(attention, SoftmaxAttention)
+            valid = ~key_padding_mask  # padded keys are masked, padded queries are not
+            y = attention.project_out(attention.mix(x, Tokens(valid, valid, valid.sum(dim=1))))
+        return self.dropout(y)
 
 
 class TokenMean(nn.Module):
@@ -105,21 +97,15 @@ class LRAClassifier(nn.Module):
         vocabulary: Number of tokens.
         classes: Number of classes.
         max_length: The longest sequence.
-        attention: One name for all layers, a name with a plus for the last layer only, or one name per layer. "none"
-            leaves the attention out; the convolution of `local_kernel` then mixes the tokens.
         embed_dim: Width of the tokens.
-        num_heads: Number of heads.
-        layers: Number of blocks.
         ffn_dim: Width of the feed-forward layers.
-        activation: Of the feed-forward layers: "gelu", "relu" or "glu", gated with a third linear map.
-        local_kernel: Width of a depthwise convolution beside each attention; None leaves it out.
         dropout: Dropout rate.
         pairs: Classify pairs of sequences with one encoder.
-        attention_kwargs: Keywords by attention name.
         published_padding: Include padding in f(X), in the objective and in the mean, as the authors' implementation
             does; only to reproduce it. The attribute may be changed at any time.
         positions: Initial values of the learned positions: noise, or waves along the sequence ("line") or along the
             rows and columns of an image ("grid").
+        encoder: Further arguments of `Encoder` and its blocks; by default num_heads=2, layers=2.
 
     Attributes:
         max_tokens: Upper bound of a sequence's valid tokens. Padding beyond it is dropped before the encoder, wherever
@@ -135,37 +121,22 @@ class LRAClassifier(nn.Module):
         classes: int,
         max_length: int,
         *,
-        attention: str | Sequence[str] = "primal",
         embed_dim: int = 64,
-        num_heads: int = 2,
-        layers: int = 2,
         ffn_dim: int = 128,
-        activation: Activation = "gelu",
-        local_kernel: int | None = None,
         dropout: float = 0.1,
         pairs: bool = False,
-        attention_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
         published_padding: bool = False,
         positions: Positions = "random",
+        **encoder: Any,
     ) -> None:
         super().__init__()
         self.stem = TokenStem(vocabulary, embed_dim, max_length, dropout, positions)
-        self.encoder = Encoder(
-            embed_dim,
-            num_heads,
-            layers,
-            attention,
-            ffn_dim=ffn_dim,
-            activation=activation,
-            local_kernel=local_kernel,
-            dropout=dropout,
-            attention_kwargs=attention_kwargs,
-            block=LRABlock,
-        )
+        settings = {"num_heads": 2, "layers": 2, **encoder}
+        self.encoder = Encoder(embed_dim, ffn_dim=ffn_dim, dropout=dropout, block=LRABlock, **settings)
         self.mean = TokenMean()
         head_dim = 4 * embed_dim if pairs else embed_dim
         self.head = nn.Sequential(nn.Linear(head_dim, ffn_dim), nn.ReLU(), nn.Linear(ffn_dim, classes))
-        self.pairs, self.has_convolution = pairs, local_kernel is not None
+        self.pairs, self.has_convolution = pairs, bool(encoder.get("local_kernel"))
         self._any_length = False
         self.published_padding = published_padding
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -43,8 +42,6 @@ class LinearStem(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:  # (B, N, C) → (B, N, d)
-        if x.shape[1] > len(self.positions):
-            raise ValueError(f"the series have {x.shape[1]} steps and the model was built for {len(self.positions)}")
         x = self.proj(x) * math.sqrt(self.proj.out_features)
         return self.dropout(x + local_rows(self.positions, x, self.context))
 
@@ -52,6 +49,8 @@ class LinearStem(nn.Module):
 def local_rows(per_position: Tensor, x: Tensor, context: Context | None) -> Tensor:
     """The rows of a (max_length, …) tensor that belong to the tokens of x (B, N, …)."""
     if context is None:
+        if x.shape[1] > len(per_position):
+            raise ValueError(f"the sequences have {x.shape[1]} tokens and the model was built for {len(per_position)}")
         return per_position[: x.shape[1]]
     place = context.locate(x)
     place.check_length(len(per_position), x.shape[1])
@@ -194,25 +193,8 @@ def masked_mean(x: Tensor, key_padding_mask: Tensor | None = None, context: Cont
     return total / count[:, None].clamp(min=1)
 
 
-def masked_max(x: Tensor, key_padding_mask: Tensor | None = None, context: Context | None = None) -> Tensor:
-    """Maximum over the valid tokens; zero for an empty sequence.
-
-    Args:
-        x: (B, N, d).
-        key_padding_mask: (B, N), True at padding.
-        context: the ranks that have the other tokens, if the sequence is sharded.
-
-    Returns:
-        (B, d).
-    """
-    if key_padding_mask is not None:
-        x = x.masked_fill(key_padding_mask.unsqueeze(-1), -torch.inf)
-    best = x.amax(dim=1) if context is None else context.maximum(x)
-    return best if key_padding_mask is None else torch.where(torch.isneginf(best), 0.0, best)
-
-
 class PoolingHead(nn.Module):
-    """Mean and maximum over the valid tokens, concatenated, one linear map."""
+    """Mean and maximum over the valid tokens (zero for an empty sequence), concatenated, one linear map."""
 
     context: Context | None = None
 
@@ -222,9 +204,13 @@ class PoolingHead(nn.Module):
         self.proj = nn.Linear(2 * embed_dim, classes)
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:  # (B, N, d) → (B, classes)
-        pools = [pool(x, key_padding_mask, self.context) for pool in (masked_mean, masked_max)]
-        pooled = torch.cat(pools, dim=-1)
-        return self.proj(self.dropout(pooled))
+        mean = masked_mean(x, key_padding_mask, self.context)
+        if key_padding_mask is not None:
+            x = x.masked_fill(key_padding_mask.unsqueeze(-1), -torch.inf)
+        largest = x.amax(dim=1) if self.context is None else self.context.maximum(x)
+        if key_padding_mask is not None:  # a sequence may be empty
+            largest = torch.where(torch.isneginf(largest), 0.0, largest)
+        return self.proj(self.dropout(torch.cat([mean, largest], dim=-1)))
 
 
 class TimeSeriesClassifier(nn.Module):
@@ -266,14 +252,10 @@ def paper_classifier(
     classes: int,
     max_length: int,
     *,
-    attention: str | Sequence[str] = "primal",
     embed_dim: int = 512,
-    num_heads: int = 8,
-    layers: int = 2,
-    ffn_dim: int = 2048,
     dropout: float = 0.1,
-    attention_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     attend_to_padding: bool = False,
+    **encoder: Any,
 ) -> TimeSeriesClassifier:
     """Build the network of the paper's UEA experiments.
 
@@ -281,74 +263,44 @@ def paper_classifier(
         channels: Number of channels of a series.
         classes: Number of classes.
         max_length: The longest series.
-        attention: "primal" for the paper's PrimalFormer, "primal+" for its Primal.+, or one name per layer.
         embed_dim: Width of the tokens.
-        num_heads: Number of heads.
-        layers: Number of blocks.
-        ffn_dim: Width of the feed-forward layers.
         dropout: Dropout rate.
-        attention_kwargs: Keywords by attention name.
         attend_to_padding: Pass no mask to the attention, as the authors' implementation does.
+        encoder: Further arguments of `Encoder` and its blocks. The defaults are the paper's PrimalFormer:
+            attention="primal", num_heads=8, layers=2, ffn_dim=2048. attention="primal+" is its Primal.+.
     """
-    encoder = Encoder(
-        embed_dim,
-        num_heads,
-        layers,
-        attention,
-        ffn_dim=ffn_dim,
-        dropout=dropout,
-        norm_first=False,
-        attention_kwargs=attention_kwargs,
-    )
+    settings = {"num_heads": 8, "layers": 2, "ffn_dim": 2048, "norm_first": False, **encoder}
+    blocks = Encoder(embed_dim, dropout=dropout, **settings)  # first: the weights of a seed depend on the order
     stem = LinearStem(channels, embed_dim, max_length, dropout)
     head = FlattenHead(embed_dim, max_length, classes, dropout)
-    return TimeSeriesClassifier(stem, encoder, head, attend_to_padding=attend_to_padding)
+    return TimeSeriesClassifier(stem, blocks, head, attend_to_padding=attend_to_padding)
 
 
 def modern_classifier(
     channels: int,
     classes: int,
     *,
-    attention: str | Sequence[str] = "primal",
     embed_dim: int = 128,
-    num_heads: int = 8,
-    layers: int = 3,
-    ffn_dim: int | None = None,
     dropout: float = 0.2,
     stem_kernel: int = 7,
     stride: int = 1,
-    local_kernel: int | None = 7,
-    attention_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    **encoder: Any,
 ) -> TimeSeriesClassifier:
     """Build a network with a convolutional stem, local mixing and pooling; not from the paper.
 
     Args:
         channels: Number of channels of a series.
         classes: Number of classes.
-        attention: "primal" for the paper's PrimalFormer, "primal+" for its Primal.+, or one name per layer.
         embed_dim: Width of the tokens.
-        num_heads: Number of heads.
-        layers: Number of blocks.
-        ffn_dim: Width of the feed-forward layers; None is that of `Encoder`.
         dropout: Dropout rate.
         stem_kernel: Width of the convolutions of the stem.
         stride: Steps of the series that make one token.
-        local_kernel: Width of the depthwise convolution beside each attention; None leaves it out.
-        attention_kwargs: Keywords by attention name.
+        encoder: Further arguments of `Encoder` and its blocks; by default num_heads=8, layers=3, local_kernel=7.
     """
-    encoder = Encoder(
-        embed_dim,
-        num_heads,
-        layers,
-        attention,
-        ffn_dim=ffn_dim,
-        dropout=dropout,
-        norm_first=True,
-        local_kernel=local_kernel,
-        attention_kwargs=attention_kwargs,
-    )
+    settings = {"num_heads": 8, "layers": 3, "local_kernel": 7, **encoder}
+    blocks = Encoder(embed_dim, dropout=dropout, **settings)  # first, as above
     stem = ConvStem(channels, embed_dim, stem_kernel, dropout, stride)
-    return TimeSeriesClassifier(stem, encoder, PoolingHead(embed_dim, classes, dropout))
+    return TimeSeriesClassifier(stem, blocks, PoolingHead(embed_dim, classes, dropout))
 
 
 # Predictive uncertainty

@@ -31,17 +31,13 @@ from primal_attention.data.storage import one_line
 from primal_attention.models.d4rl import DecisionTransformer
 from primal_attention.train.batches import Batches, derive_seed
 from primal_attention.train.config import NetworkConfig, OptimConfig, Recipe, TrainerConfig, require_range
+from primal_attention.train.registry import D4RL_SETS
 from primal_attention.train.task import Batch, Experiment, TrainingModule, hash_data, precision_context
 from primal_attention.utils.errors import RunError, import_package, install_hint
 
 ETA = 0.05
-# The paper's rank s per level, for HalfCheetah, Hopper and Walker2d.
-RANKS = {"medium-expert": (96, 64, 96), "medium": (64, 96, 96), "medium-replay": (32, 64, 96)}
-PAPER = {
-    f"{env}-{level}": rank
-    for level, ranks in RANKS.items()
-    for env, rank in zip(("halfcheetah", "hopper", "walker2d"), ranks, strict=True)
-}
+# The paper's rank s of each data set: medium-expert, medium, medium-replay.
+PAPER = dict(zip(D4RL_SETS, (96, 64, 96, 64, 96, 96, 32, 64, 96), strict=True))
 # These versions keep the rewards of D4RL's environments.
 ENVIRONMENTS = {"halfcheetah": "HalfCheetah-v4", "hopper": "Hopper-v4", "walker2d": "Walker2d-v4"}
 # The returns that D4RL tables ask for.

@@ -39,8 +39,8 @@ from primal_attention.train.uea import (
     ClassificationModule,
     ClassifierConfig,
     UEARecipe,
-    classifier_recipe,
     make_model,
+    modern_recipe,
 )
 from primal_attention.utils.errors import DataError, RunError
 from primal_attention.utils.files import COUNT, check, write_atomically
@@ -198,7 +198,7 @@ class PrimalClassifier(BaseClassifier):
             seed: Of all random numbers.
             samples: Number of training samples, from which `epochs=None` follows.
         """
-        base = classifier_recipe()
+        base = modern_recipe("")
         names = ("embed_dim", "num_heads", "layers", "rank", "landmarks", "tokens", "dropout")
         shared: dict[str, Any] = {name: getattr(self, name) for name in names}
         accelerator: Any = self.device
@@ -249,14 +249,9 @@ class PrimalClassifier(BaseClassifier):
         usual = [USUAL_WEIGHTS[part] for part in self.held_out_]
         weights = fit_weights(list(self.held_out_.values()), labels, usual)
         self.combination_ = dict(zip(self.held_out_, weights.tolist(), strict=True))
-        if self.networks and self.has_primal:
+        if self.networks and self.attention.rstrip("+") == "primal":
             self.posterior_ = ScorePosterior.fit(self._scores(series))
         return self
-
-    @property
-    def has_primal(self) -> bool:
-        """Whether the networks have a layer of Primal-Attention."""
-        return self.attention.rstrip("+") == "primal"
 
     def _fit_networks(self, series: list[np.ndarray], labels: np.ndarray, seed: int) -> np.ndarray:
         """Train one network per fold; return the log-probabilities of the samples by the network of their fold."""
@@ -269,7 +264,7 @@ class PrimalClassifier(BaseClassifier):
             recipe = self.recipe(derive_seed("network", seed, i), len(rows))
             torch.manual_seed(derive_seed("weights", seed, i))
             model = make_model(recipe.model, values.shape[-1], self.n_classes_, self.max_length_)
-            module = ClassificationModule(model, recipe, recipe.augment, padded=bool(mask.any()))
+            module = ClassificationModule(model, recipe, padded=bool(mask.any()))
             batches = Batches([t[rows] for t in tensors], self.batch_size, recipe.seed)
             experiment = Experiment(module, train=batches, test=batches, watched={})
             training = loop.Training(recipe, experiment, title=f"network {i + 1} of {self.networks}")

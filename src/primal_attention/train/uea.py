@@ -174,23 +174,14 @@ def modern_recipe(name: str) -> UEARecipe:
     )
 
 
-def classifier_recipe() -> UEARecipe:
-    """Return the recipe of `PrimalClassifier`: smaller and shorter than `modern_recipe`, for two CPU cores."""
-    base = modern_recipe("")
-    model = replace(base.model, embed_dim=64, num_heads=4, layers=2, ffn_dim=128, dropout=0.0, landmarks=32, tokens=64)
-    return replace(base, model=model, optim=replace(base.optim, lr=3e-3))
-
-
 def make_model(config: ClassifierConfig, channels: int, classes: int, max_length: int) -> nn.Module:
     """Return the network of a resolved configuration."""
     stride = -(-max_length // config.tokens) if config.tokens else 1
     tokens = -(-max_length // stride)
     landmarks = min(config.landmarks or tokens, tokens)
     primal = {"rank": config.rank, "landmarks": landmarks, "data_dependent": config.data_dependent}
-    names = ("embed_dim", "num_heads", "layers", "ffn_dim", "dropout")
+    names = ("attention", "embed_dim", "num_heads", "layers", "ffn_dim", "dropout")
     shared: dict[str, Any] = {"attention_kwargs": {"primal": primal}, **{name: getattr(config, name) for name in names}}
-    shared["attention"] = config.attention[0] if len(config.attention) == 1 else config.attention
-    model: nn.Module
     if config.kind == "paper":
         model = paper_classifier(channels, classes, max_length, attend_to_padding=config.attend_to_padding, **shared)
     else:
@@ -222,7 +213,7 @@ def build_from(recipe: UEARecipe, data: SeriesData) -> Experiment:
     model = make_model(recipe.model, fit.tensors[0].shape[-1], len(data.classes), data.max_length)
     has_padding = any(bool(b.tensors[1].any()) for b in (fit, test, *watched.values()))
     return Experiment(
-        module=ClassificationModule(model, recipe, recipe.augment, padded=has_padding),
+        module=ClassificationModule(model, recipe, padded=has_padding),
         train=fit,
         test=test,
         watched=watched,
@@ -248,17 +239,18 @@ class ClassificationModule(TrainingModule):
     """
 
     splits_sequences: ClassVar[bool] = True
+    recipe: UEARecipe
 
-    def __init__(self, model: nn.Module, recipe: Recipe, augment: AugmentConfig, *, padded: bool = True) -> None:
+    def __init__(self, model: nn.Module, recipe: UEARecipe, *, padded: bool = True) -> None:
         super().__init__(model, recipe)
-        self.augment, self.padded = augment, padded
+        self.padded = padded
 
     def inputs(self, batch: Batch) -> tuple[Any, ...]:
         x, mask, _ = batch
         return self.tokens(x, mask if self.padded else None)
 
     def task_loss(self, batch: Batch) -> Tensor:
-        (x, mask, labels), config = batch, self.augment
+        (x, mask, labels), config = batch, self.recipe.augment
         if config.warp:
             x = warp_time(x, mask, config.warp)
         if config.scale:
