@@ -269,7 +269,7 @@ LISTOPS = ["Source\tTarget", *(f"[MAX {i} {i + 1} ]\t{i + 1}" for i in range(8))
 PAIRS = [f"{i % 2}\tP{i}\tQ{i}\tone text\tother text" for i in range(6)]
 NPY_HEADER = b"{'descr': '|u1', 'fortran_order': False, 'shape': (99999999999, 32, 32), }"
 make_listops = partial(make_lines, listops.FILES, LISTOPS)
-make_pathfinder = partial(pathfinder.write, train=6, valid=3, test=3)
+make_pathfinder = partial(pathfinder.write, sizes={"train": 6, "valid": 3, "test": 3})
 load_uea, load_d4rl = partial(uea.load, "Toy"), partial(d4rl.load, "hopper-medium")
 UEA: Damages = {
     "without-values": columns(X=...),
