@@ -9,7 +9,7 @@ import pytest
 
 from hostile_data import TS_HEADER, save_columns
 from primal_attention.data import uea
-from primal_attention.data.uea import PrincipalChannels, Standardizer
+from primal_attention.data.uea import CompressedChannels, PrincipalChannels, Standardizer
 from primal_attention.utils.errors import DataError
 
 nan = np.nan
@@ -277,3 +277,18 @@ def test_principal_directions_have_one_sign_however_they_are_rounded():
     for _ in range(20):
         rounded = x * (1 + 1e-12 * rng.standard_normal(x.shape))
         np.testing.assert_allclose(PrincipalChannels.fit([rounded]).basis, basis, rtol=1e-6)
+
+
+def test_heavy_tailed_channels_are_compressed_and_others_are_not():
+    rng = np.random.default_rng(0)
+    light, heavy = rng.standard_normal((500, 2)), np.sinh(4 * rng.standard_normal((500, 1)))
+    empty, constant = np.full((500, 1), nan), np.full((500, 1), 7.0)
+    usual = np.hstack([light, empty, constant])
+    np.testing.assert_array_equal(CompressedChannels.fit([usual])(usual), PrincipalChannels.fit([usual])(usual))
+    series = np.hstack([heavy, usual])
+    series[7, 0] = nan  # a missing value of a heavy-tailed channel
+    compressed = CompressedChannels.fit([series])(series)
+    assert (np.abs(PrincipalChannels.fit([series])(series)[:, 0]) < 0.1).mean() > 0.9  # almost all values are lost
+    assert (np.abs(compressed[:, 0]) < 0.1).mean() < 0.4
+    assert compressed[7, 0] == 0
+    np.testing.assert_array_equal(compressed[:, 1:5], Standardizer.fit([usual])(usual))

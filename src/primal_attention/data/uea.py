@@ -30,6 +30,7 @@ from primal_attention.utils.files import write_atomically
 ARCHIVE = "https://www.timeseriesclassification.com"
 INSIDE_AEON = ("JapaneseVowels", "BasicMotions")
 TEST_FRACTION = 0.3  # of one file, for the test split of `load_file`
+HEAVY_TAIL = 10.0  # standard deviation of a heavy-tailed channel, in robust standard deviations
 VARIANCE_FLOOR = 1e-3  # added to the variance of a principal direction, in units of a channel's variance
 
 
@@ -134,6 +135,37 @@ class PrincipalChannels(Standardizer):
     def __call__(self, series: np.ndarray) -> np.ndarray:
         plain = super().__call__(series)
         return np.concatenate([plain, plain @ self.basis], axis=1)
+
+
+@dataclass(frozen=True)
+class CompressedChannels(PrincipalChannels):
+    """PrincipalChannels of series whose heavy-tailed channels are compressed: x → arcsinh((x − median) / deviation).
+
+    A channel is heavy-tailed if its standard deviation is more than `HEAVY_TAIL` times the standard deviation of a normal
+    distribution with the same median absolute deviation. A z-score would map almost all of its values close to zero.
+    """
+
+    median: np.ndarray  # (channels,)
+    deviation: np.ndarray  # (channels,): 0 leaves a channel as it is
+
+    @classmethod
+    def fit(cls, series: Sequence[np.ndarray]) -> CompressedChannels:
+        steps = np.concatenate(series).astype(np.float64)  # (total time, channels)
+        steps[:, ~np.isfinite(steps).any(axis=0)] = 0.0  # a channel without any value
+        median = np.nanmedian(steps, axis=0)
+        deviation = 1.4826 * np.nanmedian(np.abs(steps - median), axis=0)
+        deviation = np.where(np.nanstd(steps, axis=0) > HEAVY_TAIL * deviation, deviation, 0.0)
+        plain = PrincipalChannels.fit([compress(s, median, deviation) for s in series])
+        return cls(plain.mean, plain.std, plain.basis, median, deviation)
+
+    def __call__(self, series: np.ndarray) -> np.ndarray:
+        return super().__call__(compress(series, self.median, self.deviation))
+
+
+def compress(series: np.ndarray, median: np.ndarray, deviation: np.ndarray) -> np.ndarray:
+    """Return arcsinh((series − median) / deviation), and channels with deviation 0 unchanged."""
+    has_heavy_tail = deviation > 0
+    return np.where(has_heavy_tail, np.arcsinh((series - median) / np.where(has_heavy_tail, deviation, 1.0)), series)
 
 
 def fix_signs(directions: np.ndarray) -> np.ndarray:

@@ -26,7 +26,7 @@ import torch
 from aeon.classification.base import BaseClassifier
 from sklearn.utils import check_random_state
 
-from primal_attention.data.uea import PrincipalChannels, folds, interpolate_missing, pad
+from primal_attention.data.uea import CompressedChannels, PrincipalChannels, folds, interpolate_missing, pad
 from primal_attention.models.convolution_features import ConvolutionFeatures, RidgeHead, fit_weights, log_softmax
 from primal_attention.models.uea import ScorePosterior, pooled_scores
 from primal_attention.train import distributed, loop
@@ -46,7 +46,7 @@ from primal_attention.utils.errors import DataError, RunError
 from primal_attention.utils.files import COUNT, check, write_atomically
 from primal_attention.utils.pretrained import WEIGHTS, pretrained_path
 
-FORMAT = 3
+FORMAT = 4
 SAVED = {
     "parameters": dict,
     "network": dict,
@@ -71,8 +71,8 @@ class PrimalClassifier(BaseClassifier):
     parts, which also calibrate the probabilities.
 
     Series may have any number of channels, unequal lengths and missing values (interpolated along time). Channels are
-    standardised by the training samples, and their principal directions are added as channels. Long series become at
-    most `tokens` tokens.
+    standardised by the training samples, and their principal directions are added as channels. For the networks,
+    heavy-tailed channels are compressed by arcsinh first, and long series become at most `tokens` tokens.
 
     Parameters
     ----------
@@ -229,8 +229,7 @@ class PrimalClassifier(BaseClassifier):
         labels = np.array([self._class_dictionary[label] for label in y], dtype=np.int64)
         series = to_series(X)
         self.n_channels_, self.max_length_ = series[0].shape[1], max(len(s) for s in series)
-        self.standard_ = PrincipalChannels.fit(series)
-        series = [self.standard_(s) for s in series]
+        self.standard_ = {"networks": CompressedChannels.fit(series), "features": PrincipalChannels.fit(series)}
         self.network_ = self.recipe().model
         self.weights_: dict[str, np.ndarray] = {}
         self.history_: list[dict[str, Any]] = []
@@ -240,11 +239,13 @@ class PrimalClassifier(BaseClassifier):
         if self.networks:
             # The result does not depend on the caller's random generator, and leaves it unchanged.
             with torch.random.fork_rng():
-                self.held_out_["networks"] = _checked(self._fit_networks, series, labels, seed)
+                inputs = self._standardise("networks", series)
+                self.held_out_["networks"] = _checked(self._fit_networks, inputs, labels, seed)
         middle = time.perf_counter()
         if self.features:
-            self.features_ = ConvolutionFeatures.fit(series, seed)
-            self.ridge_, self.held_out_["features"] = RidgeHead.fit(self.features_(series), labels, self.n_classes_)
+            inputs = self._standardise("features", series)
+            self.features_ = ConvolutionFeatures.fit(inputs, seed)
+            self.ridge_, self.held_out_["features"] = RidgeHead.fit(self.features_(inputs), labels, self.n_classes_)
         self.fit_seconds_ = {"networks": middle - started, "features": time.perf_counter() - middle}
         usual = [USUAL_WEIGHTS[part] for part in self.held_out_]
         weights = fit_weights(list(self.held_out_.values()), labels, usual)
@@ -252,6 +253,9 @@ class PrimalClassifier(BaseClassifier):
         if self.networks and self.attention.rstrip("+") == "primal":
             self.posterior_ = ScorePosterior.fit(self._scores(series))
         return self
+
+    def _standardise(self, part: str, series: Sequence[np.ndarray]) -> list[np.ndarray]:
+        return [self.standard_[part](s) for s in series]
 
     def _fit_networks(self, series: list[np.ndarray], labels: np.ndarray, seed: int) -> np.ndarray:
         """Train one network per fold; return the log-probabilities of the samples by the network of their fold."""
@@ -296,13 +300,14 @@ class PrimalClassifier(BaseClassifier):
 
     def _scores(self, series: Sequence[np.ndarray]) -> np.ndarray:
         """Pooled projection scores of the Primal layers of each network, (networks, samples, scores)."""
-        return np.stack([self._apply(i, series, pooled_scores) for i in range(self.networks)])
+        inputs = self._standardise("networks", series)
+        return np.stack([self._apply(i, inputs, pooled_scores) for i in range(self.networks)])
 
     def _check_series(self, X: Sequence[np.ndarray]) -> list[np.ndarray]:
         series = to_series(X)
         if series[0].shape[1] != self.n_channels_:
             raise ValueError(f"X has {series[0].shape[1]} channels, the classifier was fitted on {self.n_channels_}")
-        return [self.standard_(s) for s in series]
+        return series
 
     def _predict(self, X: Sequence[np.ndarray]) -> np.ndarray:
         return self.classes_[self._predict_proba(X).argmax(axis=1)]
@@ -314,9 +319,10 @@ class PrimalClassifier(BaseClassifier):
         """Scores (samples, classes) of the networks and of the features, as in `held_out_`."""
         series, parts = self._check_series(X), {}
         if self.networks:
-            parts["networks"] = np.mean([self._apply(i, series) for i in range(self.networks)], axis=0)
+            inputs = self._standardise("networks", series)
+            parts["networks"] = np.mean([self._apply(i, inputs) for i in range(self.networks)], axis=0)
         if self.features_ is not None and self.ridge_ is not None:
-            parts["features"] = self.ridge_(self.features_(series))
+            parts["features"] = self.ridge_(self.features_(self._standardise("features", series)))
         return parts
 
     def predict_uncertainty(self, X: Sequence[np.ndarray]) -> np.ndarray:
@@ -366,7 +372,8 @@ class PrimalClassifier(BaseClassifier):
             "combination": self.combination_,
             "features": None,
         }
-        parts: dict[str, Any] = {"weights": self.weights_, "standard": vars(self.standard_)}
+        parts: dict[str, Any] = {"weights": self.weights_}
+        parts |= {f"standard_{part}": vars(standard) for part, standard in self.standard_.items()}
         if self.features_ is not None:
             about["features"] = {name: getattr(self.features_, name) for name in ("shape", "kernels", "seed")}
             parts |= {"features": self.features_.arrays(), "ridge": vars(self.ridge_)}
@@ -402,7 +409,9 @@ class PrimalClassifier(BaseClassifier):
         for name, array in arrays.items():
             part, _, rest = name.partition("/")
             parts.setdefault(part, {})[rest] = array
-        check(parts, {"standard": {"mean": ..., "std": ..., "basis": ...}}, file)
+        plain = {"mean": ..., "std": ..., "basis": ...}
+        compressed = plain | {"median": ..., "deviation": ...}
+        check(parts, {"standard_networks": compressed, "standard_features": plain}, file)
         known = inspect.signature(cls.__init__).parameters
         self = cls(**{name: value for name, value in about["parameters"].items() if name in known})
         self.network_ = from_plain(ClassifierConfig, about["network"], f"{file}: network.")
@@ -411,7 +420,10 @@ class PrimalClassifier(BaseClassifier):
         self._class_dictionary = {label: i for i, label in enumerate(self.classes_)}
         self.n_channels_, self.max_length_ = about["n_channels"], about["max_length"]
         self.combination_, self.held_out_ = about["combination"], {}
-        self.standard_ = PrincipalChannels(**parts["standard"])
+        self.standard_ = {
+            "networks": CompressedChannels(**parts["standard_networks"]),
+            "features": PrincipalChannels(**parts["standard_features"]),
+        }
         self.weights_ = parts.get("weights", {})
         self.features_ = self.ridge_ = self.posterior_ = None
         if about["features"] is not None:
