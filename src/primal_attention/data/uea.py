@@ -141,8 +141,8 @@ class PrincipalChannels(Standardizer):
 class CompressedChannels(PrincipalChannels):
     """PrincipalChannels of series whose heavy-tailed channels are compressed: x → arcsinh((x − median) / deviation).
 
-    A channel is heavy-tailed if its standard deviation is more than `HEAVY_TAIL` times the standard deviation of a normal
-    distribution with the same median absolute deviation. A z-score would map almost all of its values close to zero.
+    A channel is heavy-tailed if its standard deviation is more than `HEAVY_TAIL` times that of a normal distribution
+    with the same median absolute deviation. A z-score would map almost all of its values close to zero.
     """
 
     median: np.ndarray  # (channels,)
