@@ -86,7 +86,7 @@ def test_saved_and_loaded_it_predicts_the_same(fitted, waves, tmp_path: Path):
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"format": 2}, "format 3 .got format 2"),
+        ({"format": 2}, "format 4 .got format 2"),
         ({"kind": "another"}, "is not a PrimalClassifier"),
         ({"network": {"depth": 3}}, "depth is not a field"),
         ({"classes": 3}, "classes"),
