@@ -147,10 +147,17 @@ def check_config(folder: Path, recipe: Recipe, *, resume: bool, new_schedule: bo
     return Plan(epochs if new_schedule else text.get("schedule_epochs", old), extends=True)
 
 
-def write_config(
-    folder: Path, recipe: Recipe, plan: Plan, *, name: str, command: str, commit: str | None = None
-) -> None:
-    """Write config.yaml of a new or an extended run; that of a resumed run stays."""
+def write_config(folder: Path, recipe: Recipe, plan: Plan, *, name: str, command: str, **origin: Any) -> None:
+    """Write config.yaml of a new or an extended run; that of a resumed run stays.
+
+    Args:
+        folder: The run folder.
+        recipe: The resolved recipe.
+        plan: Of `check_config`.
+        name: Name of the recipe.
+        command: The command line.
+        origin: Commit of the code and hash of the data, as in `provenance.collect`.
+    """
     file = folder / "config.yaml"
     if plan.extends:
         text, _ = read_run(folder)
@@ -165,7 +172,7 @@ def write_config(
             "version": primal_attention.__version__,
             "benchmark": recipe.benchmark,
             "recipe": name,
-            **collect(command=command, commit=commit),
+            **collect(command=command, **origin),
             "config": to_plain(recipe),
         }
     files.write_text(file, yaml.safe_dump(text, sort_keys=False, allow_unicode=True))
@@ -176,7 +183,7 @@ def run_origin(folder: Path) -> dict[str, Any]:
     text, recipe = read_run(folder)
     config = to_plain(recipe)
     config.get("data", {}).pop("folder", None)  # a path of this machine
-    names = ("date", "command", "commit", "dirty", "commit_source", "versions")
+    names = ("date", "command", "extended_by", "commit", "dirty", "commit_source", "versions")
     return {**{name: text[name] for name in names if name in text}, "config": config}
 
 

@@ -77,7 +77,8 @@ def _train_in(folder: Path, recipe: Recipe, resume: bool, new_schedule: bool, ab
             continue
         experiment = build(phase)  # before anything is written: a recipe that cannot be built leaves no folder
         if distributed.is_main():
-            checkpoint.write_config(folder, recipe, plan, **about)
+            data_sha256 = experiment.facts.get("sha256")
+            checkpoint.write_config(folder, recipe, plan, **about, data_sha256=data_sha256)
         training = Training(phase, experiment, folder, plan.schedule_epochs, title)
         training.fit()
         summaries.append(training.finish())
