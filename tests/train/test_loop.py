@@ -165,9 +165,9 @@ def test_losses_and_scores_reach_the_loggers(name: str, toy_folder: Path, tmp_pa
 
 def test_a_logger_without_its_package_is_one_line(toy_folder: Path, tmp_path: Path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    monkeypatch.setattr("lightning.pytorch.loggers.wandb._WANDB_AVAILABLE", False)
     with pytest.raises(RunError, match=r"trainer\.logger wandb needs wandb: pip install wandb"):
-        loop.train(toy.recipe(toy_folder, trainer__logger=("wandb",)), tmp_path)
+        loop.train(toy.recipe(toy_folder, trainer__logger=("wandb",)), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 # Finished runs and bad recipes

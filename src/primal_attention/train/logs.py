@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import statistics
 import threading
@@ -27,6 +28,13 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 Summary = dict[str, Any]
+
+
+def check_loggers(names: Sequence[str]) -> None:
+    """Raise if the package of a logger is missing."""
+    for name in names:
+        if name != "csv" and importlib.util.find_spec(name) is None:
+            raise RunError(f"trainer.logger {name} needs {name}: pip install {name}")
 
 
 def make_loggers(names: Sequence[str], folder: Path, title: str, ids: dict[str, str], step: int) -> dict[str, Any]:
@@ -63,8 +71,6 @@ def make_loggers(names: Sequence[str], folder: Path, title: str, ids: dict[str, 
                 about = {"tracking_uri": uri, "run_name": title, "run_id": ids.get(name)}
                 loggers[name] = MLFlowLogger("primal-attention", **about)
                 ids[name] = str(loggers[name].run_id)
-        except ModuleNotFoundError:
-            raise RunError(f"trainer.logger {name} needs {name}: pip install {name}") from None
         except Exception as error:  # each service raises its own types
             raise RunError(f"trainer.logger {name} cannot start: {one_line(error)}") from error
     return loggers

@@ -21,7 +21,7 @@ from primal_attention.train.batches import derive_seed
 from primal_attention.train.checkpoint import State, load_weights, read_summary
 from primal_attention.train.config import Recipe
 from primal_attention.train.cuda_graph import GATHERED, TrainingStep, records_steps
-from primal_attention.train.logs import Row, RunLog, Summary, merge, summarize
+from primal_attention.train.logs import Row, RunLog, Summary, check_loggers, merge, summarize
 from primal_attention.train.optimizer import learning_rate, make_optimizer
 from primal_attention.train.task import Experiment, compile_failure
 from primal_attention.utils.errors import Preempted, RunError
@@ -54,6 +54,7 @@ def train(
     """
     import lightning.fabric  # noqa: F401 (before anything is written: it takes seconds, and may be missing)
 
+    check_loggers(recipe.trainer.logger)
     main = distributed.is_main()
     about = {"name": name, "command": command, "commit": commit}
     with checkpoint.lock_folder(folder) if main else nullcontext():
