@@ -51,7 +51,9 @@ print(*{{name.partition(".")[0] for name in sys.modules}}, file=sys.stderr)
 
 def test_help_and_recipes_start_without_torch() -> None:
     heavy = {"torch", "numpy", "lightning", "tyro", "rich", "aeon", "transformers", "yaml"}
-    assert not imported_modules("--help", "recipes", "train --help", "table --help") & heavy
+    pages = [f"{command} --help" for command in (*cli.COMMANDS, *PARTS) if not command.startswith("data")]
+    assert not imported_modules("--help", "recipes", *pages) & heavy
+    assert "torch" not in imported_modules(*(f"{command} --help" for command in PARTS))
 
 
 def test_flags_of_recipes_are_listed_without_the_training_libraries() -> None:
@@ -127,6 +129,7 @@ WRONG = {
     "train uea/Toy --trainer.no-tensorboard": "tensorboard was replaced: use --trainer.logger csv tensorboard",
     "train lra/listops --data.kinds=4": "--data.kinds was replaced: use --data.length-buckets",
     "train uea/Toy --sed 3": "did you mean --seed",
+    "train uea/Toy --no-trainer.progress": "did you mean --trainer.progress?",
     "train uea/Toy --model.attention primel": "did you mean 'primal'",
     "train uea/Toy --model.num-heads 7": "num_heads=7",
     "train uea/Toy --model.rank 3 --trainer.devices 2": "--trainer.strategy ddp",

@@ -96,7 +96,7 @@ def parse_run(name: str, recipe: Recipe, args: Sequence[str]) -> tuple[Recipe, P
     lines = [re.sub(r"^-+$", "", line.strip(" │|╭╰─╮╯")) for line in output.getvalue().splitlines()]
     _, *texts = filter(None, lines)
     message = re.split("Argument helptext|For full helptext", " ".join(texts))[0]
-    message = re.sub(r" Perhaps you meant: (\S+).*", r"; did you mean \1?", message)
+    message = re.sub(r" Perhaps you meant: ([^\s,]+).*", r"; did you mean \1?", message)
     raise RunError(f"{message.strip()} (see {prog} --help)")
 
 
