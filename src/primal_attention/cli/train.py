@@ -123,7 +123,7 @@ def evaluate(args: Sequence[str]) -> int:
     parser.flag("--recipes", "file of a recipe class of your own; it is run", type=Path, metavar="FILE.py")
     parser.flag("--episodes", "d4rl: episodes to play (default: the run's, or 100)", type=positive)
     options = parser.parse_args(args)
-    from primal_attention.report.results import in_full
+    from primal_attention.report.results import in_full, read_folder
     from primal_attention.train import checkpoint, loop
 
     if options.recipes is not None:
@@ -133,8 +133,7 @@ def evaluate(args: Sequence[str]) -> int:
         return play(options.run, recipe, options.episodes)  # type: ignore[arg-type]
     if options.episodes:
         raise RunError(f"--episodes is for runs of d4rl: {options.run} is one of {recipe.benchmark}")
-    stored = loop.read_summary(options.run)["scores"]
-    parts = loop.evaluate(options.run)
+    parts, stored = loop.evaluate(options.run), read_folder(options.run).scores
     for part, scores in parts.items():
         # A single training with validation samples keeps the weights that they chose.
         is_chosen = part or (len(parts) == 1 and "validation_chosen" in stored)
