@@ -14,7 +14,7 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +24,7 @@ from primal_attention.bench import measurement
 from primal_attention.train import classifiers, registry
 from primal_attention.train.checkpoint import FREE, check_format, read_metrics
 from primal_attention.train.classifiers import Fit
-from primal_attention.train.config import Recipe, from_plain, override, to_plain
+from primal_attention.train.config import Recipe, flatten, from_plain, override, to_plain
 from primal_attention.train.grid import Job, Plan, Variant
 from primal_attention.utils.errors import RunError
 from primal_attention.utils.files import COUNT, Number, check, read_cell, read_csv, read_json, read_yaml
@@ -355,15 +355,6 @@ def _recipe(benchmark: str, config: Mapping[str, Any]) -> Recipe:
     if kind is None:
         raise RunError(f"benchmark {benchmark!r} is unknown to this version")
     return from_plain(kind, config)
-
-
-def flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested fields as pairs of a dotted name and a value."""
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            yield from flatten(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
 
 
 class ResultIndex:

@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_map
 
 import primal_attention
 from primal_attention.data.storage import one_line
-from primal_attention.train.config import FORMAT, Recipe, from_plain, to_plain
+from primal_attention.train.config import FORMAT, Recipe, flatten, from_plain, to_plain
 from primal_attention.train.distributed import load_full, split_like
 from primal_attention.utils import files
 from primal_attention.utils.errors import RunError
@@ -132,19 +132,20 @@ def check_config(folder: Path, recipe: Recipe, *, resume: bool, new_schedule: bo
     extends = epochs > before.trainer.epochs
     free = FREE | ({"trainer.epochs"} if extends else set())
     free |= {"optim.schedule", "optim.warmup", "optim.lr"} if extends and new_schedule else set()
-    for name, old, new in differences(to_plain(before), to_plain(recipe)):
-        if name not in free:
+    stored = dict(flatten(to_plain(before)))
+    for name, new in flatten(to_plain(recipe)):
+        if name not in free and (old := stored.get(name)) != new:
             flag = name.replace("_", "-")
             raise RunError(f"{folder} was started with --{flag} {old}, not {new}: resume with the same settings")
     if not extends:
         return Plan(text.get("schedule_epochs", epochs))
-    schedule, old = before.optim.schedule, before.trainer.epochs
+    schedule, old_epochs = before.optim.schedule, before.trainer.epochs
     if schedule in ENDS_AT_ZERO and not new_schedule:
         raise RunError(
             f"{folder} cannot go on to {epochs} epochs: its learning rate (--optim.schedule {schedule}) ends at zero "
-            f"after {old}; give --optim.schedule again, for example --optim.schedule constant"
+            f"after {old_epochs}; give --optim.schedule again, for example --optim.schedule constant"
         )
-    return Plan(epochs if new_schedule else text.get("schedule_epochs", old), extends=True)
+    return Plan(epochs if new_schedule else text.get("schedule_epochs", old_epochs), extends=True)
 
 
 def write_config(folder: Path, recipe: Recipe, plan: Plan, *, name: str, command: str, **origin: Any) -> None:
@@ -185,16 +186,6 @@ def run_origin(folder: Path) -> dict[str, Any]:
     config.get("data", {}).pop("folder", None)  # a path of this machine
     names = ("date", "command", "extended_by", "commit", "dirty", "commit_source", "versions")
     return {**{name: text[name] for name in names if name in text}, "config": config}
-
-
-def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield the dotted names and both values of fields that differ."""
-    for key in {**old, **new}:
-        a, b = old.get(key), new.get(key)
-        if isinstance(a, Mapping) and isinstance(b, Mapping):
-            yield from differences(a, b, f"{prefix}{key}.")
-        elif a != b:
-            yield prefix + key, a, b
 
 
 def read_run(folder: Path) -> tuple[dict[str, Any], Recipe]:
