@@ -107,9 +107,6 @@ def show(summary: dict[str, Any]) -> None:
     for key, title in COLUMNS.items():
         if score := summary["scores"].get(key):
             print(f"{in_full(score)}  epoch {score['epoch']:>4}  {title}")
-            if "retrained_accuracy" in score:
-                retrained = in_full({"accuracy": score["retrained_accuracy"]})
-                print(f"{retrained}  epoch {score['epoch']:>4}  the same epoch, trained on all training samples")
     if objective := summary["objective"]:
         print(f"KSVD objective J of an epoch: from {objective['first']:+.3f} to {objective['last']:+.3f}")
     seconds, device = summary["seconds_per_epoch"], summary["device"]

@@ -164,22 +164,3 @@ def scores(experiment: Experiment, state: State, test: Mapping[str, float]) -> d
     assert state.best is not None
     chosen = {"epoch": state.best["epoch"], "validation_accuracy": state.best["rank"][0]}
     return {**by_protocol, "validation_chosen": {**chosen, **test}}
-
-
-def merge(summaries: Sequence[Summary], rows: Sequence[Row], name: str) -> Summary:
-    """Return one summary of a run's trainings: the first one's, with the scores of all.
-
-    Args:
-        summaries: Of the run's trainings.
-        rows: Of the first training. At the chosen epoch it is a training on all samples up to that epoch.
-        name: Name of the recipe.
-    """
-    summary = {"recipe": name, **summaries[0]}
-    for other in summaries[1:]:
-        summary["scores"] = {**summary["scores"], **other["scores"]}
-    chosen = summary["scores"].get("validation_chosen")
-    if chosen and "last" in summary["scores"] and len(summaries) > 1:
-        accuracies = {row["epoch"]: row.get("test_accuracy") for row in rows}
-        if (accuracy := accuracies.get(chosen["epoch"])) is not None:
-            chosen["retrained_accuracy"] = accuracy
-    return summary
