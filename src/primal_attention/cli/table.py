@@ -93,9 +93,10 @@ def main(args: Sequence[str]) -> int:
         if options.csv:
             tables.to_csv(table, options.csv)
     elif not errors:
-        absent = "no result of this table" + (f" ({len(index.runs)} with other settings)" if index.runs else "")
+        others = f" ({len(index.runs)} with other settings)" if index.runs else ""
         first = "primal bench lra" if kind.source == "steps" else command
-        raise RunError(f"{options.results} has {absent}: run '{first}' first, or name another folder with --results")
+        reason = f"{options.results} has no result of this table{others}"
+        raise RunError(f"{reason}: run '{first}' first, or name another folder with --results")
     if errors:
         count = "1 run" if len(errors) == 1 else f"{len(errors)} runs"
         raise RunError(f"{count} failed, the first was {errors[0]}")
