@@ -73,7 +73,7 @@ def test_train_then_evaluate_then_resume(workplace: Path, primal) -> None:
     summary = json.loads((place / "summary.json").read_text())
     assert summary["seed"] == 3
     assert summary["command"].startswith("primal train uea/Toy")
-    assert {"date", "commit", "dirty", "commit_source", "versions"} <= summary.keys()
+    assert {"date", "commit", "dirty", "commit_source", "versions", "device"} <= summary.keys()
     code, out, _ = primal("evaluate", str(place))
     assert code == 0
     assert out.count("as in the run") == 2
@@ -235,6 +235,7 @@ def test_a_small_demo(workplace: Path, primal, monkeypatch) -> None:
     code, out, _ = primal("demo", "--epochs", "1", "--max-length", "128", "--out", "demo")
     assert code == 0
     numbers = json.loads((workplace / "demo" / "demo.json").read_text())
+    assert len(numbers["data_sha256"]) == 64
     assert [r["attention"] for r in numbers["results"]] == ["softmax", "primal"]
     assert numbers["results"][1]["objective"].keys() == {"first", "last"}
     assert (workplace / "demo" / "demo.png").read_bytes().startswith(b"\x89PNG")
