@@ -12,11 +12,15 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shlex
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+from primal_attention.utils.files import write_json
+from primal_attention.utils.provenance import collect, hash_files
 
 ROOT = Path(__file__).resolve().parents[1]
 TOKENS = 100_000_000
@@ -194,8 +198,10 @@ def main() -> int:
     rows = [predict(c, max(fixed, 0.0), per_token, per_pair, args.width, sent) for c in GPUS]
     per_token_bytes = one["peak_bytes"] / one["length"]
     fits = 2 ** math.ceil(math.log2(TOKENS * per_token_bytes / MEMORY))
+    sources = {row["file"] for rows in points.values() for row in rows.values()}
+    data_sha256 = hash_files(args.bench / name for name in sources)
     result = {
-        "command": "python benchmarks/scaling.py",
+        **collect(command=shlex.join(["python", *sys.argv]), device=torch.device("cpu"), data_sha256=data_sha256),
         "tokens": TOKENS,
         "gpu": one["gpu"],
         "measured": {name: brief(rows) for name, rows in points.items()},
@@ -207,8 +213,7 @@ def main() -> int:
         "predicted": rows,
     }  # fmt: skip
     file = ROOT / "results" / "scaling" / "scaling.json"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    write_json(file, result)
     plot(rows, one["gpu"], fits, ROOT / "docs" / "img" / "scaling.png")
     print(
         "| GPUs | Primal: compute | Primal: communication | softmax: compute | ring: communication |\n"

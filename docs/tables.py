@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from primal_attention.report.results import Difference, read_summaries
+from primal_attention.report.results import Difference, read_benchmark, read_summaries
 
 ROOT = Path(__file__).resolve().parent.parent
 # Rows of the support table: the name in `@pytest.mark.supports`, and its title.
@@ -63,7 +63,9 @@ def read_table(command: str, form: str) -> str:
 
 
 def read_json(path: str) -> Any:
-    return json.loads((ROOT / "results" / path).read_text(encoding="utf-8"))
+    """The content of a stored file that is neither a run nor a table: a benchmark, or a file of a script."""
+    file = ROOT / "results" / path
+    return read_benchmark(file) if path.startswith("bench/") else json.loads(file.read_text(encoding="utf-8"))
 
 
 def render(heading: Sequence[str], rows: Iterable[Sequence[str]], notes: Sequence[str] = (), left: int = 1) -> str:
@@ -325,10 +327,8 @@ def situation_table() -> str:
     steps = {(row["model"], row["name"]): 1e3 * row["seconds"] for row in read_json("bench/model.json")["rows"]}
     state = {r["name"]: r["state_bytes"] for r in read_json("bench/decode.json")["rows"] if r["length"] == 2**20}
     bits = read_column("primal table lm --models softmax delta hybrid", "bits_per_byte_mean")
-    quick = {
-        name: read_json(f"lm-short/wikipedia/{name}-seed0.json")["scores"]["last"]["bits_per_byte"]
-        for name in ("primal-mean", "primal-decay", "linear")
-    }
+    runs = {run.path.name.removesuffix("-seed0.json"): run for run in read_summaries(ROOT / "results" / "lm-short")}
+    quick = {name: runs[name].score("last", "bits_per_byte") for name in ("primal-mean", "primal-decay", "linear")}
     short = "primal table lra --recipe lra-short --any-length --sets listops text image pathfinder"
     lra = read_column(f"{short} --models softmax primal primal+ nystrom", "validation_chosen_mean")
     image = read_column("primal table image --set trainer.epochs=12", "validation_chosen_mean")

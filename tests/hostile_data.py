@@ -28,6 +28,7 @@ import image_files
 from primal_attention.data import d4rl, lm, uea
 from primal_attention.data import image as images
 from primal_attention.data.lra import listops, pathfinder, tokens
+from primal_attention.train.image import ImageBatches
 
 Damage = Callable[[Path], object]
 Damages = Mapping[str, Damage]
@@ -257,11 +258,8 @@ def load_vocabulary(folder: Path) -> object:
 
 def load_images(folder: Path) -> object:
     data = images.load(folder)
-    found = [images.ImageFiles(split, partial(images.crop_centre, size=14)) for split in (data.train, data.test)]
-    for files in found:
-        broken = images.collate([files[i, 0] for i in range(len(files))])[2]
-        images.complain([files.split.files[i] for i in broken], len(files), strict=True)
-    return found
+    crop = partial(images.crop_centre, size=14)
+    return [list(ImageBatches(split, crop, batch_size=4)) for split in (data.train, data.test)]
 
 
 TS_HEADER = "@problemName Toy\n@timeStamps false\n@missing true\n@univariate false\n@equalLength false".splitlines()

@@ -10,8 +10,7 @@ import pytest
 from primal_attention.bench.measurement import format_report
 from primal_attention.cli import main as cli
 from primal_attention.cli.bench import main
-from primal_attention.report.results import check_benchmark
-from primal_attention.utils.files import read_json
+from primal_attention.report.results import read_benchmark
 
 TINY = "--lengths 16 --widths 16:2 --rank 4 --device cpu".split()  # noqa: SIM905
 RESULTS = sorted((Path(__file__).parents[2] / "results" / "bench").glob("*.json"))
@@ -48,4 +47,4 @@ def test_runs_with_torch_alone_and_starts_with_a_line(tmp_path):
 
 @pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.name)
 def test_stored_results_open(file):
-    assert "torch" in format_report(check_benchmark(read_json(file), file))
+    assert "torch" in format_report(read_benchmark(file))

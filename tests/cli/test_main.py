@@ -51,7 +51,9 @@ print(*{{name.partition(".")[0] for name in sys.modules}}, file=sys.stderr)
 
 def test_help_and_recipes_start_without_torch() -> None:
     heavy = {"torch", "numpy", "lightning", "tyro", "rich", "aeon", "transformers", "yaml"}
-    assert not imported_modules("--help", "recipes", "train --help", "table --help") & heavy
+    pages = [f"{command} --help" for command in (*cli.COMMANDS, *PARTS) if not command.startswith("data")]
+    assert not imported_modules("--help", "recipes", *pages) & heavy
+    assert "torch" not in imported_modules(*(f"{command} --help" for command in PARTS))
 
 
 def test_flags_of_recipes_are_listed_without_the_training_libraries() -> None:
@@ -71,7 +73,7 @@ def test_train_then_evaluate_then_resume(workplace: Path, primal) -> None:
     summary = json.loads((place / "summary.json").read_text())
     assert summary["seed"] == 3
     assert summary["command"].startswith("primal train uea/Toy")
-    assert {"date", "commit", "dirty", "commit_source", "versions"} <= summary.keys()
+    assert {"date", "commit", "dirty", "commit_source", "versions", "device"} <= summary.keys()
     code, out, _ = primal("evaluate", str(place))
     assert code == 0
     assert out.count("as in the run") == 2
@@ -127,6 +129,7 @@ WRONG = {
     "train uea/Toy --trainer.no-tensorboard": "tensorboard was replaced: use --trainer.logger csv tensorboard",
     "train lra/listops --data.kinds=4": "--data.kinds was replaced: use --data.length-buckets",
     "train uea/Toy --sed 3": "did you mean --seed",
+    "train uea/Toy --no-trainer.progress": "did you mean --trainer.progress?",
     "train uea/Toy --model.attention primel": "did you mean 'primal'",
     "train uea/Toy --model.num-heads 7": "num_heads=7",
     "train uea/Toy --model.rank 3 --trainer.devices 2": "--trainer.strategy ddp",
@@ -232,6 +235,7 @@ def test_a_small_demo(workplace: Path, primal, monkeypatch) -> None:
     code, out, _ = primal("demo", "--epochs", "1", "--max-length", "128", "--out", "demo")
     assert code == 0
     numbers = json.loads((workplace / "demo" / "demo.json").read_text())
+    assert len(numbers["data_sha256"]) == 64
     assert [r["attention"] for r in numbers["results"]] == ["softmax", "primal"]
     assert numbers["results"][1]["objective"].keys() == {"first", "last"}
     assert (workplace / "demo" / "demo.png").read_bytes().startswith(b"\x89PNG")

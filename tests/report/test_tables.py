@@ -11,7 +11,7 @@ from primal_attention.data import d4rl
 from primal_attention.report import tables
 from primal_attention.report.results import Run
 from primal_attention.report.tables import Cell, paper
-from primal_attention.train import lra
+from primal_attention.train import lra, registry
 from primal_attention.train.grid import Variant
 from primal_attention.train.uea import PAPER
 from primal_attention.utils.files import read_text
@@ -87,6 +87,9 @@ def test_published_tables_agree_with_each_other_and_with_the_recipes() -> None:
     assert tuple(paper("d4rl")["score"]["rows"]) == d4rl.SETS
     steps = {name: [task.steps, task.batch_size] for name, task in lra.TASKS.items()}
     assert steps == paper("lra")["training"]
+    published = [t for name in registry.BENCHMARKS for t in paper(name).values() if isinstance(t, dict) and "rows" in t]
+    assert len(published) == 14
+    assert all(t["table"].startswith("Table ") and t["label"].startswith("tab::") for t in published)
 
 
 @pytest.mark.parametrize(

@@ -147,10 +147,9 @@ def main(words: Sequence[str]) -> int:
     from primal_attention.bench import measurement
 
     if args.benchmark == "plot":
-        from primal_attention.report.results import check_benchmark
-        from primal_attention.utils.files import read_json
+        from primal_attention.report.results import read_benchmark
 
-        report = check_benchmark(read_json(args.file), args.file)
+        report = read_benchmark(args.file)
         files = measurement.plot_report(report, args.file.with_suffix(""))
     else:
         module = "attention" if args.benchmark == "attention" else "model"

@@ -71,6 +71,7 @@ def main(args: Sequence[str]) -> int:
     settings = [{**epochs, "model.attention": (name,)} for name in NETWORKS.values()]
     results = [run(override(base, changes), options.out) for changes in settings]
     sigma = {result["attention"]: result.pop("sigma") for result in results}
+    (data_sha256,) = {result.pop("data_sha256") for result in results}
     wall, cpu = time.perf_counter(), time.process_time()
     lengths = [str(n) for n in LENGTHS if n <= options.max_length]
     flags = bench.read_flags([*TIMING, "--lengths", *lengths, "--out", str(options.out)])
@@ -80,7 +81,8 @@ def main(args: Sequence[str]) -> int:
     cpu_share = (time.process_time() - cpu) / (time.perf_counter() - wall)
     seconds = {name: {row["length"]: row["seconds"] for row in rows if row["name"] == name} for name in sigma}
     numbers = {"results": results, "seconds": seconds, "singular_values": sigma, "cpu_share": cpu_share}
-    origin = collect(command=shlex.join(["primal", "demo", *args]), device=torch.device("cpu"))
+    command = shlex.join(["primal", "demo", *args])
+    origin = collect(command=command, device=torch.device("cpu"), data_sha256=data_sha256)
     write_json(options.out / "demo.json", {**numbers, **origin})
     draw_figure(options.out / "demo", rows, sigma)
     show(console, results, seconds)
@@ -111,6 +113,7 @@ def run(recipe: Recipe, out: Path) -> dict[str, Any]:
         "seconds_per_epoch": summary["seconds_per_epoch"],
         "parameters": summary["parameters"],
         "objective": summary["objective"],
+        "data_sha256": summary["data"]["sha256"],
         "sigma": (sigma / sigma[:, :1].clamp(min=1e-300)).mean(dim=0).tolist(),
     }
 

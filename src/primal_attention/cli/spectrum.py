@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from primal_attention.cli.flags import DEVICE, Parser, positive, read_device
-from primal_attention.convert.spectrum import Spectrum, spectrum
-from primal_attention.data.storage import one_line
 from primal_attention.utils.errors import RunError
 from primal_attention.utils.figures import new_figure
 from primal_attention.utils.files import write_csv
 from primal_attention.utils.progress import Progress
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from primal_attention.convert.spectrum import Spectrum
 
 ABOUT = """Singular values of each layer's and head's attention matrix on the test set of a run: effective ranks as a
 table, all values as NAME.csv, and the paper's four panels as NAME.png and NAME.svg. Several runs are drawn into one
@@ -33,6 +34,9 @@ def main(args: Sequence[str]) -> int:
     parser.flag("--name", "of the files in it (default spectrum)", default="spectrum")
     parser.flag("--device", DEVICE, type=str)
     options = parser.parse_args(args)
+    from primal_attention.convert.spectrum import spectrum
+    from primal_attention.data.storage import one_line
+
     device = read_device(options.device)
     sources = {folder: load_run(folder, options.samples, BATCH_SIZE) for folder in options.runs}
     spectra: dict[str, Spectrum] = {}

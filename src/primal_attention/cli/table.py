@@ -75,10 +75,13 @@ def main(args: Sequence[str]) -> int:
     kind, command = tables.table_kinds()[options.name], table_command(args)
     options.command = command
     plan, errors = make_plan(kind, options), list[str]()
-    if not options.no_run and kind.source != "steps":
-        plan = with_available_sets(plan, kind, options)
-        errors = run_missing(plan, kind, options)
     index = read_index(plan, kind, options)
+    if not options.no_run and kind.source != "steps":
+        jobs = missing_jobs(index, kind, options)
+        absent = sets_without_data(plan, {set_of(job) for job in jobs}, kind, options)
+        plan = replace(plan, sets=[name for name in plan.sets if name not in absent])
+        errors = run_jobs([job for job in jobs if set_of(job) not in absent], kind, options)
+        index = read_index(plan, kind, options)
     cells = tables.make_cells(kind.benchmark, plan, index.find)
     shown = {*(options.models or ()), *(cell.variant.name for cell in cells if cell.all_runs)}
     cells = [cell for cell in cells if {cell.variant.name, cell.variant.part} & shown]  # not all models have run yet
@@ -90,9 +93,10 @@ def main(args: Sequence[str]) -> int:
         if options.csv:
             tables.to_csv(table, options.csv)
     elif not errors:
-        absent = "no result of this table" + (f" ({len(index.runs)} with other settings)" if index.runs else "")
+        others = f" ({len(index.runs)} with other settings)" if index.runs else ""
         first = "primal bench lra" if kind.source == "steps" else command
-        raise RunError(f"{options.results} has {absent}: run '{first}' first, or name another folder with --results")
+        reason = f"{options.results} has no result of this table{others}"
+        raise RunError(f"{reason}: run '{first}' first, or name another folder with --results")
     if errors:
         count = "1 run" if len(errors) == 1 else f"{len(errors)} runs"
         raise RunError(f"{count} failed, the first was {errors[0]}")
@@ -164,9 +168,8 @@ def read_index(plan: Plan, kind: TableKind, options: argparse.Namespace) -> Any:
     return results.SummaryIndex(plan, results.read_summaries(options.results / plan.place))
 
 
-def missing_jobs(plan: Plan, kind: TableKind, options: argparse.Namespace) -> list[Any]:
+def missing_jobs(index: Any, kind: TableKind, options: argparse.Namespace) -> list[Any]:
     """The trainings, or the fits, that have no result yet."""
-    index = read_index(plan, kind, options)
     if kind.source == "fits":
         fields = {"folder": options.data, "threads": options.threads, "commit": options.commit}
         return list(index.missing_fits(options.results, **fields, command=options.command))
@@ -174,8 +177,12 @@ def missing_jobs(plan: Plan, kind: TableKind, options: argparse.Namespace) -> li
     return list(index.missing_jobs(runs, options.results, options.commit))
 
 
-def with_available_sets(plan: Plan, kind: TableKind, options: argparse.Namespace) -> Plan:
-    """Leave out sets that lack both data and results, and name them; a set that was asked for must be there."""
+def set_of(job: Any) -> str:
+    return str(job.recipe.partition("/")[2])
+
+
+def sets_without_data(plan: Plan, names: set[str], kind: TableKind, options: argparse.Namespace) -> list[str]:
+    """Name the sets among `names` that lack their data; a set that was asked for must have it."""
     from primal_attention.data import d4rl, uea
     from primal_attention.data.storage import default_folder
     from primal_attention.train import grid
@@ -187,7 +194,6 @@ def with_available_sets(plan: Plan, kind: TableKind, options: argparse.Namespace
         "lm": lambda name, folder: (folder or default_folder("lm", name)).is_dir(),
         "lra": lambda name, folder: (folder / name if folder else default_folder("lra", name)).is_dir(),
     }
-    names = {job.recipe.partition("/")[2] for job in missing_jobs(plan, kind, options)}
     missing = [name for name in plan.sets if name in names and not has_data[kind.benchmark](name, options.data)]
     if missing and (options.sets or len(missing) == len(plan.sets)):
         folder = plan.folders.get(missing[0], options.data)
@@ -196,11 +202,11 @@ def with_available_sets(plan: Plan, kind: TableKind, options: argparse.Namespace
         raise RunError(error.replace("--data.folder", "--data"))
     if missing:
         print(f"no data, left out: {', '.join(missing)} (docs/ says how to get it)", file=sys.stderr)
-    return replace(plan, sets=[name for name in plan.sets if name not in missing])
+    return missing
 
 
-def run_missing(plan: Plan, kind: TableKind, options: argparse.Namespace) -> list[str]:
-    """Run what has no result; return a line for each run that failed."""
+def run_jobs(jobs: list[Any], kind: TableKind, options: argparse.Namespace) -> list[str]:
+    """Run trainings or fits; return a line for each that failed."""
     import torch
 
     from primal_attention.report.results import in_full
@@ -210,7 +216,6 @@ def run_missing(plan: Plan, kind: TableKind, options: argparse.Namespace) -> lis
         raise RunError("times are measured with the local launcher: a cluster's machines may have other work")
     if kind.is_timed and options.workers > max(1, torch.cuda.device_count()):
         raise RunError("runs that are timed must not share a device: --workers at most the number of GPUs")
-    jobs = missing_jobs(plan, kind, options)
     if kind.source == "fits":
         return classifiers.run_fits(jobs)
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # in worker processes: the settings are the table's

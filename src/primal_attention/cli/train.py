@@ -96,7 +96,7 @@ def parse_run(name: str, recipe: Recipe, args: Sequence[str]) -> tuple[Recipe, P
     lines = [re.sub(r"^-+$", "", line.strip(" │|╭╰─╮╯")) for line in output.getvalue().splitlines()]
     _, *texts = filter(None, lines)
     message = re.split("Argument helptext|For full helptext", " ".join(texts))[0]
-    message = re.sub(r" Perhaps you meant: (\S+).*", r"; did you mean \1?", message)
+    message = re.sub(r" Perhaps you meant: ([^\s,]+).*", r"; did you mean \1?", message)
     raise RunError(f"{message.strip()} (see {prog} --help)")
 
 
@@ -107,9 +107,6 @@ def show(summary: dict[str, Any]) -> None:
     for key, title in COLUMNS.items():
         if score := summary["scores"].get(key):
             print(f"{in_full(score)}  epoch {score['epoch']:>4}  {title}")
-            if "retrained_accuracy" in score:
-                retrained = in_full({"accuracy": score["retrained_accuracy"]})
-                print(f"{retrained}  epoch {score['epoch']:>4}  the same epoch, trained on all training samples")
     if objective := summary["objective"]:
         print(f"KSVD objective J of an epoch: from {objective['first']:+.3f} to {objective['last']:+.3f}")
     seconds, device = summary["seconds_per_epoch"], summary["device"]
@@ -123,7 +120,7 @@ def evaluate(args: Sequence[str]) -> int:
     parser.flag("--recipes", "file of a recipe class of your own; it is run", type=Path, metavar="FILE.py")
     parser.flag("--episodes", "d4rl: episodes to play (default: the run's, or 100)", type=positive)
     options = parser.parse_args(args)
-    from primal_attention.report.results import in_full
+    from primal_attention.report.results import in_full, read_folder
     from primal_attention.train import checkpoint, loop
 
     if options.recipes is not None:
@@ -133,8 +130,7 @@ def evaluate(args: Sequence[str]) -> int:
         return play(options.run, recipe, options.episodes)  # type: ignore[arg-type]
     if options.episodes:
         raise RunError(f"--episodes is for runs of d4rl: {options.run} is one of {recipe.benchmark}")
-    stored = loop.read_summary(options.run)["scores"]
-    parts = loop.evaluate(options.run)
+    parts, stored = loop.evaluate(options.run), read_folder(options.run).scores
     for part, scores in parts.items():
         # A single training with validation samples keeps the weights that they chose.
         is_chosen = part or (len(parts) == 1 and "validation_chosen" in stored)

@@ -4,13 +4,12 @@
     data = load("data/imagenet", classes="imagenet100.txt")  # of 1000 folders only those that the file names
     ImageFiles(data.train, training(224, smallest=0.08, ops=2, magnitude=0.9, erase=0.25))   # for a DataLoader
 
-`val` is the test set. A file that does not decode is skipped with a warning, or is an error if `strict`. Decoding and
-central crops need Pillow alone. Augmentation is torchvision's and draws from torch's global generator.
+`val` is the test set. A file that does not decode is an error. Decoding and central crops need Pillow alone.
+Augmentation is torchvision's and draws from torch's global generator.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,17 +121,8 @@ def crop_centre(image: Image, size: int) -> np.ndarray:
     return np.ascontiguousarray(pixels.transpose(2, 0, 1))
 
 
-def complain(broken: Sequence[Path], total: int, *, strict: bool) -> None:
-    """Report files that do not decode: an error if `strict` or if nothing is left, else a warning with the count."""
-    if not broken:
-        return
-    if strict or len(broken) == total:
-        raise DataError(f"{broken[0]} does not decode as an image ({len(broken)} of {total} do not)")
-    warnings.warn(f"{len(broken)} of {total} images do not decode and are skipped, first {broken[0]}", stacklevel=3)
-
-
 class ImageFiles:
-    """A map-style dataset of (pixels, label, index) by (index, seed); pixels are None for a file that does not decode.
+    """A map-style dataset of (pixels, label) by (index, seed); a file that does not decode gives its path.
 
     The seed is that of the transform's random numbers.
     """
@@ -144,28 +134,27 @@ class ImageFiles:
     def __len__(self) -> int:
         return len(self.split)
 
-    def __getitem__(self, key: tuple[int, int]) -> tuple[np.ndarray | None, int, int]:
+    def __getitem__(self, key: tuple[int, int]) -> tuple[np.ndarray, int] | Path:
         import torch
 
         i, seed = key
-        image, label = read(self.split.files[i]), int(self.split.labels[i])
-        if image is None:
-            return None, label, i
+        image = read(self.split.files[i])
+        if image is None:  # an error of a worker process would come with its traceback
+            return self.split.files[i]
         with torch.random.fork_rng(devices=[]):  # without workers this is the training's own process
             torch.default_generator.manual_seed(seed)
-            return self.transform(image), label, i
+            return self.transform(image), int(self.split.labels[i])
 
 
-def collate(samples: Sequence[tuple[np.ndarray | None, int, int]]) -> Any:
-    """Return pixels and labels of the decoded samples as tensors, and the indices of the others."""
+def collate(samples: Sequence[tuple[np.ndarray, int] | Path]) -> Any:
+    """Return pixels and labels as tensors, or the first path among the samples."""
     import torch
 
-    decoded = [(pixels, label) for pixels, label, _ in samples if pixels is not None]
-    broken = [i for pixels, _, i in samples if pixels is None]
-    if not decoded:
-        return None, None, broken
+    decoded = [sample for sample in samples if not isinstance(sample, Path)]
+    if len(decoded) < len(samples):
+        return next(sample for sample in samples if isinstance(sample, Path))
     pixels, labels = zip(*decoded, strict=True)
-    return torch.from_numpy(np.stack(pixels)), torch.tensor(labels), broken
+    return torch.from_numpy(np.stack(pixels)), torch.tensor(labels)
 
 
 def training(size: int, *, smallest: float, ops: int, magnitude: float, erase: float) -> Callable[[Image], np.ndarray]:

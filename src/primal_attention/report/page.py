@@ -16,8 +16,9 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 import primal_attention
-from primal_attention.report.results import NOT_COMPARED, PROTOCOLS, Collection, Run, Stat, flatten
+from primal_attention.report.results import NOT_COMPARED, PROTOCOLS, Collection, Run, Stat
 from primal_attention.report.tables import published
+from primal_attention.train.config import flatten
 from primal_attention.utils.files import write_text
 from primal_attention.utils.provenance import device_name
 

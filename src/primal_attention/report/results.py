@@ -14,7 +14,7 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +24,7 @@ from primal_attention.bench import measurement
 from primal_attention.train import classifiers, registry
 from primal_attention.train.checkpoint import FREE, check_format, read_metrics
 from primal_attention.train.classifiers import Fit
-from primal_attention.train.config import Recipe, from_plain, override, to_plain
+from primal_attention.train.config import Recipe, flatten, from_plain, override, to_plain
 from primal_attention.train.grid import Job, Plan, Variant
 from primal_attention.utils.errors import RunError
 from primal_attention.utils.files import COUNT, Number, check, read_cell, read_csv, read_json, read_yaml
@@ -244,9 +244,9 @@ def _summary(content: Any, file: Path, **fields: Any) -> Run:
     return Run(**{"path": file, **own, **fields})
 
 
-def check_benchmark(content: Any, file: Path) -> dict[str, Any]:
-    """Check the report of a benchmark, and fill in the optional fields of its rows."""
-    check(content, BENCHMARK, file)
+def read_benchmark(file: Path) -> dict[str, Any]:
+    """The report of a benchmark, with the optional fields of its rows."""
+    content = read_json(file, BENCHMARK)
     for i, row in enumerate(content["rows"]):
         if row["status"] == measurement.OK and row.get("recompilations") is None:  # rows that count graphs have no time
             check(row, {"seconds": Number(above=0)}, file, f"rows[{i}]")
@@ -336,7 +336,7 @@ def _read_place(place: Path, content: Collection, *, is_argument: bool) -> None:
     if "scores" in fields:
         content.runs.append(_summary(stored, place))
     elif fields.get("kind") in ("attention", "generate") and "rows" in fields:
-        content.benches.append((place, check_benchmark(stored, place)))
+        content.benches.append((place, read_benchmark(place)))
     elif is_argument:
         raise RunError(f"{place} is neither a run's result nor a benchmark of this library")
 
@@ -355,15 +355,6 @@ def _recipe(benchmark: str, config: Mapping[str, Any]) -> Recipe:
     if kind is None:
         raise RunError(f"benchmark {benchmark!r} is unknown to this version")
     return from_plain(kind, config)
-
-
-def flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested fields as pairs of a dotted name and a value."""
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            yield from flatten(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
 
 
 class ResultIndex:

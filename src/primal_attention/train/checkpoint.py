@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_map
 
 import primal_attention
 from primal_attention.data.storage import one_line
-from primal_attention.train.config import FORMAT, Recipe, from_plain, to_plain
+from primal_attention.train.config import FORMAT, Recipe, flatten, from_plain, to_plain
 from primal_attention.train.distributed import load_full, split_like
 from primal_attention.utils import files
 from primal_attention.utils.errors import RunError
@@ -132,25 +132,33 @@ def check_config(folder: Path, recipe: Recipe, *, resume: bool, new_schedule: bo
     extends = epochs > before.trainer.epochs
     free = FREE | ({"trainer.epochs"} if extends else set())
     free |= {"optim.schedule", "optim.warmup", "optim.lr"} if extends and new_schedule else set()
-    for name, old, new in differences(to_plain(before), to_plain(recipe)):
-        if name not in free:
+    stored = dict(flatten(to_plain(before)))
+    for name, new in flatten(to_plain(recipe)):
+        if name not in free and (old := stored.get(name)) != new:
             flag = name.replace("_", "-")
             raise RunError(f"{folder} was started with --{flag} {old}, not {new}: resume with the same settings")
     if not extends:
         return Plan(text.get("schedule_epochs", epochs))
-    schedule, old = before.optim.schedule, before.trainer.epochs
+    schedule, old_epochs = before.optim.schedule, before.trainer.epochs
     if schedule in ENDS_AT_ZERO and not new_schedule:
         raise RunError(
             f"{folder} cannot go on to {epochs} epochs: its learning rate (--optim.schedule {schedule}) ends at zero "
-            f"after {old}; give --optim.schedule again, for example --optim.schedule constant"
+            f"after {old_epochs}; give --optim.schedule again, for example --optim.schedule constant"
         )
-    return Plan(epochs if new_schedule else text.get("schedule_epochs", old), extends=True)
+    return Plan(epochs if new_schedule else text.get("schedule_epochs", old_epochs), extends=True)
 
 
-def write_config(
-    folder: Path, recipe: Recipe, plan: Plan, *, name: str, command: str, commit: str | None = None
-) -> None:
-    """Write config.yaml of a new or an extended run; that of a resumed run stays."""
+def write_config(folder: Path, recipe: Recipe, plan: Plan, *, name: str, command: str, **origin: Any) -> None:
+    """Write config.yaml of a new or an extended run; that of a resumed run stays.
+
+    Args:
+        folder: The run folder.
+        recipe: The resolved recipe.
+        plan: Of `check_config`.
+        name: Name of the recipe.
+        command: The command line.
+        origin: Commit of the code and hash of the data, as in `provenance.collect`.
+    """
     file = folder / "config.yaml"
     if plan.extends:
         text, _ = read_run(folder)
@@ -165,7 +173,7 @@ def write_config(
             "version": primal_attention.__version__,
             "benchmark": recipe.benchmark,
             "recipe": name,
-            **collect(command=command, commit=commit),
+            **collect(command=command, **origin),
             "config": to_plain(recipe),
         }
     files.write_text(file, yaml.safe_dump(text, sort_keys=False, allow_unicode=True))
@@ -176,18 +184,8 @@ def run_origin(folder: Path) -> dict[str, Any]:
     text, recipe = read_run(folder)
     config = to_plain(recipe)
     config.get("data", {}).pop("folder", None)  # a path of this machine
-    names = ("date", "command", "commit", "dirty", "commit_source", "versions")
+    names = ("date", "command", "extended_by", "commit", "dirty", "commit_source", "versions")
     return {**{name: text[name] for name in names if name in text}, "config": config}
-
-
-def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield the dotted names and both values of fields that differ."""
-    for key in {**old, **new}:
-        a, b = old.get(key), new.get(key)
-        if isinstance(a, Mapping) and isinstance(b, Mapping):
-            yield from differences(a, b, f"{prefix}{key}.")
-        elif a != b:
-            yield prefix + key, a, b
 
 
 def read_run(folder: Path) -> tuple[dict[str, Any], Recipe]:

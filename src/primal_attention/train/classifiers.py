@@ -79,7 +79,7 @@ def run_fit(fit: Fit) -> dict[str, Any]:
     """Fit a classifier to training samples and score it on test, or on holdout samples; return the summary."""
     import torch
 
-    from primal_attention.utils.provenance import collect, device_name
+    from primal_attention.utils.provenance import collect, device_name, hash_files
 
     torch.set_num_threads(fit.threads)
     data, cpu = uea.load(fit.dataset, fit.folder), torch.device("cpu")
@@ -90,7 +90,7 @@ def run_fit(fit: Fit) -> dict[str, Any]:
     file = uea.find(fit.dataset, fit.folder)
     assert file is not None
     files = [file, file.with_name(file.name.replace("_TRAIN", "_TEST"))]
-    origin = collect(command=fit.command, device=cpu, commit=fit.commit, data_files=files)
+    origin = collect(command=fit.command, device=cpu, commit=fit.commit, data_sha256=hash_files(files))
     summary = {"format": 1, "benchmark": "uea", "label": fit.model, "seed": fit.seed, "config": dict(fit.settings)}
     summary |= {"recipe": fit.recipe, "device": device_name(origin["hardware"])}
     facts = {"set": fit.dataset, "train_samples": len(train), "scored_samples": len(scored)}

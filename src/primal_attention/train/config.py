@@ -10,7 +10,7 @@ import dataclasses
 import types
 import typing
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
@@ -35,7 +35,7 @@ REMOVED = {
     "model.differences": False,
     "trainer.accumulate": 1,
 }
-IGNORED = ("data.cache", "evaluation.video", "trainer.deterministic", "trainer.early_stop")
+IGNORED = ("data.cache", "data.strict", "evaluation.video", "trainer.deterministic", "trainer.early_stop")
 MAY_BE_ZERO = ("conv", "local_kernel", "tokens")  # sizes of a network that 0 leaves out
 
 
@@ -204,6 +204,15 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [to_plain(v) for v in value]
     return str(value) if isinstance(value, Path) else value
+
+
+def flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield nested fields as pairs of a dotted name and a value."""
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
 
 
 def from_plain(kind: type[T], data: Any, where: str = "") -> T:

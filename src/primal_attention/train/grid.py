@@ -17,7 +17,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from multiprocessing import active_children, get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from primal_attention.train import registry
 from primal_attention.train.config import override
@@ -139,16 +139,13 @@ def run(
     jobs: Iterable[Job],
     *,
     workers: int = 1,
-    launcher: str = "local",
+    launcher: Literal["local", "ray"] = "local",
     report: Callable[[Outcome], None] = lambda _: None,
 ) -> list[Outcome]:
     """Run jobs in local processes or on a Ray cluster; `report` is called as each one ends."""
-    if workers < 1:
-        raise RunError(f"workers must be at least 1 (got {workers})")
-    if launcher not in LAUNCHERS:
-        raise RunError(f"launcher must be one of {', '.join(LAUNCHERS)} (got {launcher!r})")
     outcomes = []
-    for outcome in LAUNCHERS[launcher](list(jobs), workers):
+    launch = _run_on_ray if launcher == "ray" else _run_locally
+    for outcome in launch(list(jobs), workers):
         outcomes.append(outcome)
         report(outcome)
     return outcomes
@@ -222,6 +219,3 @@ def _run_in_folder(folder: Path, job: Job) -> Outcome:
     if folder.is_dir():
         os.chdir(folder)
     return run_job(job)
-
-
-LAUNCHERS: dict[str, Callable[[Sequence[Job], int], Iterable[Outcome]]] = {"local": _run_locally, "ray": _run_on_ray}

@@ -28,13 +28,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from primal_attention.data import image as image_data
-from primal_attention.data.image import ImageData, ImageFiles, ImageSplit, collate, complain
+from primal_attention.data.image import ImageData, ImageFiles, ImageSplit, collate
 from primal_attention.data.storage import default_folder
 from primal_attention.data.uea import stratified_holdout
 from primal_attention.models.image import deit
 from primal_attention.train.batches import Batches, derive_seed
 from primal_attention.train.config import NetworkConfig, OptimConfig, Recipe, TrainerConfig, require_range
 from primal_attention.train.task import NO_LABEL, Batch, Experiment, TrainingModule, hash_data
+from primal_attention.utils.errors import DataError
 
 ETA, RANK = 0.05, 96  # the paper's
 
@@ -76,8 +77,6 @@ class ImageFolder:
     """Fraction of the training images of every class that chooses the epoch."""
     workers: int = 8
     """Processes that read files."""
-    strict: bool = False
-    """An image that does not decode is an error; else it is skipped with a warning."""
 
     def __post_init__(self) -> None:
         require_range(self, "data", "holdout", "lie between 0 and 1")
@@ -171,7 +170,7 @@ def make_batches(recipe: ImageRecipe, data: ImageData) -> list[ImageBatches]:
     """Return training, validation and test batches."""
     config, strength, batch_size = recipe.data, AUGMENT[recipe.augment], recipe.trainer.batch_size
     remaining, holdout = stratified_holdout(data.train.labels, config.holdout, recipe.seed)
-    shared: dict[str, Any] = {"batch_size": batch_size, "workers": config.workers, "strict": config.strict}
+    shared: dict[str, Any] = {"batch_size": batch_size, "workers": config.workers}
     train = ImageBatches(
         data.train.take(remaining),
         image_data.training(config.size, **strength.training),
@@ -189,8 +188,8 @@ def make_batches(recipe: ImageRecipe, data: ImageData) -> list[ImageBatches]:
 class ImageBatches(Batches):
     """Images that `workers` processes read and transform ahead of use.
 
-    A file that does not decode is left out of its batch; each pass warns of new ones. The last batch of an evaluation
-    is filled to the size of the others by rows that no score counts, so that one shape is compiled.
+    The last batch of an evaluation is filled to the size of the others by rows that no score counts, so that one shape
+    is compiled.
 
     Args:
         split: Files and labels.
@@ -199,7 +198,6 @@ class ImageBatches(Batches):
         shuffle_seed: None keeps the order of the files.
         steps: Batches per epoch; 0 is one pass, for evaluation.
         workers: Processes that read files.
-        strict: A file that does not decode is an error.
         repeats: Copies of an image that follow each other in a pass, which keeps its length (repeated augmentation).
         mix: Mixes the images and the labels of a batch.
     """
@@ -213,15 +211,13 @@ class ImageBatches(Batches):
         steps: int = 0,
         *,
         workers: int = 0,
-        strict: bool = False,
         repeats: int = 1,
         mix: Callable[[Tensor, Tensor], Batch] | None = None,
     ) -> None:
         super().__init__([torch.arange(len(split))], batch_size, shuffle_seed, steps)
-        self.files, self.workers, self.strict = ImageFiles(split, transform), workers, strict
+        self.files, self.workers = ImageFiles(split, transform), workers
         self.repeats, self.mix = repeats, mix
         self.device = torch.device("cpu")
-        self.broken: set[int] = set()
 
     def order(self, turn: int) -> Tensor:
         return super().order(turn).repeat_interleave(self.repeats)[: self.samples]
@@ -244,16 +240,10 @@ class ImageBatches(Batches):
             prefetch_factor=2 if self.workers else None,
             generator=torch.Generator(),  # else the loader draws from the training's generator
         )
-        known, files = len(self.broken), self.files.split.files
-        for rows, (images, labels, broken) in zip(batches, loader, strict=True):
-            self.broken.update(broken)
-            if broken and self.strict:
-                complain([files[broken[0]]], len(files), strict=True)
-            if images is not None:
-                batch = tuple(t.to(self.device, non_blocking=True) for t in (images, labels))
-                yield self.finish(batch, rows)
-        if len(self.broken) > known:
-            complain([files[i] for i in sorted(self.broken)], len(files), strict=False)
+        for rows, loaded in zip(batches, loader, strict=True):
+            if isinstance(loaded, Path):
+                raise DataError(f"{loaded} does not decode as an image")
+            yield self.finish(tuple(t.to(self.device, non_blocking=True) for t in loaded), rows)
 
     def finish(self, batch: Batch, rows: Tensor) -> Batch:
         """Mix a training batch, outside of the recorded step: torchvision draws on the host. Fill one of evaluation."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import statistics
 import threading
@@ -27,6 +28,13 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 Summary = dict[str, Any]
+
+
+def check_loggers(names: Sequence[str]) -> None:
+    """Raise if the package of a logger is missing."""
+    for name in names:
+        if name != "csv" and importlib.util.find_spec(name) is None:
+            raise RunError(f"trainer.logger {name} needs {name}: pip install {name}")
 
 
 def make_loggers(names: Sequence[str], folder: Path, title: str, ids: dict[str, str], step: int) -> dict[str, Any]:
@@ -63,8 +71,6 @@ def make_loggers(names: Sequence[str], folder: Path, title: str, ids: dict[str, 
                 about = {"tracking_uri": uri, "run_name": title, "run_id": ids.get(name)}
                 loggers[name] = MLFlowLogger("primal-attention", **about)
                 ids[name] = str(loggers[name].run_id)
-        except ModuleNotFoundError:
-            raise RunError(f"trainer.logger {name} needs {name}: pip install {name}") from None
         except Exception as error:  # each service raises its own types
             raise RunError(f"trainer.logger {name} cannot start: {one_line(error)}") from error
     return loggers
@@ -158,22 +164,3 @@ def scores(experiment: Experiment, state: State, test: Mapping[str, float]) -> d
     assert state.best is not None
     chosen = {"epoch": state.best["epoch"], "validation_accuracy": state.best["rank"][0]}
     return {**by_protocol, "validation_chosen": {**chosen, **test}}
-
-
-def merge(summaries: Sequence[Summary], rows: Sequence[Row], name: str) -> Summary:
-    """Return one summary of a run's trainings: the first one's, with the scores of all.
-
-    Args:
-        summaries: Of the run's trainings.
-        rows: Of the first training. At the chosen epoch it is a training on all samples up to that epoch.
-        name: Name of the recipe.
-    """
-    summary = {"recipe": name, **summaries[0]}
-    for other in summaries[1:]:
-        summary["scores"] = {**summary["scores"], **other["scores"]}
-    chosen = summary["scores"].get("validation_chosen")
-    if chosen and "last" in summary["scores"] and len(summaries) > 1:
-        accuracies = {row["epoch"]: row.get("test_accuracy") for row in rows}
-        if (accuracy := accuracies.get(chosen["epoch"])) is not None:
-            chosen["retrained_accuracy"] = accuracy
-    return summary

@@ -21,7 +21,7 @@ from primal_attention.train.batches import derive_seed
 from primal_attention.train.checkpoint import State, load_weights, read_summary
 from primal_attention.train.config import Recipe
 from primal_attention.train.cuda_graph import GATHERED, TrainingStep, records_steps
-from primal_attention.train.logs import Row, RunLog, Summary, merge, summarize
+from primal_attention.train.logs import Row, RunLog, Summary, check_loggers, summarize
 from primal_attention.train.optimizer import learning_rate, make_optimizer
 from primal_attention.train.task import Experiment, compile_failure
 from primal_attention.utils.errors import Preempted, RunError
@@ -54,6 +54,7 @@ def train(
     """
     import lightning.fabric  # noqa: F401 (before anything is written: it takes seconds, and may be missing)
 
+    check_loggers(recipe.trainer.logger)
     main = distributed.is_main()
     about = {"name": name, "command": command, "commit": commit}
     with checkpoint.lock_folder(folder) if main else nullcontext():
@@ -70,19 +71,20 @@ def _train_in(folder: Path, recipe: Recipe, resume: bool, new_schedule: bool, ab
     if recipe.trainer.accelerator == "gpu" and not (torch.cuda.is_available() or torch.backends.mps.is_available()):
         raise RunError("trainer.accelerator gpu: torch finds no GPU here (primal info says more)")
     title = name if recipe.label() in name else f"{name or recipe.benchmark} {recipe.label()}"
-    summaries, rows = [], []
+    summaries = []
     for part, phase in recipe.phases():
         if part:
             summaries.append(_train_in(folder / part, phase, True, new_schedule, about))
             continue
         experiment = build(phase)  # before anything is written: a recipe that cannot be built leaves no folder
         if distributed.is_main():
-            checkpoint.write_config(folder, recipe, plan, **about)
+            data_sha256 = experiment.facts.get("sha256")
+            checkpoint.write_config(folder, recipe, plan, **about, data_sha256=data_sha256)
         training = Training(phase, experiment, folder, plan.schedule_epochs, title)
         training.fit()
         summaries.append(training.finish())
-        rows = training.state.rows
-    summary = {**merge(summaries, rows, name), **checkpoint.run_origin(folder)}
+    scores = {protocol: score for each in summaries for protocol, score in each["scores"].items()}
+    summary = {"recipe": name, **summaries[0], "scores": scores, **checkpoint.run_origin(folder)}
     if distributed.is_main():
         write_json(folder / "summary.json", summary)
     return summary

@@ -33,7 +33,7 @@ def new_figure(file: Path, rows: int, columns: int) -> Iterator[tuple[Any, Any]]
 
 def draw_lengths(axis: Any, rows: Sequence[Mapping[str, Any]], field: str, label: str, unit: str) -> None:
     """Draw a field of rows against the sequence length, one line per name, both axes logarithmic."""
-    from matplotlib.ticker import EngFormatter
+    from matplotlib.ticker import EngFormatter, LogLocator
 
     for name in dict.fromkeys(row["name"] for row in rows):
         points = sorted((row["length"], row.get(field) or math.nan) for row in rows if row["name"] == name)
@@ -41,5 +41,6 @@ def draw_lengths(axis: Any, rows: Sequence[Mapping[str, Any]], field: str, label
     ticks = sorted({row["length"] for row in rows})
     axis.set_xticks(ticks, [f"{n:,}" for n in ticks], rotation=30)
     axis.minorticks_off()
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))  # values within one power of ten have ticks too
     axis.yaxis.set_major_formatter(EngFormatter(unit))
     axis.set(xlabel="sequence length (tokens)", ylabel=label)

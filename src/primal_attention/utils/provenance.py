@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-PACKAGES = ("triton", "lightning", "numpy", "flash-linear-attention", "fla-core", "flash-attn-4")
+OTHER_PACKAGES = ("numpy", "flash-linear-attention", "fla-core", "flash-attn-4")  # listed if they are installed
 
 
 def collect(
@@ -24,7 +24,7 @@ def collect(
     command: str | None,
     device: torch.device | None = None,
     commit: str | None = None,
-    data_files: Iterable[Path] = (),
+    data_sha256: str | None = None,
 ) -> dict[str, Any]:
     """Return what a reader needs to repeat a measurement, as plain values for JSON or YAML.
 
@@ -32,14 +32,13 @@ def collect(
         command: The command line that made the number; None for a call from Python.
         device: Where it ran; adds the field "hardware".
         commit: Commit of the code where git is not available, marked as `"commit_source": "argument"`.
-        data_files: Files that were read; adds the field "data_sha256".
+        data_sha256: Hash of the data that was read; None if nothing was read.
     """
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     origin = {"date": date, "command": command, **code_version(commit), "versions": versions()}
     if device is not None:
         origin["hardware"] = hardware(device)
-    files = list(data_files)
-    return {**origin, "data_sha256": hash_files(files)} if files else origin
+    return {**origin, "data_sha256": data_sha256}
 
 
 def code_version(commit: str | None = None) -> dict[str, Any]:
@@ -61,13 +60,15 @@ def code_version(commit: str | None = None) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
+    """Return the versions of Python, torch, CUDA and packages; None is not installed."""
     import torch
 
     from primal_attention import __version__
 
     facts: dict[str, str | None] = {"primal-attention": __version__, "python": platform.python_version()}
     facts |= {"torch": str(torch.__version__), "cuda": torch.version.cuda}
-    return facts | {name: version for name in PACKAGES if (version := installed(name)) is not None}
+    facts |= {name: installed(name) for name in ("triton", "lightning")}
+    return facts | {name: version for name in OTHER_PACKAGES if (version := installed(name)) is not None}
 
 
 def installed(package: str) -> str | None:
