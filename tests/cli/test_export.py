@@ -40,6 +40,9 @@ def test_a_language_model_is_exported_with_its_state(texts: Path, tmp_path: Path
     code, out, _ = primal("export", str(tmp_path / "run"), str(tmp_path / "model.onnx"))
     assert code == 0
     assert "tokens and 4 parts of the state" in out
+    names = [part.name for part in onnxruntime.InferenceSession(tmp_path / "model.onnx").get_inputs()]
+    layer = [f"state.blocks.0.attention.{part}" for part in ("w_e_x", "w_r_x", "conv")]
+    assert names == ["tokens", *layer, "state.position"]
     model, vocabulary = load_language(tmp_path / "run")
     tokens = torch.randint(len(vocabulary), (3, 5))
     with torch.no_grad():
