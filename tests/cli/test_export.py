@@ -8,8 +8,7 @@ import test_lm
 import torch
 import toy
 
-from models.test_export import assert_near
-from primal_attention.models import export
+from models.test_export import assert_near, stream
 from primal_attention.train import loop
 from primal_attention.train.checkpoint import read_run
 from primal_attention.train.lm import load_language
@@ -36,12 +35,15 @@ def test_a_classifier_takes_raw_series(workplace: Path, primal) -> None:
             assert_near(logits, model(x, mask))
 
 
-def test_a_language_model_is_exported_with_its_state(texts: Path, tmp_path: Path, primal, monkeypatch) -> None:
-    changes = {"model__primal_mode": "mean", "model__layers": 1, "trainer__steps_per_epoch": 1}
-    loop.train(test_lm.small(texts, **changes), tmp_path / "run", name="lm/wikipedia")
-    exported = []  # tests/models/test_export.py compares the file with the model
-    monkeypatch.setattr(export, "export_streaming", lambda model, file, tokens: exported.append(model) or ["state.0"])
+def test_a_language_model_is_exported_with_its_state(texts: Path, tmp_path: Path, primal) -> None:
+    loop.train(test_lm.small(texts, model__layers=1, trainer__steps_per_epoch=1), tmp_path / "run", name="lm/wikipedia")
     code, out, _ = primal("export", str(tmp_path / "run"), str(tmp_path / "model.onnx"))
     assert code == 0
-    assert "tokens and 1 parts of the state" in out
-    assert exported[0].state_dict().keys() == load_language(tmp_path / "run")[0].state_dict().keys()
+    assert "tokens and 4 parts of the state" in out
+    names = [part.name for part in onnxruntime.InferenceSession(tmp_path / "model.onnx").get_inputs()]
+    layer = [f"state.blocks.0.attention.{part}" for part in ("w_e_x", "w_r_x", "conv")]
+    assert names == ["tokens", *layer, "state.position"]
+    model, vocabulary = load_language(tmp_path / "run")
+    tokens = torch.randint(len(vocabulary), (3, 5))
+    with torch.no_grad():
+        assert_near(stream(tmp_path / "model.onnx", tokens, [1] * 5), model(tokens))

@@ -26,6 +26,7 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "gpt2": (hf.GPT2LMHeadModel, hf.GPT2Config, GPT2 | IDS),
     "llama": (hf.LlamaForCausalLM, hf.LlamaConfig, TEXT | IDS | {"num_key_value_heads": 2}),
     "mistral": (hf.MistralForCausalLM, hf.MistralConfig, MISTRAL),
+    "qwen2": (hf.Qwen2ForCausalLM, hf.Qwen2Config, TEXT | IDS | {"num_key_value_heads": 2}),
     "electra": (hf.ElectraModel, hf.ElectraConfig, TEXT | {"embedding_size": 16}),
     "modernbert": (hf.ModernBertModel, hf.ModernBertConfig, TEXT | SPECIAL | {"global_attn_every_n_layers": 1}),
     "cliptext": (hf.CLIPTextModel, hf.CLIPTextConfig, TEXT | IDS),
@@ -44,10 +45,10 @@ def make(kind: str, **changes: Any) -> Any:
 
 
 ENCODERS = ("bert", "roberta", "distilbert", "electra", "modernbert")
-DECODERS = ("gpt2", "llama", "mistral")
+DECODERS = ("gpt2", "llama", "mistral", "qwen2")
 IMAGES = ("vit", "deit", "clipvision")
 OTHERS = ("cliptext", "whisper")
-ROTARY = ("llama", "mistral", "modernbert")
+ROTARY = ("llama", "mistral", "qwen2", "modernbert")
 
 
 def inputs(kind: str, batch: int = 2, tokens: int = 9) -> dict[str, torch.Tensor]:

@@ -44,7 +44,7 @@ MAPS = {
     "roberta": ("self.query", "self.key", "output.dense"),
     "distilbert": ("q_lin", "k_lin", "out_lin"),
     "electra": ("self.query", "self.key", "output.dense"),
-    **dict.fromkeys(("llama", "mistral", "vit", "deit"), ("q_proj", "k_proj", "o_proj")),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "vit", "deit"), ("q_proj", "k_proj", "o_proj")),
     **dict.fromkeys(("cliptext", "clipvision", "whisper"), ("q_proj", "k_proj", "out_proj")),
 }
 
@@ -60,7 +60,7 @@ def test_query_key_and_output_weights_are_kept(kind, settings) -> None:
         (q, k, _), out = stacked(x).chunk(3, dim=-1), out(x)
     else:
         q, k, out = (old.get_submodule(part)(x) for part in MAPS[kind])
-    if kind in ("llama", "mistral"):  # two key heads for four query heads: 0, 0, 1, 1
+    if kind in ("llama", "mistral", "qwen2"):  # two key heads for four query heads: 0, 0, 1, 1
         k = k.unflatten(-1, (2, 8)).repeat_interleave(2, dim=-2).flatten(-2)
     assert_close(new.qk_proj(x), torch.cat([q, k], dim=-1), EXACT)
     assert_close(new.out_proj(x), out, EXACT)

@@ -96,6 +96,14 @@ def test_gradient_checkpointing_gives_the_same_gradients() -> None:
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("mode", ["default", "hybrid"])
+def test_a_model_with_a_mask_compiles_into_one_graph(mode: str) -> None:
+    model, (tokens, mask) = make(mode).train(), batch()
+    call = {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(**call).loss, model(**call).loss)
+
+
 def test_the_vocabulary_can_be_extended(tmp_path: Path) -> None:
     model, (tokens, mask) = make("mean"), batch()
     before = model(tokens, mask).logits

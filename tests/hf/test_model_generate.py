@@ -47,10 +47,15 @@ def test_the_cache_gives_the_logits_of_the_full_pass(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["default", "decay-conv-gate", "landmarks", "hybrid"])
-def test_beam_search_with_and_without_the_cache_agrees(mode: str) -> None:
+@pytest.mark.parametrize("search", [{"num_beams": 3, "do_sample": False}, {"do_sample": True, "top_k": 5}])
+def test_beams_and_samples_with_and_without_the_cache_agree(mode: str, search: dict[str, Any]) -> None:
     model, (tokens, mask) = make(mode), batch()
-    beams = {"attention_mask": mask, "max_new_tokens": 5, "num_beams": 3, **GREEDY}
-    assert torch.equal(model.generate(tokens, **beams), model.generate(tokens, use_cache=False, **beams))
+    settings = {"attention_mask": mask, "max_new_tokens": 5, "pad_token_id": 0, **search}
+    texts = []
+    for use_cache in (True, False):
+        torch.manual_seed(0)
+        texts.append(model.generate(tokens, use_cache=use_cache, **settings))
+    assert torch.equal(*texts)
 
 
 def test_a_cache_can_be_continued_chunked_and_repeated_and_filled_by_embeddings() -> None:

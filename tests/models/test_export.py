@@ -76,11 +76,13 @@ def test_a_causal_layer_streams_with_its_state_as_data(mode, tmp_path, monkeypat
     assert_near(stream(tmp_path / "layer.onnx", x, lengths), layer(x))
 
 
-def test_a_language_model_with_the_delta_rule_streams_token_by_token(tmp_path) -> None:
-    sizes = {"embed_dim": 16, "num_heads": 2, "layers": 1, "ffn_dim": 16, "rank": 4, "conv": 3}
-    model = LanguageModel(LanguageConfig(30, ("primal",), primal_mode="delta", **sizes)).eval()
-    tokens = torch.randint(0, 30, (3, 5))
-    parts = export_streaming(model, tmp_path / "model.onnx", tokens[:2])
-    layer = (f"blocks.0.attention.{part}" for part in ("w_e_x", "w_r_x", "conv"))
-    assert parts == [f"state.{part}" for part in (*layer, "position")]
-    assert_near(stream(tmp_path / "model.onnx", tokens, [1] * 5), model(tokens))
+def test_a_causal_model_without_a_state_takes_padding_anywhere(tmp_path) -> None:
+    sizes = {"embed_dim": 16, "num_heads": 2, "layers": 1, "ffn_dim": 16, "rank": 4}
+    model = LanguageModel(LanguageConfig(30, ("primal",), primal_mode="mean", **sizes)).eval()
+    call = {"tokens": torch.zeros(2, 5, dtype=torch.int64), "key_padding_mask": torch.zeros(2, 5, dtype=torch.bool)}
+    export_onnx(model, tmp_path / "model.onnx", call)
+    tokens, mask = torch.randint(0, 30, (3, 9)), torch.rand(3, 9) < 0.3
+    (logits,) = onnxruntime.InferenceSession(tmp_path / "model.onnx").run(
+        None, {"tokens": tokens.numpy(), "key_padding_mask": mask.numpy()}
+    )
+    assert_near(logits * ~mask.numpy()[..., None], model(tokens, mask) * ~mask[..., None])

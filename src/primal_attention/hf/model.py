@@ -75,6 +75,7 @@ class PrimalPreTrainedModel(PreTrainedModel):
     def __init__(self, config: PrimalConfig) -> None:
         super().__init__(config)
         self.model = LanguageModel(config.language())
+        self.output_names = [field.name for field in dataclasses.fields(self.output_class)]
         if self.has_score:
             self.num_labels = cast(int, config.num_labels)
             self.score = nn.Linear(config.hidden_size, self.num_labels)
@@ -171,7 +172,7 @@ class PrimalPreTrainedModel(PreTrainedModel):
             "past_key_values": cache,
             "hidden_states": hidden if every_layer else None,
         }
-        output = self.output_class(**{f.name: values.get(f.name) for f in dataclasses.fields(self.output_class)})
+        output = self.output_class(**{name: values.get(name) for name in self.output_names})
         return output if return_dict is not False else output.to_tuple()
 
     def compute_logits(self, hidden: Tensor, attention_mask: Tensor | None, logits_to_keep: int | Tensor) -> Any:
@@ -282,6 +283,5 @@ def padding_mask(attention_mask: Tensor | None, tokens: Tensor) -> Tensor | None
             f"for input {tuple(tokens.shape[:2])})"
         )
     padding = attention_mask[:, -tokens.shape[1] :] == 0
-    if padding.device.type == "cpu" and not padding.any():  # on a GPU the test would synchronise
-        return None
-    return padding
+    can_read = padding.device.type == "cpu" and not torch.compiler.is_compiling()  # a GPU would synchronise
+    return None if can_read and not padding.any() else padding

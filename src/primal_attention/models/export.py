@@ -167,7 +167,7 @@ def _write(
 ) -> None:
     # The strides of a slice would become operators that ONNX does not have.
     args, kwargs = tree_map_only(Tensor, lambda t: t.clone(memory_format=torch.contiguous_format), (args, kwargs))
-    table: dict[Any, Any] = {torch.ops.aten.searchsorted.Tensor: _searchsorted}
+    table: dict[Any, Any] = {torch.ops.aten.searchsorted.Tensor: _searchsorted, torch.ops.aten.sort.stable: _sort}
     with torch.no_grad(), _quiet():
         program = torch.onnx.export(
             model, args, kwargs=kwargs, dynamo=True, dynamic_shapes=shapes, input_names=inputs, output_names=outputs,
@@ -184,6 +184,16 @@ def _searchsorted(sorted_sequence: Any, self: Any, **options: Any) -> Any:
     op: Any = opset18
     is_less = op.Less(op.Unsqueeze(sorted_sequence, [-2]), op.Unsqueeze(self, [-1]))
     return op.ReduceSum(op.Cast(is_less, to=7), [-1], keepdims=0)  # 7 is int64
+
+
+def _sort(self: Any, *, stable: bool = True, dim: int = -1, descending: bool = False) -> Any:
+    """torch.sort(a, stable=True): TopK of ONNX puts the lower index first among equal values."""
+    from onnxscript import opset18
+
+    op: Any = opset18
+    values = op.Cast(self, to=7)  # of a mask; 7 is int64
+    length = op.Shape(values, start=dim)
+    return op.TopK(values, op.Slice(length, [0], [1]), axis=dim, largest=int(descending), sorted=1)
 
 
 @contextlib.contextmanager
