@@ -3,8 +3,8 @@
     python benchmarks/scaling.py                      # reads results/bench, writes results/scaling and docs/img
 
 Measured: seconds of one layer (forward and backward) on one GPU against its length, from results/bench/attention*.json.
-Counted: the bytes that a layer passes to collectives in a step. Assumed: bandwidth and latency of the network. Computed:
-everything else; docs/notes/scaling.md has the formulas.
+Counted: the bytes that a layer passes to collectives in a step. Assumed: bandwidth and latency of the network.
+Computed: everything else; docs/notes/scaling.md has the formulas.
 """
 
 from __future__ import annotations

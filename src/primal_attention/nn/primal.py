@@ -349,8 +349,8 @@ class PrimalAttention(nn.Module):
     def _apply_output(self, result: Output, dropout: float, is_packed: bool) -> Tensor:
         """Call `score_proj` and `out_proj` as modules."""
         assert result.scores is not None
-        both = F.dropout(torch.cat(result.scores, dim=-1), dropout)  # (B, H, N, 2s), packed (H, total, 2s)
-        heads = self.score_proj(both)
+        stacked = F.dropout(torch.cat(result.scores, dim=-1), dropout)  # (B, H, N, 2s), packed (H, total, 2s)
+        heads = self.score_proj(stacked)
         return self.out_proj(heads.transpose(0, 1).flatten(1) if is_packed else heads.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     def _feature_map(self) -> FeatureMap:

@@ -96,16 +96,16 @@ def chunked(
         overlap = beta * (k @ k.mT) * decay_between(total, -1)
         solve = torch.linalg.solve_triangular(eye + overlap, eye.expand_as(overlap), upper=False, unitriangular=True)
         solve = solve.to(narrow)
-        # U = own − seen W, so that W ← M W + B with M = e^(G_C) I − late seen and B = late own.
-        own, seen = solve @ (beta * v).to(narrow), solve @ (beta * from_start * k).to(narrow)
-        late = (to_end * k).to(narrow).mT
-        transition = from_start[..., -1:, :] * torch.eye(p, dtype=dtype, device=q.device) - late @ seen
+        # U = new_values − keys_read W, so that W ← M W + B with the transition M and B = keys_to_end new_values.
+        new_values, keys_read = solve @ (beta * v).to(narrow), solve @ (beta * from_start * k).to(narrow)
+        keys_to_end = (to_end * k).to(narrow).mT
+        transition = from_start[..., -1:, :] * torch.eye(p, dtype=dtype, device=q.device) - keys_to_end @ keys_read
         states = [w]
-        for m, b in zip(transition.unbind(-3), (late @ own).to(dtype).unbind(-3), strict=True):
+        for m, b in zip(transition.unbind(-3), (keys_to_end @ new_values).to(dtype).unbind(-3), strict=True):
             states.append(m @ states[-1] + b)
-        before = torch.stack(states[:-1], dim=-3).to(narrow)
-        near = (q @ k.mT) * decay_between(total, 0).to(narrow)
-        y = near @ (own - seen @ before) + (q * from_start.to(narrow)) @ before
+        w_before = torch.stack(states[:-1], dim=-3).to(narrow)
+        local_scores = (q @ k.mT) * decay_between(total, 0).to(narrow)
+        y = local_scores @ (new_values - keys_read @ w_before) + (q * from_start.to(narrow)) @ w_before
     return y.flatten(-3, -2)[..., :length, :], states[-1]
 
 

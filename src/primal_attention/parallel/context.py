@@ -293,8 +293,8 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        own = OPS.reduce_scatter_tensor(t.contiguous(), "sum", group.size(), group.group_name)
-        return OPS.wait_tensor(own).view(t.shape[1:])
+        shard = OPS.reduce_scatter_tensor(t.contiguous(), "sum", group.size(), group.group_name)
+        return OPS.wait_tensor(shard).view(t.shape[1:])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
