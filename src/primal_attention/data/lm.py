@@ -162,7 +162,7 @@ def load(folder: str | Path, size: int | None = None, *, vocabulary: Vocabulary 
 
     Args:
         folder: Has one file per split; see `find`.
-        size: Of a byte-pair vocabulary to learn from train; None uses the words of the text.
+        size: Size of a byte-pair vocabulary to learn from train; None uses the words of the text.
         vocabulary: An existing one, instead of a new one.
     """
     folder = Path(folder)

@@ -62,7 +62,7 @@ class LanguageConfig:
         num_heads: heads of each layer.
         layers: number of layers.
         ffn_dim: hidden width of the MLPs.
-        activation: of the MLPs: "gelu", "relu" or "glu", a gated MLP with a third linear map.
+        activation: activation of the MLPs: "gelu", "relu" or "glu" (a gated MLP with a third linear map).
         dropout: rate on attention, MLP and embeddings.
         primal_mode: "mean" is the paper's running mean; "landmarks" is causal and data-dependent; "decay" has a
             learned decay per head; "delta" has projection weights that follow the delta rule. None is the setting
@@ -75,7 +75,7 @@ class LanguageConfig:
             on q, k and h.
         conv_place: "beside" adds the convolution to the layer's output, "before" to its input, through SiLU.
         gate: multiply each Primal layer's output by a gate; in "delta" layers the scores. None is no gate.
-        gate_activation: of the gate, "silu" or "sigmoid".
+        gate_activation: activation of the gate, "silu" or "sigmoid".
         conv_layers: "primal" puts convolution and gate at the Primal layers, "all" at the other layers, too. Layers
             without attention ("none") always have them.
         positions: "rotary" in the softmax layers, "sinusoidal" added to the embeddings, or "none". None is "rotary"
@@ -440,13 +440,13 @@ def _nats(x: Tensor, embedding: Tensor, targets: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen: the most likely one with temperature 0, otherwise a random one.
+    """How a token is chosen: the most likely token with temperature 0, otherwise a random one.
 
     Args:
         temperature: divides the logits; 0 is greedy.
         top_k: draw among this many of the most likely tokens; None is all.
         top_p: draw among the most likely tokens that together have at least this probability; None is all.
-        seed: of the random numbers.
+        seed: seed of the random numbers.
     """
 
     temperature: float = 1.0

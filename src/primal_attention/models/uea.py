@@ -347,7 +347,7 @@ class ScorePosterior:
     training, one posterior for the scores of both kinds and all layers, and a logit's variance instead of samples.
 
     Args:
-        mean: Of the training scores, (networks, scores).
+        mean: Mean of the training scores, (networks, scores).
         directions: V with each column divided by the square root of its d_j² + σ², (networks, scores, scores).
     """
 

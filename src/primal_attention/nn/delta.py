@@ -44,8 +44,8 @@ class DeltaPrimalAttention(PrimalAttention):
         dropout: rate of the dropout on the projection scores, after the objective.
         backend: "auto", "fused" (Triton kernels) or "reference".
         objective_form: "mean" averages the energies in J over the tokens, "sum" is the paper's J.
-        device: of the parameters.
-        dtype: of the parameters.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ EPS = 1e-5  # of the scores' norm: scores far smaller than the values stay small
 
 
 def uses_kernels(backend: str, x: Tensor, head_dim: int, rank: int) -> bool:
-    """Return True if the fused kernels serve the call; raise if backend="fused" and they cannot."""
+    """Return True if the fused kernels support the call; raise if backend="fused" and they do not."""
     if backend == "reference" or (backend == "auto" and not x.is_cuda):
         return False
     problem = fused_problem(x)
@@ -46,7 +46,7 @@ def uses_kernels(backend: str, x: Tensor, head_dim: int, rank: int) -> bool:
     if problem is None:
         problem = _transform_problem(COSINE)
     if problem is not None and backend == "fused":
-        raise ValueError(f"backend='fused' cannot serve this call: {problem} (backend='auto' falls back by itself)")
+        raise ValueError(f"backend='fused' does not support this call: {problem} (backend='auto' falls back)")
     return problem is None
 
 
@@ -180,7 +180,7 @@ def gated_scores(
 
     Args:
         scores: (B, N, H, 2, s).
-        weight: of the norm, (2s,).
+        weight: weight of the norm, (2s,).
         gate: before its nonlinearity, (B, N, H, 2s).
         kind: the nonlinearity.
         fused: use the kernels.

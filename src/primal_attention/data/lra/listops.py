@@ -152,7 +152,7 @@ def encode(expression: str, where: str = "expression") -> np.ndarray:
     try:
         codes = np.array([CODES[word] for word in symbols], dtype=np.uint8)
     except KeyError as unknown:
-        raise DataError(f"{where}: {unknown.args[0][:40]!r} is no digit, operator or bracket of ListOps") from None
+        raise DataError(f"{where}: {unknown.args[0][:40]!r} is not a digit, operator or bracket of ListOps") from None
     if len(codes) == 0 or (codes == 0).any():
         raise DataError(f"{where}: an empty expression")
     if len(codes) > LENGTH:

@@ -48,8 +48,8 @@ class BaselineAttention(nn.Module):
         causal: position i depends on positions ≤ i only.
         bias: add a bias in the projections.
         dropout: rate on the attention weights where the mechanism has them, else on the output; training only.
-        device: of the parameters.
-        dtype: of the parameters.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     traits: ClassVar[AttentionTraits] = AttentionTraits()

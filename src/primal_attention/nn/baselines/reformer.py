@@ -35,7 +35,7 @@ class ReformerAttention(RandomBuffers, BaselineAttention):
     Args:
         hashes: rounds of hashing.
         chunk: C, tokens per chunk; there are 2 L / C buckets, rounded down to a power of two.
-        seed: of the random numbers.
+        seed: seed of the random numbers.
         redraw_every: training forwards between two draws; by default every forward draws.
     """
 

@@ -606,14 +606,14 @@ class BidirectionalScores(torch.autograd.Function):
 
     Args:
         x: rows of all sequences, (rows, d); None if `qk` and `source` are passed.
-        weight: of the projection, (2d, d); None if `qk` is passed.
-        bias: of the projection, (2d,).
+        weight: weight of the projection, (2d, d); None if `qk` is passed.
+        bias: bias of the projection, (2d,).
         qk: q and k, (rows, 2d), if they are computed elsewhere.
         source: rows that contain the landmarks; None for x.
         w_e: (H, n, s), or (H, p, s) if data-independent.
         w_r: like w_e.
         rows: the row of each landmark in the source, (B, n); None if data-independent.
-        dtype: of the scores.
+        dtype: dtype of the scores.
         returns_weights: return wx, in float32.
         min_length: a lower bound of the sequences' lengths; shorter ones than n repeat landmark rows.
         covers_rows: the sequences cover every row.

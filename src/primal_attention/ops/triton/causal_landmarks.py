@@ -392,8 +392,8 @@ class CausalLandmarkScores(torch.autograd.Function):
 
     Args:
         x: rows of all sequences, (rows, d).
-        weight: of the projection, (2d, d); None if `qk` is passed.
-        bias: of the projection, (2d,).
+        weight: weight of the projection, (2d, d); None if `qk` is passed.
+        bias: bias of the projection, (2d,).
         qk: q and k, (rows, 2d), if they are computed elsewhere.
         w_e: (H, n, s).
         w_r: (H, n, s).
@@ -403,7 +403,7 @@ class CausalLandmarkScores(torch.autograd.Function):
         grid: positions of the landmarks, (n,).
         marks_before: the number of landmarks before each position, (max_length + 1,).
         offset: the position of each sequence's first row, (B,); None for zero.
-        dtype: of the products and scores.
+        dtype: dtype of the products and scores.
         covers_rows: the sequences cover every row.
         is_single_chunk: every sequence has one chunk.
         tables: the tensors of `Sequences`.

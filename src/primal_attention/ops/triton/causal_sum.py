@@ -427,14 +427,14 @@ class CausalSumScores(torch.autograd.Function):
 
     Args:
         x: rows of all sequences, (rows, d).
-        weight: of the projection, (2d, d); None if `qk` is passed.
-        bias: of the projection, (2d,).
+        weight: weight of the projection, (2d, d); None if `qk` is passed.
+        bias: bias of the projection, (2d,).
         qk: q and k, (rows, 2d), if they are computed elsewhere.
         w_e: (H, p, s).
         w_r: (H, p, s).
         log_decay: log γ, (H,); None for the running mean.
         initial: the sums before the first token, (B, H, 2, p) float32.
-        dtype: of the products and scores.
+        dtype: dtype of the products and scores.
         covers_rows: the sequences cover every row.
         is_single_chunk: every sequence has one chunk.
         tables: the tensors of `Sequences`.

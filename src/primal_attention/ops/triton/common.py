@@ -21,7 +21,7 @@ from ..landmarks import ragged_landmark_indices
 CHUNK = 1024  # rows
 LANE = 8  # scores are stored in rows of a multiple of 8 numbers: whole 16-byte pieces in 16-bit types
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-MAX_COMPILED = 4096  # launches that a kernel remembers, by their arguments
+MAX_COMPILED = 4096  # compiled kernels that are cached, by their arguments
 
 
 class Kernel(triton.JITFunction):  # type: ignore[misc]

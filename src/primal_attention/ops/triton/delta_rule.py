@@ -91,7 +91,7 @@ def store_rows(
 
 @triton.jit
 def transposed_places(lane, first, P: tl.constexpr, S: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr):
-    """Of BS columns of a lane's (p, s) matrix, as rows: offsets in (lanes, p, s), in (s, p), and which exist."""
+    """Offsets of BS columns of a lane's (p, s) matrix, as rows, in (lanes, p, s) and in (s, p), and which exist."""
     p, s = tl.arange(0, BP)[None], first + tl.arange(0, BS)[:, None]
     return lane.to(tl.int64) * (P * S) + p * S + s, s * P + p, (p < P) & (s < S)
 
@@ -487,8 +487,8 @@ class DeltaFeatures(torch.autograd.Function):
 
     Args:
         z: projections, columns [q; k; h_r; h_e], (B, N, 2H(p + s)).
-        weight: of the convolution, (K, 2H(p + s)); row j weighs the input j tokens ago.
-        bias: of the convolution, (2H(p + s),).
+        weight: weight of the convolution, (K, 2H(p + s)); row j weights the input j tokens ago.
+        bias: bias of the convolution, (2H(p + s),).
         heads: H.
         rank: s.
     """
@@ -621,8 +621,8 @@ class GatedScores(torch.autograd.Function):
     Args:
         x: scores, (B, N, H, 2s).
         gate: like x, before its nonlinearity.
-        weight: of the norm, (2s,).
-        eps: of the norm.
+        weight: weight of the norm, (2s,).
+        eps: ε of the norm.
         kind: "silu" or "sigmoid".
     """
 
