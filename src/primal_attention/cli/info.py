@@ -1,4 +1,4 @@
-"""`primal info`: versions, devices, the backend that "auto" takes here and why not another, installed extras."""
+"""`primal info`: versions, devices, the backend that "auto" uses here and why not another, installed extras."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def main(args: Sequence[str]) -> int:
 
 
 def backends(device: str) -> list[str]:
-    """Return one line per mode: the backend of "auto" on this device, and why the fast ones cannot serve."""
+    """Return one line per mode: the backend of "auto" on this device, and why the fast ones are not used."""
     import torch
 
     from primal_attention.ops.feature_maps import COSINE
