@@ -1,6 +1,6 @@
 """A sequence classifier to edit: copy this file, replace `load_data`, and run it.
 
-    pip install primal-attention safetensors
+    pip install -e . safetensors     # in a clone of the repository
     python classifier.py
 
 A Transformer encoder with Primal-Attention, a plain PyTorch loop, and the KSVD loss. Sequences may differ in length.

@@ -28,7 +28,7 @@ def main(args: Sequence[str]) -> int:
         gpu = torch.cuda.get_device_properties(device)
         size = f"{gpu.total_memory / 1024**3:.0f} GiB"
         print(f"  {device}  {gpu.name}, {size}, compute capability {gpu.major}.{gpu.minor}")
-    print('backend="auto" takes', *(line for device in ("cpu", *devices) for line in backends(device)), sep="\n")
+    print('backend="auto" uses', *(line for device in ("cpu", *devices) for line in backends(device)), sep="\n")
     print("extras, installed by pip install 'primal-attention[EXTRA]'")
     for extra, modules in EXTRAS.items():
         names = [PACKAGES[module][0].partition("[")[0] for module in modules.split()]
