@@ -188,7 +188,7 @@ def _searchsorted(sorted_sequence: Any, self: Any, **options: Any) -> Any:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress the exporter's remarks about packages that are not installed."""
+    """Suppress the exporter's messages about packages that are not installed."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)
