@@ -60,7 +60,7 @@ def load_experiment(folder: Path, benchmarks: Sequence[str], command: str) -> An
 
     _, recipe = checkpoint.read_run(folder)
     if recipe.benchmark not in benchmarks:
-        raise RunError(f"{folder} is a run of {recipe.benchmark}: {command} knows {', '.join(benchmarks)}")
+        raise RunError(f"{folder} is a run of {recipe.benchmark}: {command} supports {', '.join(benchmarks)}")
     (_, phase), *_ = recipe.phases()
     experiment = loop.build(override(phase, {"trainer.compile": "off"}))  # compiled blocks do not call hooks
     loop.load_weights(experiment.module.final_model, folder / "model.safetensors")

@@ -1,4 +1,4 @@
-"""`primal table NAME`: run what is missing of a table's grid, then show the table from the stored results."""
+"""`primal table NAME`: run the missing runs of a table, then show it from the stored results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from primal_attention.report.tables import TableKind
     from primal_attention.train.grid import Outcome, Plan, Variant
 
-ABOUT = """Run what is missing of one of the paper's tables and show it with the paper's numbers beside ours. Finished
+ABOUT = """Run the missing runs of one of the paper's tables and show it with the paper's numbers beside ours. Finished
 runs are not run again; interrupted ones continue. uea-modern compares PrimalClassifier with other classifiers."""
 NAMES = (
     "uea", "uea-ablation", "uea-efficiency", "uea-modern", "lra", "lra-ablation", "lra-efficiency", "d4rl",
