@@ -182,7 +182,7 @@ def measure_all(
             torch.compiler.reset()  # Dynamo stops compiling at its limit of graphs per function
             too_slow: dict[str, str] = {}
             for shape in shapes:
-                # All implementations at one length before the next, so that what is compared is measured together.
+                # All implementations at one length before the next, so that compared rows are measured together.
                 rows = []
                 for implementation in implementations:
                     name, kind, _ = implementation

@@ -198,7 +198,7 @@ def documents(text: str) -> list[str]:
 
 
 def check_no_leak(splits: Sequence[Sequence[str]]) -> None:
-    """Refuse a document that is in two splits, whatever its title there."""
+    """Raise for a document that is in two splits, even under different titles."""
     origin: dict[bytes, str] = {}
     for name, pieces in zip(SPLITS, splits, strict=True):
         hashes = {}

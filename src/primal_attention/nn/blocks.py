@@ -185,7 +185,7 @@ class EncoderBlock(nn.Module):
         self.norm_first = norm_first
 
     def mix(self, x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-        """Mix the tokens: the sum of the attention and the local convolution, or the one that there is."""
+        """Mix the tokens: the sum of the attention and the local convolution, either of which may be absent."""
         mixed = 0.0 if self.attention is None else self.attention(x, key_padding_mask=key_padding_mask)
         if self.local is not None:
             mixed = mixed + self.local(x, key_padding_mask)
