@@ -158,6 +158,27 @@ def test_the_guide_has_a_page_for_every_topic() -> None:
     assert set(topics.split()) <= set(listed)
 
 
+def test_contributing_names_files_and_constants_that_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    package = ROOT / "src" / "primal_attention"
+    folders = (
+        ROOT,
+        package,
+        package / "nn" / "baselines",
+        ROOT / "tests" / "ops" / "triton",
+        ROOT / "tests/nn/baselines",
+    )
+    for path in re.findall(r"`([\w./]+\.(?:py|md|txt|toml|cff))`", text):
+        assert re.search("NAME|MODE|BENCHMARK", path) or any((folder / path).exists() for folder in folders), path
+    code = "\n".join(
+        file.read_text(encoding="utf-8")
+        for folder in ("src", "tests", "docs")
+        for file in ROOT.glob(f"{folder}/**/*.py")
+    )
+    for name in re.findall(r"`(_?[A-Z]{5,})`", text):
+        assert re.search(rf"^{name}\b", code, re.MULTILINE), name
+
+
 def test_the_version_is_the_same_everywhere() -> None:
     for file, line in (("pyproject.toml", 'version = "{}"'), ("CITATION.cff", "version: {}")):
         assert line.format(primal_attention.__version__) in (ROOT / file).read_text(encoding="utf-8").splitlines(), file
