@@ -1,6 +1,6 @@
 """A sequence classifier to edit: copy this file, replace `load_data`, and run it.
 
-    pip install -e . safetensors     # in a clone of the repository
+    pip install -e . safetensors    # in a clone of primal-attention
     python classifier.py
 
 A Transformer encoder with Primal-Attention, a plain PyTorch loop, and the KSVD loss. Sequences may differ in length.

@@ -1,6 +1,6 @@
 """A language model to edit: copy this file, replace `load_text`, and run it.
 
-    pip install -e . safetensors     # in a clone of the repository
+    pip install -e . safetensors    # in a clone of primal-attention
     python lm.py
 
 A causal model of bytes with Primal-Attention, a plain PyTorch loop, and text from a streaming state of constant size.

@@ -1,6 +1,6 @@
 """An image classifier to edit: copy this file, replace `load_data`, and run it.
 
-    pip install -e . safetensors     # in a clone of the repository
+    pip install -e . safetensors    # in a clone of primal-attention
     python vision.py
 
 A vision Transformer over patches with Primal-Attention, a plain PyTorch loop, and the KSVD loss.

@@ -164,8 +164,8 @@ def merge(summaries: Sequence[Summary], rows: Sequence[Row], name: str) -> Summa
     """Return one summary of a run's trainings: the first one's, with the scores of all.
 
     Args:
-        summaries: Summaries of the run's trainings.
-        rows: Metrics of the first training. At the chosen epoch it is a training on all samples up to that epoch.
+        summaries: Of the run's trainings.
+        rows: Of the first training. At the chosen epoch it is a training on all samples up to that epoch.
         name: Name of the recipe.
     """
     summary = {"recipe": name, **summaries[0]}
