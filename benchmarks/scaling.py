@@ -1,10 +1,10 @@
-"""One sequence of 100 million tokens on 1 … 1024 GPUs: what measured times and counted bytes predict.
+"""Predict the time of one layer on a sequence of 100 million tokens, distributed over 1 … 1024 GPUs.
 
     python benchmarks/scaling.py                      # reads results/bench, writes results/scaling and docs/img
 
 Measured: seconds of one layer (forward and backward) on one GPU against its length, from results/bench/attention*.json.
-Counted: the bytes that a layer hands to collectives, from a real step of the layer. Assumed: the links. Computed: all
-the rest; docs/notes/scaling.md has the formulas.
+Counted: the bytes that a layer passes to collectives in a step. Assumed: bandwidth and latency of the network.
+Computed: everything else; docs/notes/scaling.md has the formulas.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MEMORY = 139 * 2**30  # of the GPU that was measured
 
 
 class Link(NamedTuple):
-    """What joins a rank to the next: bytes per second, and seconds before the first byte."""
+    """Network link from a rank to the next: bandwidth in bytes per second, latency in seconds."""
 
     bandwidth: float
     latency: float
@@ -125,20 +125,20 @@ def predict(
     ranks: int, fixed: float, per_token: float, per_pair: float, width: int, sent: dict[str, list[int]]
 ) -> dict[str, float]:
     """Seconds of one layer's step on `ranks` GPUs."""
-    own, link = TOKENS / ranks, NETWORK
+    tokens, link = TOKENS / ranks, NETWORK
     reduced = sum(min(all_reduce_seconds(s, ranks, link), tree_seconds(s, ranks, link)) for s in sent["all_reduce"])
     gathered = sum(
         min(all_gather_seconds(s, ranks, link), doubling_seconds(s, ranks, link)) for s in sent["all_gather"]
     )
-    blocks = 2 * own * width * 2  # K and V of a rank in bfloat16; on the way back their gradients travel with them
+    blocks = 2 * tokens * width * 2  # K and V of a rank in bfloat16; in the backward pass also their gradients
     hops = (ranks - 1) * (link.latency + blocks / link.bandwidth) + ranks * (link.latency + 2 * blocks / link.bandwidth)
     ring_sent = (ranks - 1) * blocks + (ranks * 2 * blocks if ranks > 1 else 0)
     return {
         "gpus": ranks,
-        "primal_compute": fixed + per_token * own,
+        "primal_compute": fixed + per_token * tokens,
         "primal_communication": reduced + gathered if ranks > 1 else 0.0,
         "primal_bytes": float(sum(sent["all_reduce"]) + sum(sent["all_gather"])) if ranks > 1 else 0.0,
-        "ring_compute": per_pair * TOKENS * own,
+        "ring_compute": per_pair * TOKENS * tokens,
         "ring_communication": hops if ranks > 1 else 0.0,
         "ring_bytes": ring_sent,
     }
@@ -156,11 +156,11 @@ def plot(rows: list[dict[str, float]], gpu: str, fits: int, file: Path) -> None:
     ring = [max(row["ring_compute"], row["ring_communication"]) for row in rows]
     left.plot(x, ring, "s-", color="#b0413e", label="softmax, ring attention")
     left.plot(
-        x, [row["ring_communication"] or math.nan for row in rows], "s:", color="#b0413e", label="… its communication"
+        x, [row["ring_communication"] or math.nan for row in rows], "s:", color="#b0413e", label="communication only"
     )
     left.plot(x, primal, "o-", color="#1f5f8b", label="Primal, context parallel")
     left.plot(
-        x, [row["primal_communication"] or math.nan for row in rows], "o:", color="#1f5f8b", label="… its communication"
+        x, [row["primal_communication"] or math.nan for row in rows], "o:", color="#1f5f8b", label="communication only"
     )
     left.axvspan(x[0] / 1.4, fits / 1.2, color="0.9", label="does not fit into memory (Primal)")
     left.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="seconds per layer and step")
@@ -168,7 +168,7 @@ def plot(rows: list[dict[str, float]], gpu: str, fits: int, file: Path) -> None:
     right.plot(x[1:], [row["ring_bytes"] for row in rows[1:]], "s-", color="#b0413e", label="ring attention")
     right.plot(x[1:], [row["primal_bytes"] for row in rows[1:]], "o-", color="#1f5f8b", label="Primal (counted)")
     right.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="bytes per GPU, layer and step")
-    right.set_title("what a GPU gives to the network")
+    right.set_title("bytes sent by each GPU")
     left.set_ylim(top=left.get_ylim()[1] * 1e3)  # room for the legend above the lines
     for axis in (left, right):
         axis.legend(frameon=False, fontsize=8, ncols=2 if axis is left else 1)

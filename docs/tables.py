@@ -128,9 +128,11 @@ def classifier_row() -> list[list[str]]:
     pairs = [values for values in accuracies.values() if len(values) == 2]
     if not pairs:
         return []
-    own, other = (statistics.mean(values[name] for values in pairs) for name in ("primal", "multirocket-hydra"))
-    choice = "either" if abs(own - other) < 0.5 else "PrimalClassifier" if own > other else "MultiRocketHydra"
-    measured = f"PrimalClassifier {own:.1f} % on average over {len(pairs)} sets, MultiRocketHydra (aeon) {other:.1f} %"
+    primal, rocket = (statistics.mean(values[name] for values in pairs) for name in ("primal", "multirocket-hydra"))
+    choice = "either" if abs(primal - rocket) < 0.5 else "PrimalClassifier" if primal > rocket else "MultiRocketHydra"
+    measured = (
+        f"PrimalClassifier {primal:.1f} % on average over {len(pairs)} sets, MultiRocketHydra (aeon) {rocket:.1f} %"
+    )
     return [["your own time series", f"{measured} (`uea-modern-classifiers`)", choice]]
 
 
@@ -161,13 +163,29 @@ def layer_table() -> str:
     for row in stored["rows"]:
         sizes[row["embed_dim"], row["length"]][row["name"]] = row
     rows = []
-    for (width, length), found in sizes.items():
-        primal = found["primal-fused"]
-        times = [f"{1e3 * found[name]['seconds']:.2f}" for name in ("sdpa", "primal-fused")]
+    for (width, length), by_name in sizes.items():
+        primal = by_name["primal-fused"]
+        times = [f"{1e3 * by_name[name]['seconds']:.2f}" for name in ("sdpa", "primal-fused")]
         ratios = [f"{primal[key]:.2f}" for key in ("speedup", "peak_ratio", "saved_ratio")]
         rows.append([f"{width}", f"{length:,}", *times, *ratios])
     heading = ["width", "tokens", "SDPA ms", "Primal ms", "speedup", "peak memory ratio", "saved for backward ratio"]
     return render(heading, rows, origin(stored, "bench/attention-256-4k.json"), left=0)
+
+
+def cpu_table() -> str:
+    """SDPA, the authors' implementation and the backends of Primal-Attention on one layer on a CPU."""
+    stored = read_json("bench/attention-cpu.json")
+    times = {(row["length"], row["name"]): row["seconds"] for row in stored["rows"]}
+    backend = {row["length"]: row for row in stored["rows"] if row["name"] == "primal-cpu"}
+    names = ("sdpa", "published", "primal-reference", "primal-compiled", "primal-cpu")
+    rows = []
+    for length, row in backend.items():
+        speedups = [f"{times[length, base] / row['seconds']:.1f}" for base in ("sdpa", "published")]
+        columns = [*(f"{1e3 * times[length, name]:,.0f}" for name in names), *speedups, f"{row['saved_ratio']:.2f}"]
+        rows.append([f"{length:,}", *columns])
+    heading = ["tokens", "SDPA ms", "authors ms", "equations ms", "compiled ms", "CPU backend ms"]
+    heading += ["speedup over SDPA", "speedup over authors", "saved for backward ratio"]
+    return render(heading, rows, origin(stored, "bench/attention-cpu.json"), left=0)
 
 
 def difference_table(folder: str, sets: Sequence[str], scores: Sequence[str]) -> str:
@@ -177,7 +195,7 @@ def difference_table(folder: str, sets: Sequence[str], scores: Sequence[str]) ->
         runs = read_summaries(ROOT / "results" / folder / name)
         for model in ("primal", "primal+"):
             for score in scores:
-                own, softmax = (
+                accuracies, softmax = (
                     {
                         run.seed: 100 * run.scores[score]["accuracy"]
                         for run in runs
@@ -185,7 +203,7 @@ def difference_table(folder: str, sets: Sequence[str], scores: Sequence[str]) ->
                     }
                     for m in (model, "softmax")
                 )
-                difference = Difference.between(own, softmax)
+                difference = Difference.between(accuracies, softmax)
                 assert difference is not None
                 assert difference.half_interval is not None
                 is_clear = abs(difference.mean) > difference.half_interval
@@ -199,14 +217,14 @@ def difference_table(folder: str, sets: Sequence[str], scores: Sequence[str]) ->
 def generate_table() -> str:
     """Time of one more token of whole language models against the tokens read before."""
     stored = read_json("bench/generate.json")
-    kept = [row for row in stored["rows"] if "dual" not in row["name"]]  # a mode that was removed
-    lengths = sorted({row["length"] for row in kept})
+    current = [row for row in stored["rows"] if "dual" not in row["name"]]  # a mode that was removed
+    lengths = sorted({row["length"] for row in current})
     names = [f"{n // 1024}K" if n < 2**20 else f"{n // 2**20}M" for n in lengths]
     rows = []
-    for label in dict.fromkeys(row["label"] for row in kept):
-        own = {row["length"]: row for row in kept if row["label"] == label}
-        times = [f"{own[n]['seconds'] * 1e3:,.1f}" for n in lengths]
-        states = " → ".join(f"{own[n]['state_bytes'] / 1e3:,.1f}" for n in (lengths[0], lengths[-1]))
+    for label in dict.fromkeys(row["label"] for row in current):
+        by_length = {row["length"]: row for row in current if row["label"] == label}
+        times = [f"{by_length[n]['seconds'] * 1e3:,.1f}" for n in lengths]
+        states = " → ".join(f"{by_length[n]['state_bytes'] / 1e3:,.1f}" for n in (lengths[0], lengths[-1]))
         rows.append([label, *times, states])
     heading = ["ms per token", *names, f"state, kB: {names[0]} → {names[-1]}"]
     notes = [*origin(stored, "bench/generate.json"), "The command is now `primal bench generate --layers 2`."]
@@ -274,8 +292,8 @@ def distillation_table() -> str:
         rows.append([name, *cosines, *scores, f"{steps} × {fit['batch']}"])
     heading = ["fit", "start", "block by block", "end to end", "5 % quantile", "top-10 overlap", "steps × batch"]
     commits = ", ".join(dict.fromkeys(fit["commit"] for fit in stored["fits"].values()))
-    about = [f"{stored['texts']:,} training and {stored['held_out']:,} validation paragraphs of 32 to 128 tokens."]
-    notes = [*about, f"`results/convert/distill-minilm.json`; commits {commits}; device {stored['device']}."]
+    texts = f"{stored['texts']:,} training and {stored['held_out']:,} validation paragraphs of 32 to 128 tokens."
+    notes = [texts, f"`results/convert/distill-minilm.json`; commits {commits}; device {stored['device']}."]
     return render(heading, rows, notes)
 
 
@@ -307,12 +325,12 @@ def epoch_table() -> str:
 def recipe_table() -> str:
     stored = read_json("uea-modern-choice/held_out.json")["later"]
     sets = ("NATOPS", "JapaneseVowels", "Handwriting", "UWaveGestureLibrary")
-    words = {"model.differences": "differences", "data.principal": "principal directions"}
+    titles = {"model.differences": "differences", "data.principal": "principal directions"}
     rows = []
     for variant in stored["variants"]:
         if "changes" not in variant:  # a change that the recipe has no flag for
             continue
-        changes = " and ".join(words.get(key, f"{key} {value}") for key, value in variant["changes"].items()) or "none"
+        changes = " and ".join(titles.get(key, f"{key} {value}") for key, value in variant["changes"].items()) or "none"
         changes += " (chosen)" if variant["changes"] == stored["chosen"] else ""
         rows.append([changes, *(f"{variant[s]['held_out_accuracy']:.1f}" if s in variant else "–" for s in sets)])
     notes = [f"`results/uea-modern-choice/held_out.json`; commit {stored['commit']}; device: {stored['device']}."]
@@ -403,6 +421,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "primal table uea-modern": classifier_table,
     "bench model": model_table,
     "bench layer": layer_table,
+    "bench cpu": cpu_table,
     "uea differences": lambda: difference_table(
         "uea", ["JapaneseVowels", "UWaveGestureLibrary", "Handwriting"], ["last", "validation_chosen"]
     ),

@@ -4,7 +4,8 @@
     python examples/classify_time_series.py
 
 Replace `make_series` by your data: three channels, series of different lengths, some values missing. The same arrays in
-an .npz file train from the command line. PRIMAL_SMALL=1 trains smaller networks for fewer epochs.
+an .npz file train from the command line; the script writes mine.npz. PRIMAL_SMALL=1 trains smaller networks for fewer
+epochs.
 """
 
 # %%
@@ -84,12 +85,13 @@ assert (again.predict(X_test) == classifier.predict(X_test)).all()
 
 # %% [markdown]
 # ## The same from the command line
-# An .npz file has `X`, (samples, channels, time) with NaN after the end of shorter series, and `y`.
+# An .npz file has `X`, (samples, channels, time) with NaN after the end of shorter series, and `y`. The printed command
+# trains one network on the file that this cell writes.
 
 # %%
 longest = max(x.shape[1] for x in X_train)
 padded = np.full((len(X_train), 3, longest), np.nan)
 for row, x in zip(padded, X_train, strict=True):
     row[:, : x.shape[1]] = x
-np.savez(folder / "mine.npz", X=padded, y=y_train)
+np.savez("mine.npz", X=padded, y=y_train)
 print("primal train uea-modern --data.file mine.npz --trainer.epochs 50")

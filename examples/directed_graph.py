@@ -5,8 +5,8 @@
 
 The adjacency matrix of a directed graph is an asymmetric kernel between nodes as senders (rows) and nodes as receivers
 (columns). Its left singular vectors describe the receivers of a node, its right singular vectors the senders to it. In
-this graph the two groupings differ, and a symmetrised matrix separates neither. Writes
-directed_graph.png. PRIMAL_SMALL=1 uses a smaller graph.
+this graph the two groupings differ, and a symmetrised matrix separates neither. The script writes directed_graph.png.
+PRIMAL_SMALL=1 uses a smaller graph.
 """
 
 # %%

@@ -110,8 +110,10 @@ def test_the_readme_is_short_with_its_commands_and_generated_tables(check: Modul
 
 def test_the_reference_has_every_public_name() -> None:
     pages = "\n".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "reference").glob("*.md"))
-    for name in set(primal_attention.__all__) - {"__version__"}:
-        assert f":: primal_attention.{name}\n" in pages, name
+    packages = ("ksvd", "parallel", "nn.baselines", "convert", "hf")
+    for package in ("primal_attention", *(f"primal_attention.{name}" for name in packages)):
+        for name in set(importlib.import_module(package).__all__) - {"__version__"}:
+            assert re.search(rf":: primal_attention\.([\w.]+\.)?{name}$", pages, re.MULTILINE), name
 
 
 def reference_names() -> list[tuple[str, list[str]]]:
@@ -154,6 +156,27 @@ def test_the_guide_has_a_page_for_every_topic() -> None:
         assert page.stem == "index" or page.stem in listed
     topics = "install quickstart choosing masks-and-packing streaming objective performance distributed troubleshooting"
     assert set(topics.split()) <= set(listed)
+
+
+def test_contributing_names_files_and_constants_that_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    package = ROOT / "src" / "primal_attention"
+    folders = (
+        ROOT,
+        package,
+        package / "nn" / "baselines",
+        ROOT / "tests" / "ops" / "triton",
+        ROOT / "tests/nn/baselines",
+    )
+    for path in re.findall(r"`([\w./]+\.(?:py|md|txt|toml|cff))`", text):
+        assert re.search("NAME|MODE|BENCHMARK", path) or any((folder / path).exists() for folder in folders), path
+    code = "\n".join(
+        file.read_text(encoding="utf-8")
+        for folder in ("src", "tests", "docs")
+        for file in ROOT.glob(f"{folder}/**/*.py")
+    )
+    for name in re.findall(r"`(_?[A-Z]{5,})`", text):
+        assert re.search(rf"^{name}\b", code, re.MULTILINE), name
 
 
 def test_the_version_is_the_same_everywhere() -> None:

@@ -33,4 +33,4 @@ def test_runs_give_a_table_numbers_and_plots(workplace: Path, primal) -> None:
     config.write_text(head + "config: {}")
     code, _, err = primal("spectrum", "two")
     assert code == 2
-    assert "two is a run of lm: primal spectrum knows uea, lra, image" in err
+    assert "two is a run of lm: primal spectrum supports uea, lra, image" in err

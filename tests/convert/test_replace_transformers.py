@@ -238,7 +238,7 @@ REFUSED = [
     (lambda: primalize(make("llama", head_dim=16)), "heads have 64 features and its input 32"),
     (
         lambda: primalize(hf.Qwen3Model(hf.Qwen3Config(**TEXT, num_key_value_heads=2, head_dim=8))),
-        "no adapter knows Qwen3Attention",
+        "no adapter supports Qwen3Attention",
     ),
     (lambda: primalize(make("bert"), causal=True), r"causal=True contradicts encoder\.layer\.2"),
     (lambda: primalize(make("bert"), decay=0.9), r"encoder\.layer\.2\.attention: decay needs causal=True"),

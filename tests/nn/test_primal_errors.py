@@ -46,7 +46,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"decay": [0.5, 0.9], **CAUSAL_SUM}, "decay must be one number or num_heads=3 numbers (got [0.5, 0.9])"),
     ({"causal": True}, "max_length is required when causal and data_dependent: the landmark grid spans it"),
     ({"causal": True, "max_length": 0}, "max_length must be at least 1 (got 0)"),
-    ({"max_length": 64}, "max_length=64 has a meaning only when causal and data_dependent are both True"),
+    ({"max_length": 64}, "max_length=64 is used only if causal and data_dependent are both True"),
     (
         {"causal": True, "max_length": 8, "objective_trace": "projections"},
         "objective_trace='projections' needs one W_{e|X} per sequence: not in the causal data-dependent mode",
@@ -88,7 +88,7 @@ BAD_CALLS: list[tuple[str, Tensor, dict[str, Any], str]] = [
     ("plain", inputs(9), {"cu_seqlens": PACKED.float()}, f"{BOUNDARIES} (got torch.float32, shape (3,))"),
     ("plain", inputs(9), {"cu_seqlens": bounds(0)}, f"{BOUNDARIES} (got torch.int32, shape (1,))"),
     ("plain", inputs(9), {"cu_seqlens": PACKED, "max_seqlen": 4}, "max_seqlen must be at least 5, the longest of cu_s"),
-    ("plain", X, {"max_seqlen": 5}, "max_seqlen=5 has a meaning only with cu_seqlens"),
+    ("plain", X, {"max_seqlen": 5}, "max_seqlen=5 is used only with cu_seqlens"),
     ("plain", X, {"return_state": True}, STREAMS),
     ("plain", X, {"state": make("causal").initial_state(2)}, STREAMS),
     ("causal", inputs(9), {"cu_seqlens": PACKED, "return_state": True}, "state and cu_seqlens exclude each other"),
@@ -193,8 +193,8 @@ def test_a_rank_above_the_independent_directions_warns_once(
         warnings.simplefilter("always")
         layer = PrimalAttention(EMBED, HEADS, **keywords)
         layer(torch.randn(1, 5, EMBED))
-    message = f"rank={keywords['rank']} is above what the layer can keep independent: "
-    expected = [] if independent is None else [message + f"{independent} directions at most ({source})"]
+    message = f"rank={keywords['rank']} exceeds the number of independent directions, at most {independent} ({source})"
+    expected = [] if independent is None else [message]
     assert [str(w.message) for w in caught] == expected
     assert {w.filename for w in caught} <= {__file__}
 

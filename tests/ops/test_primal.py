@@ -51,7 +51,7 @@ def test_fused_refuses_with_the_reason_and_auto_falls_back(reason: str) -> None:
     with pytest.raises(ValueError, match=why) as raised:
         choose_backend("fused", **arguments)
     message = str(raised.value)
-    assert message.startswith("backend='fused' cannot serve this call: ")
+    assert message.startswith("backend='fused' does not support this call: ")
     assert "\n" not in message
     assert "auto" in message
     assert choose_backend("auto", **arguments) in ("reference", "cpu")
@@ -74,7 +74,7 @@ def test_fused_takes_what_the_kernels_serve() -> None:
     ],
 )
 def test_cpu_refuses_with_the_reason_and_auto_falls_back(keywords: dict[str, Any], why: str) -> None:
-    with pytest.raises(ValueError, match=f"backend='cpu' cannot serve this call: {why}"):
+    with pytest.raises(ValueError, match=f"backend='cpu' does not support this call: {why}"):
         choose_backend("cpu", **call(**keywords))
     large = {"x": torch.zeros(1, 2**12, 32), **keywords}
     assert choose_backend("auto", **call(**large)) == "reference"

@@ -156,11 +156,11 @@ def test_layers_that_mix_tokens_without_a_context_are_refused_by_name(mesh, mode
 
 def test_calls_that_need_whole_sequences_are_refused(mesh):
     layer = context_parallel(make("causal"), mesh)
-    with pytest.raises(ValueError, match="state needs whole sequences"):
+    with pytest.raises(ValueError, match="state needs complete sequences"):
         layer(inputs(1, 4), return_state=True)
-    with pytest.raises(ValueError, match="cu_seqlens needs whole sequences"):
+    with pytest.raises(ValueError, match="cu_seqlens needs complete sequences"):
         layer(inputs(4), cu_seqlens=torch.tensor([0, 4], dtype=torch.int32))
-    with pytest.raises(ValueError, match="the kernel needs whole sequences"):
+    with pytest.raises(ValueError, match="the kernel needs complete sequences"):
         layer.kernel_matrix(inputs(1, 4))
     layer = context_parallel(make("causal_data_dependent"), mesh)
     with pytest.raises(ValueError, match="max_length=24 is exceeded by a sequence of 25 tokens"):

@@ -222,7 +222,7 @@ def all_results(layer: Any, weights: dict[str, Tensor], x: Tensor, grad_y: Tenso
     y = layer.train()(x)
     objective = layer.objective
     tensors = {"x": x, **dict(layer.named_parameters())}
-    # J is a mean over tokens and heads. Undo it, or its gradient drowns in the rounding of the other one.
+    # J is a mean over tokens and heads. Undo it: its gradient would be below the rounding errors of the other.
     weight = torch.full_like(objective, x.shape[1] * weights["w_e"].shape[0])
     inputs = tuple(tensors.values())
     grads = torch.autograd.grad((y, objective), inputs, (grad_y.to(y.dtype), weight), allow_unused=True)

@@ -153,8 +153,8 @@ def choose(implementations: Sequence[Implementation], only: Sequence[str], basel
     kinds = dict.fromkeys(i.kind for i in implementations)
     for name in only:
         check_name(name, [*kinds, *(i.name for i in implementations)], "implementation")
-    wanted = {*(only or kinds.keys() - {"baseline"}), *(["baseline"] if baselines else [])}
-    return [i for i in implementations if {i.name, i.kind} & wanted]
+    selected = {*(only or kinds.keys() - {"baseline"}), *(["baseline"] if baselines else [])}
+    return [i for i in implementations if {i.name, i.kind} & selected]
 
 
 def measure_all(
@@ -182,7 +182,7 @@ def measure_all(
             torch.compiler.reset()  # Dynamo stops compiling at its limit of graphs per function
             too_slow: dict[str, str] = {}
             for shape in shapes:
-                # All implementations at one length before the next, so that what is compared is measured together.
+                # All implementations at one length before the next, so that compared rows are measured together.
                 rows = []
                 for implementation in implementations:
                     name, kind, _ = implementation
@@ -216,8 +216,8 @@ def add_ratios(rows: Sequence[Row]) -> None:
         if sdpa and sdpa["seconds"] and row["seconds"]:
             row["speedup"] = sdpa["seconds"] / row["seconds"]
             for name in ("peak", "saved"):
-                own, base = row.get(f"{name}_bytes"), sdpa.get(f"{name}_bytes")
-                row[f"{name}_ratio"] = own / base if own is not None and base else None
+                used, base = row.get(f"{name}_bytes"), sdpa.get(f"{name}_bytes")
+                row[f"{name}_ratio"] = used / base if used is not None and base else None
 
 
 # The report, its table and its plot
@@ -269,8 +269,8 @@ def title(report: dict[str, Any]) -> str:
     subject = [SUBJECTS[report["kind"]], *(name for name in ("causal", "inference") if settings.get(name))]
     if settings.get("layers"):
         subject.append(f"layers: {settings['layers']}")
-    where = [device_name(report["hardware"]), settings.get("dtype"), f"torch {report['versions']['torch']}"]
-    return f"{', '.join(subject)}\n{', '.join(filter(None, where))}"
+    machine = [device_name(report["hardware"]), settings.get("dtype"), f"torch {report['versions']['torch']}"]
+    return f"{', '.join(subject)}\n{', '.join(filter(None, machine))}"
 
 
 _MEMORY = {
@@ -297,9 +297,9 @@ def plot_report(report: dict[str, Any], file: Path) -> list[Path]:
         panels.setdefault(name, []).append({**row, "time": time})
     with new_figure(file, len(panels), 2) as (figure, grid):
         figure.suptitle(title(report))
-        for (left, right), (name, own) in zip(grid, panels.items(), strict=True):
-            draw_lengths(left, own, "time", f"time per {'token' if is_layer else 'step'}", "s")
-            draw_lengths(right, own, memory, _MEMORY[memory], "B")
+        for (left, right), (name, panel_rows) in zip(grid, panels.items(), strict=True):
+            draw_lengths(left, panel_rows, "time", f"time per {'token' if is_layer else 'step'}", "s")
+            draw_lengths(right, panel_rows, memory, _MEMORY[memory], "B")
             left.set_title(name, loc="left")
             right.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=8)
     return [file.with_name(f"{file.name}.{kind}") for kind in ("png", "svg")]

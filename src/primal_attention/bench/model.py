@@ -285,12 +285,12 @@ def measure_lra(implementation: Implementation, spec: Spec, args: Namespace) -> 
     file = args.out / spec.model / f"{name}.json"
     if file.exists():
         return {"status": SKIPPED, "note": f"{file} exists"}
-    before = torch.cuda.memory_allocated(args.device) if is_gpu else 0
+    start_bytes = torch.cuda.memory_allocated(args.device) if is_gpu else 0
     step = implementation.build(spec)
     row = measurement.measure_step(step, args, eager=False)
     row["eager_seconds"] = row["seconds"]
     if is_gpu:
-        row["peak_bytes"] -= before
+        row["peak_bytes"] -= start_bytes
         measurement.free_memory(args.device)  # the pool of the graph
         with torch.compiler.set_stance("force_eager"):
             row["eager_seconds"] = measurement.time_step(step, args, eager=True)["seconds"]
@@ -339,7 +339,7 @@ class PreallocatedCache(CachedSoftmaxAttention):
     isolates_non_finite = False  # time the mechanism alone
 
     def _resume(
-        self, x: Tensor, tokens: Tokens, state: CacheState | None, poison: Tensor | None
+        self, x: Tensor, tokens: Tokens, state: CacheState | None, nans: Tensor | None
     ) -> tuple[Tensor, CacheState]:
         assert state is not None
         q, k, v = self.project_in(x)  # (B, H, 1, p)
@@ -387,9 +387,9 @@ def measure_token(implementation: Implementation, shape: Shape, args: Namespace)
         for start in range(0, shape.length, chunk):
             _, state = model.hidden(draw(min(chunk, shape.length - start)), state=state, return_state=True)
     token = draw(1)[:, 0]
-    _, after = model.step(token, state)
+    _, next_state = model.step(token, state)
     # Each storage counts once and as a whole: a view keeps all of it alive.
-    storages = [t.untyped_storage() for t in tree_leaves(after) if isinstance(t, Tensor)]
+    storages = [t.untyped_storage() for t in tree_leaves(next_state) if isinstance(t, Tensor)]
     state_bytes = sum({s.data_ptr(): s.nbytes() for s in storages}.values()) // shape.batch
     row = measurement.measure_step(partial(model.step, token, state), args, args.eager)
     return {"state_bytes": state_bytes, "tokens_per_second": shape.batch / row["seconds"], **row}

@@ -16,7 +16,7 @@ from primal_attention.cli.flags import DEVICE, Parser, positive, read_device, sp
 from primal_attention.utils.errors import RunError
 
 COMMANDS = {
-    "attention": "time one attention layer; check results first",
+    "attention": "check and time one attention layer",
     "generate": "tokens per second of a language model after N tokens, and the size of its state",
     "model": "time training steps of whole models",
     "lra": "time training steps on Long-Range Arena",
@@ -72,30 +72,30 @@ def make_parser(name: str) -> Parser:
             parser.flag(flag, help, **options)
 
     some: dict[str, Any] = {"nargs": "+", "default": []}
-    add("plot", "file", "NAME.json of a run", type=Path)
+    add("plot", "file", "JSON file that primal bench wrote", type=Path)
     add("attention generate", "--lengths", "tokens: 4096, 4K, 1M", type=read_length, metavar="N", **some)
     widths = {"nargs": "+", "type": read_width, "default": [(512, 8)], "metavar": "D:H"}
     add("attention generate", "--widths", "embed_dim:num_heads (default 512:8)", **widths)
     add("attention", "--batch", "sequences of a step", type=positive)
     add("generate", "--batches", "sequences of a step (default 1, on a GPU 1 and 64)", type=positive, **some)
-    add("attention model", "--tokens", "of a step, instead of --batch (default 64K or 32K)", type=read_length)
-    add("attention generate", "--rank", "of the Primal layers (default 30)", type=positive, default=30)
-    add("attention", "--landmarks", "of the Primal layers (default 300)", type=positive, default=300)
+    add("attention model", "--tokens", "tokens of a step, instead of --batch (default 64K or 32K)", type=read_length)
+    add("attention generate", "--rank", "rank of the Primal layers (default 30)", type=positive, default=30)
+    add("attention", "--landmarks", "landmarks of the Primal layers (default 300)", type=positive, default=300)
     add("attention", "--causal", "causal layers; Primal is data-independent unless --data-dependent is given")
     add("attention", "--data-dependent", "build Primal's weights from landmarks, the default without --causal")
-    add("attention", "--decay", "of the causal Primal layers: 'learned' or a number in (0, 1]", type=read_decay)
-    add("attention", "--baselines", "all attentions of the paper's tables too")
-    add("attention generate", "--only", "sdpa, sdpa-cudnn, primal, primal-fused, published …", metavar="NAME", **some)
+    add("attention", "--decay", "decay of the causal Primal layers: 'learned' or a number in (0, 1]", type=read_decay)
+    add("attention", "--baselines", "also time the other attentions of the paper's tables")
+    add("attention generate", "--only", "time these only, for example sdpa primal published", metavar="NAME", **some)
     add("attention", "--inference", "forward only, without gradients")
-    add("attention generate", "--eager", "on a GPU: no CUDA graph, launches by the host included")
-    add("model", "--rows", "vit-eager-autocast, …, or a model such as vit", metavar="ROW", **some)
-    add("generate model", "--layers", "of every model", type=positive)
+    add("attention generate", "--eager", "on a GPU: time eager steps, including launches, instead of CUDA graphs")
+    add("model", "--rows", "rows to time: vit-eager-autocast, …, or a model such as vit", metavar="ROW", **some)
+    add("generate model", "--layers", "layers of every model", type=positive)
     add("lra", "--tasks", "listops, text, retrieval, image, pathfinder (default all)", **some)
     add("lra", "--models", "softmax, nystrom, …, primal+, primal, published (default all)", **some)
-    add("lra", "--batch-size", "default: the paper's", type=positive)
-    add("attention generate model lra", "--repeats", "runs whose median counts (default %(default)s)", type=positive)
+    add("lra", "--batch-size", "samples of a step (default: the paper's)", type=positive)
+    add("attention generate model lra", "--repeats", "timed runs of a row (default %(default)s)", type=positive)
     add("attention generate model lra", "--device", DEVICE, type=str)
-    add("attention generate model lra", "--commit", "to record where git is not available", type=str)
+    add("attention generate model lra", "--commit", "commit to record if git is not available", type=str)
     add(
         "attention generate model lra",
         "--out",
@@ -103,7 +103,7 @@ def make_parser(name: str) -> Parser:
         type=Path,
         default=Path("results/bench"),
     )
-    add("attention generate model", "--name", "of the file in it (default: the command and its flags)", type=str)
+    add("attention generate model", "--name", "name of the file (default: the command and its flags)", type=str)
     parser.set_defaults(benchmark=name, seed=0, **DEFAULTS[name])
     return parser
 

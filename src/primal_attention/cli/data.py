@@ -28,7 +28,7 @@ def main(args: Sequence[str]) -> int:
     parser.flag("--out", "folder (default %(default)s)", type=Path, default=Path("data/lra", name))
     for split, use in USES.items():
         parser.flag(f"--{split}", f"samples to {use} (default %(default)s)", type=positive, default=task.SIZES[split])
-    parser.flag("--seed", "of everything random (default 0)", type=int, default=0)
+    parser.flag("--seed", "seed of all random numbers (default 0)", type=int, default=0)
     if task is retrieval:
         parser.flag("--articles", "folder of *.txt files with the articles", type=Path, required=True)
     settings = vars(parser.parse_args(words))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 ABOUT = "Train a small PrimalFormer and the same network with softmax attention on real data, about two minutes."
 INTRODUCTION = """[bold]JapaneseVowels[/]: 270 recordings for training, 370 for testing, 12 channels, 7 to 29 steps, \
-nine speakers to tell apart.
+nine speakers.
 Two networks that differ in their attention only:
   [bold]primal[/]   Primal-Attention: linear in the length, trained with the KSVD objective J
   [bold]softmax[/]  softmax attention: quadratic in the length
@@ -48,7 +48,7 @@ SETTINGS: dict[str, Any] = {
 def main(args: Sequence[str]) -> int:
     parser = Parser("demo", ABOUT, "--out runs/demo")
     parser.flag("--out", "folder of the runs, demo.json and demo.png", type=Path, default=Path("runs/demo"))
-    parser.flag("--epochs", "of training (default 40)", type=positive, default=40)
+    parser.flag("--epochs", "epochs of training (default 40)", type=positive, default=40)
     longest = "longest sequence that is timed (default %(default)s)"
     parser.flag("--max-length", longest, type=int, default=LENGTHS[-1])
     options = parser.parse_args(args)

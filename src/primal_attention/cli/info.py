@@ -1,4 +1,4 @@
-"""`primal info`: versions, devices, the backend that "auto" takes here and why not another, installed extras."""
+"""`primal info`: versions, devices, the backend that "auto" uses here and why not another, installed extras."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def main(args: Sequence[str]) -> int:
         gpu = torch.cuda.get_device_properties(device)
         size = f"{gpu.total_memory / 1024**3:.0f} GiB"
         print(f"  {device}  {gpu.name}, {size}, compute capability {gpu.major}.{gpu.minor}")
-    print('backend="auto" takes', *(line for device in ("cpu", *devices) for line in backends(device)), sep="\n")
+    print('backend="auto" uses', *(line for device in ("cpu", *devices) for line in backends(device)), sep="\n")
     print("extras, installed by pip install 'primal-attention[EXTRA]'")
     for extra, modules in EXTRAS.items():
         names = [PACKAGES[module][0].partition("[")[0] for module in modules.split()]
@@ -38,7 +38,7 @@ def main(args: Sequence[str]) -> int:
 
 
 def backends(device: str) -> list[str]:
-    """Return one line per mode: the backend of "auto" on this device, and why the fast ones cannot serve."""
+    """Return one line per mode: the backend of "auto" on this device, and why the fast ones are not used."""
     import torch
 
     from primal_attention.ops.feature_maps import COSINE

@@ -29,9 +29,9 @@ EXPLAINED = 0.999  # directions beyond this share are not drawn
 def main(args: Sequence[str]) -> int:
     parser = Parser("spectrum", ABOUT, EXAMPLE)
     parser.flag("runs", "folder of a run of uea, lra or image", nargs="+", type=Path, metavar="RUN")
-    parser.flag("--samples", "inputs to look at (default 64)", type=positive, default=64)
+    parser.flag("--samples", "number of test samples (default 64)", type=positive, default=64)
     parser.flag("--out", "folder (default results/spectrum)", type=Path, default=Path("results/spectrum"))
-    parser.flag("--name", "of the files in it (default spectrum)", default="spectrum")
+    parser.flag("--name", "name of the files in the folder (default spectrum)", default="spectrum")
     parser.flag("--device", DEVICE, type=str)
     options = parser.parse_args(args)
     from primal_attention.convert.spectrum import spectrum
@@ -64,7 +64,7 @@ def load_experiment(folder: Path, benchmarks: Sequence[str], command: str) -> An
 
     _, recipe = checkpoint.read_run(folder)
     if recipe.benchmark not in benchmarks:
-        raise RunError(f"{folder} is a run of {recipe.benchmark}: {command} knows {', '.join(benchmarks)}")
+        raise RunError(f"{folder} is a run of {recipe.benchmark}: {command} supports {', '.join(benchmarks)}")
     (_, phase), *_ = recipe.phases()
     experiment = loop.build(override(phase, {"trainer.compile": "off"}))  # compiled blocks do not call hooks
     loop.load_weights(experiment.module.final_model, folder / "model.safetensors")

@@ -1,4 +1,4 @@
-"""`primal table NAME`: run what is missing of a table's grid, then show the table from the stored results."""
+"""`primal table NAME`: run the missing runs of a table, then show it from the stored results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from primal_attention.report.tables import TableKind
     from primal_attention.train.grid import Outcome, Plan, Variant
 
-ABOUT = """Run what is missing of one of the paper's tables and show it with the paper's numbers beside ours. Finished
+ABOUT = """Run the missing runs of one of the paper's tables and show it with the paper's numbers beside ours. Finished
 runs are not run again; interrupted ones continue. uea-modern compares PrimalClassifier with other classifiers."""
 NAMES = (
     "uea", "uea-ablation", "uea-efficiency", "uea-modern", "lra", "lra-ablation", "lra-efficiency", "d4rl",
@@ -44,14 +44,14 @@ def read_options(args: Sequence[str]) -> argparse.Namespace:
     fields = "fields of the recipe to change; uea-modern: parameters of PrimalClassifier"
     add("--set", fields, nargs="+", default=[], metavar="FIELD=VALUE")
     add("--holdout", "uea-modern: score this part of the training samples, and not test", type=float, default=0.0)
-    add("--threads", "uea-modern: of each fit (default 2)", type=positive, default=2)
+    add("--threads", "uea-modern: threads of each fit (default 2)", type=positive, default=2)
     add("--data", "data folder (default $PRIMAL_UEA or data/uea; likewise LRA, D4RL, LM, IMAGES)", type=Path)
     add("--any-length", "with --no-run: also show results of shorter or longer trainings")
     add("--no-run", "only show stored results")
     add("--workers", "runs side by side (default 1)", type=positive, default=1)
     add("--launcher", "local processes (default) or a Ray cluster", default="local", choices=("local", "ray"))
     add("--results", "one small JSON file per run (default results)", type=Path, default=Path("results"))
-    add("--commit", "of the code, where git cannot say it", default=None)
+    add("--commit", "commit of the code, if git is not available", default=None)
     add("--markdown", "also write the table as Markdown", type=Path, metavar="FILE")
     add("--csv", "also write the unrounded numbers", type=Path, metavar="FILE")
     options = parser.parse_args(args)

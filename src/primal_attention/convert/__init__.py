@@ -1,4 +1,4 @@
-"""Models of other libraries: replace their attention, train the replacement, look at attention matrices."""
+"""Models of other libraries: replace their attention, train the replacement, compute singular values of attention."""
 
 from __future__ import annotations
 

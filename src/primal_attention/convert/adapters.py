@@ -188,7 +188,7 @@ class Replacement(nn.Module):
 
 
 def find_site(name: str, module: nn.Module, parent: nn.Module | None) -> Site | Refusal | None:
-    """Return the site of an attention that an adapter knows, the reason against it, or None for other modules."""
+    """Return the site of an attention that an adapter supports, the reason against it, or None for other modules."""
     for find in (find_torch, find_transformers, find_timm):
         try:
             site = find(name, module, parent)
@@ -350,7 +350,7 @@ def find_transformers(name: str, module: Any, parent: nn.Module | None) -> Site 
             return None  # a container of the attention itself
         if has_relative_positions(module) or has_relative_positions(getattr(module, "config", None)):
             raise UnsupportedError(RELATIVE)
-        raise UnsupportedError(f"no adapter knows {kind.__name__} (known: {known_names()})")
+        raise UnsupportedError(f"no adapter supports {kind.__name__} (supported: {known_names()})")
     try:
         projections, wrap = read(module)
     except AttributeError as missing:

@@ -85,7 +85,13 @@ class Report:
 
 
 class Primalized(list[str]):
-    """The names of the replaced modules, with the changed `model` and a `report`."""
+    """The names of the replaced modules.
+
+    Args:
+        names: names of the replaced modules.
+        model: the changed model.
+        report: parameters and FLOPs before and after.
+    """
 
     def __init__(self, names: Sequence[str], model: nn.Module, report: Report) -> None:
         super().__init__(names)
@@ -266,7 +272,7 @@ def load_primalized(model_class: Any, folder: str | Path, **from_pretrained_kwar
     Args:
         model_class: a model class of transformers such as BertModel, not AutoModel.
         folder: the folder that `save_pretrained` wrote.
-        from_pretrained_kwargs: of `model_class.from_pretrained`.
+        from_pretrained_kwargs: arguments of `model_class.from_pretrained`.
 
     Returns:
         The model.

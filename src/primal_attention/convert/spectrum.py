@@ -87,7 +87,7 @@ def spectrum(
         model: with softmax attention (transformers, nn.MultiheadAttention, timm, this library's) or PrimalAttention.
             It runs in evaluation mode on its device and is not changed.
         inputs: a batch, or an iterable of batches; a batch is a tensor, a tuple of arguments or a dict of keywords.
-        dtype: of the computation; None is the matrices' own, at least float32.
+        dtype: dtype of the computation; None is that of the matrices, at least float32.
         step: called after each batch.
 
     Returns:

@@ -1,1 +1,1 @@
-"""Readers of the layouts that people already have on disk. Each file is one benchmark; nothing here needs a model."""
+"""Readers of the files of each benchmark, in the layouts of their releases. No reader needs a model."""

@@ -162,7 +162,7 @@ def load(folder: str | Path, size: int | None = None, *, vocabulary: Vocabulary 
 
     Args:
         folder: Has one file per split; see `find`.
-        size: Of a byte-pair vocabulary to learn from train; None uses the words of the text.
+        size: Size of a byte-pair vocabulary to learn from train; None uses the words of the text.
         vocabulary: An existing one, instead of a new one.
     """
     folder = Path(folder)
@@ -198,17 +198,17 @@ def documents(text: str) -> list[str]:
 
 
 def check_no_leak(splits: Sequence[Sequence[str]]) -> None:
-    """Refuse a document that is in two splits, whatever its title there."""
-    seen: dict[bytes, str] = {}
+    """Raise for a document that is in two splits, even under different titles."""
+    origin: dict[bytes, str] = {}
     for name, pieces in zip(SPLITS, splits, strict=True):
-        own = {}
+        hashes = {}
         for piece in pieces:
             title, body = _title_and_body(piece)
             key = hashlib.sha256(body.encode()).digest()
-            if body and key in seen:
-                raise DataError(f"the document {title!r} is in {seen[key]} and in {name}: splits must not share text")
-            own[key] = name
-        seen |= own
+            if body and key in origin:
+                raise DataError(f"the document {title!r} is in {origin[key]} and in {name}: splits must not share text")
+            hashes[key] = name
+        origin |= hashes
 
 
 def _title_and_body(piece: str) -> tuple[str, str]:

@@ -280,7 +280,7 @@ def load_file(path: str | Path, test_path: str | Path | None = None, *, seed: in
             `.parquet`: columns `sample`, `time` and `label`, and one column per channel.
             `.ts`: the text format of aeon and sktime, unequal lengths included.
         test_path: A file of the same kind for the test split; without it, 30 % of every class become the test split.
-        seed: Of that split.
+        seed: Seed of that split.
 
     Returns:
         Both splits with gaps filled; nothing is standardised.

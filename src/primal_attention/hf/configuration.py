@@ -87,7 +87,7 @@ class PrimalConfig(PreTrainedConfig):
         eos_token_id: token that ends a text.
         pad_token_id: token at padding.
         tie_word_embeddings: must be True.
-        kwargs: of `PreTrainedConfig`.
+        kwargs: arguments of `PreTrainedConfig`.
     """
 
     model_type = "primal"

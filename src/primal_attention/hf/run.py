@@ -35,7 +35,12 @@ def from_run(folder: str | Path) -> tuple[PrimalForCausalLM, PreTrainedTokenizer
 
 
 def from_model(model: LanguageModel, **settings: Any) -> PrimalForCausalLM:
-    """Return a `LanguageModel` for transformers, with the same weights; settings: fields of the configuration."""
+    """Return a `LanguageModel` for transformers, with the same weights.
+
+    Args:
+        model: the language model.
+        settings: further fields of `PrimalConfig`.
+    """
     fields = {name: getattr(model.config, own) for own, name in NAMES.items()}
     wrapped = PrimalForCausalLM(PrimalConfig(**fields, **settings))
     wrapped.model.load_state_dict(model.state_dict())
@@ -51,7 +56,11 @@ def to_language(folder: Path) -> tuple[LanguageModel, Vocabulary]:
 
 
 def make_tokenizer(vocabulary: Vocabulary) -> PreTrainedTokenizerFast:
-    """Return a tokenizer that pads on the left and puts the end token before a text, as in training."""
+    """Return a tokenizer that pads on the left and puts the end token before a text, as in training.
+
+    Args:
+        vocabulary: the vocabulary of a run.
+    """
     from tokenizers import Regex, Tokenizer, decoders, processors
 
     has_words = vocabulary.is_word_level

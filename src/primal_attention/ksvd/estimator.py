@@ -121,7 +121,7 @@ class KernelSVD(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
         W_{e|X} = Fᵀ W_e and W_{r|X} = Fᵀ W_r, p × s: e(x) = W_{e|X}ᵀ φ_q(x).
     objective_ : float
         J in sum form, over the positive singular values. Zero up to rounding at an exact solution (Lemma 4.2); for
-        ``"randomized"`` a measure of what is missing, and for ``"nystrom"`` it refers to K̂.
+        ``"randomized"`` it measures the residual, and for ``"nystrom"`` it refers to K̂.
     transformation_ : array of shape (m, p) or None
         F.
     kernel_ : callable or None

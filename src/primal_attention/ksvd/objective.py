@@ -71,6 +71,15 @@ def shifted_eigenvalue_residual(K: Array, left: Array, singular_values: Array, r
 
     Norms are Frobenius norms; zero for the zero kernel.
 
+    Parameters
+    ----------
+    K : array of shape (N, M)
+    left : array of shape (N, s)
+        H_e.
+    singular_values : array of shape (s,)
+    right : array of shape (M, s)
+        H_r.
+
     Examples
     --------
     >>> import numpy as np

@@ -160,7 +160,7 @@ def causal_attention(
     """Return the causal attention of a name."""
     # Dropout on the weights, as in GPT-2; the block has one on the output.
     defaults: dict[str, dict[str, Any]] = {"softmax": {"dropout": dropout}, "primal": {"data_dependent": False}}
-    own = {"causal": True, **defaults.get(name, {}), **keywords.get(name, {})}
+    arguments = {"causal": True, **defaults.get(name, {}), **keywords.get(name, {})}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="rank=")  # the paper's 96 directions in heads of width 64
-        return make_attention(name, embed_dim, num_heads, **own)
+        return make_attention(name, embed_dim, num_heads, **arguments)

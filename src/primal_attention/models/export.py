@@ -59,7 +59,7 @@ def export_streaming(
             `LanguageModel` or a causal `PrimalAttention`.
         file: the ONNX file.
         tokens: an example of the first input, (B, N, …), with B and N at least 2.
-        name: of the first input.
+        name: name of the first input.
         single_token: read one token per call, which is a smaller graph. Models with the delta rule always do.
 
     Returns:
@@ -83,8 +83,8 @@ class Standardized(nn.Module):
 
     Args:
         model: called with the standardised series and the mask.
-        mean: of each channel.
-        std: of each channel.
+        mean: mean of each channel.
+        std: standard deviation of each channel.
         basis: directions along which the standardised steps are added as further channels; None for none.
     """
 
@@ -198,7 +198,7 @@ def _sort(self: Any, *, stable: bool = True, dim: int = -1, descending: bool = F
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress the exporter's remarks about packages that are not installed."""
+    """Suppress the exporter's messages about packages that are not installed."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)

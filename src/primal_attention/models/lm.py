@@ -62,7 +62,7 @@ class LanguageConfig:
         num_heads: heads of each layer.
         layers: number of layers.
         ffn_dim: hidden width of the MLPs.
-        activation: of the MLPs: "gelu", "relu" or "glu", a gated MLP with a third linear map.
+        activation: activation of the MLPs: "gelu", "relu" or "glu" (a gated MLP with a third linear map).
         dropout: rate on attention, MLP and embeddings.
         primal_mode: "mean" is the paper's running mean; "landmarks" is causal and data-dependent; "decay" has a
             learned decay per head; "delta" has projection weights that follow the delta rule. None is the setting
@@ -75,7 +75,7 @@ class LanguageConfig:
             on q, k and h.
         conv_place: "beside" adds the convolution to the layer's output, "before" to its input, through SiLU.
         gate: multiply each Primal layer's output by a gate; in "delta" layers the scores. None is no gate.
-        gate_activation: of the gate, "silu" or "sigmoid".
+        gate_activation: activation of the gate, "silu" or "sigmoid".
         conv_layers: "primal" puts convolution and gate at the Primal layers, "all" at the other layers, too. Layers
             without attention ("none") always have them.
         positions: "rotary" in the softmax layers, "sinusoidal" added to the embeddings, or "none". None is "rotary"
@@ -257,11 +257,11 @@ class LanguageModel(nn.Module):
             targets: (B, N), each token's successor, negative where there is none. Returns the mean loss in nats
                 instead of logits, with far less memory than the logits of a large vocabulary.
         """
-        x, padding, after = self._read(tokens, key_padding_mask, state, return_state)
+        x, padding, new_state = self._read(tokens, key_padding_mask, state, return_state)
         if targets is not None:
             return self._loss(x if padding is None else padding.leave(x), targets)
         logits = self._logits(x, padding, only_last)
-        return (logits, after) if return_state else logits
+        return (logits, new_state) if return_state else logits
 
     def hidden(
         self,
@@ -285,9 +285,9 @@ class LanguageModel(nn.Module):
             every_layer: return the inputs of the blocks, too.
         """
         inputs: list[Tensor] | None = [] if every_layer else None
-        x, padding, after = self._read(tokens, key_padding_mask, state, return_state, inputs)
-        *before, x = (h if padding is None else padding.leave(h) for h in (*(inputs or ()), x))
-        return (*before, self.norm(x)), after
+        x, padding, new_state = self._read(tokens, key_padding_mask, state, return_state, inputs)
+        *inputs_of_blocks, x = (h if padding is None else padding.leave(h) for h in (*(inputs or ()), x))
+        return (*inputs_of_blocks, self.norm(x)), new_state
 
     def step(
         self, tokens: Tensor, state: LanguageState, key_padding_mask: Tensor | None = None
@@ -364,13 +364,13 @@ class LanguageModel(nn.Module):
         is_streaming = state is not None or return_state
         if is_streaming:
             self._check_streams()
-        states, after = [None] * len(self.blocks) if state is None else state.blocks, []
-        for block, before in zip(self.blocks, states, strict=True):
+        states, new_states = [None] * len(self.blocks) if state is None else state.blocks, []
+        for block, past in zip(self.blocks, states, strict=True):
             if inputs is not None:
                 inputs.append(x)
             if is_streaming:
-                x, block_state = block.resume(x, padding_mask, before)  # type: ignore[operator]
-                after.append(block_state)
+                x, block_state = block.resume(x, padding_mask, past)  # type: ignore[operator]
+                new_states.append(block_state)
             elif self.gradient_checkpointing and self.training:
                 x = checkpoint(block, x, padding_mask, use_reentrant=False)
             else:
@@ -380,7 +380,7 @@ class LanguageModel(nn.Module):
         count = torch.full((len(x),), x.shape[1], device=x.device)
         if padding_mask is not None:
             count = (~padding_mask).sum(dim=1)
-        return x, padding, LanguageState(tuple(after), count if state is None else state.position + count)
+        return x, padding, LanguageState(tuple(new_states), count if state is None else state.position + count)
 
     def _embed(self, tokens: Tensor, state: LanguageState | None) -> Tensor:
         x = tokens if tokens.is_floating_point() else self.embedding(tokens)
@@ -440,13 +440,13 @@ def _nats(x: Tensor, embedding: Tensor, targets: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen: the most likely one with temperature 0, otherwise a random one.
+    """How a token is chosen: the most likely token with temperature 0, otherwise a random one.
 
     Args:
         temperature: divides the logits; 0 is greedy.
         top_k: draw among this many of the most likely tokens; None is all.
         top_p: draw among the most likely tokens that together have at least this probability; None is all.
-        seed: of the random numbers.
+        seed: seed of the random numbers.
     """
 
     temperature: float = 1.0

@@ -213,7 +213,7 @@ class LRAClassifier(nn.Module):
 class Lookup(torch.autograd.Function):
     """Rows of a table; the gradient is one product with the one-hot tokens per sequence.
 
-    dtype: Of the product; sums over sequences have the table's dtype.
+    dtype: Dtype of the product; sums over sequences have the table's dtype.
     """
 
     @staticmethod

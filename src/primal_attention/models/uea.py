@@ -135,12 +135,12 @@ class ConvStem(nn.Module):
 
 def average_steps(x: Tensor, mask: Tensor | None, stride: int) -> Tensor:
     """Average each `stride` consecutive steps without their padding, (B, N, d) → (B, ⌈N / stride⌉, d)."""
-    rest = -x.shape[1] % stride
-    if mask is None and rest == 0:
+    missing = -x.shape[1] % stride
+    if mask is None and missing == 0:
         return x.unflatten(1, (-1, stride)).mean(dim=2)
     valid = torch.ones_like(x[..., 0], dtype=torch.bool) if mask is None else ~mask
-    valid = F.pad(valid, (0, rest)).unflatten(1, (-1, stride))[..., None]  # (B, tokens, stride, 1)
-    steps = F.pad(x, (0, 0, 0, rest)).unflatten(1, (-1, stride))
+    valid = F.pad(valid, (0, missing)).unflatten(1, (-1, stride))[..., None]  # (B, tokens, stride, 1)
+    steps = F.pad(x, (0, 0, 0, missing)).unflatten(1, (-1, stride))
     return torch.where(valid, steps, 0.0).sum(dim=2) / valid.sum(dim=2).clamp(min=1)
 
 
@@ -241,10 +241,10 @@ class TimeSeriesClassifier(nn.Module):
         if key_padding_mask is not None and not self.attend_to_padding:
             # Zero the padding so that NaNs there cannot propagate.
             x = x.masked_fill(key_padding_mask.unsqueeze(-1), 0.0)
-        seen = None if self.attend_to_padding else key_padding_mask
-        x = self.stem(x, seen)
-        seen, key_padding_mask = (token_mask(mask, self.stem.stride) for mask in (seen, key_padding_mask))
-        return self.head(self.encoder(x, seen), key_padding_mask)
+        block_mask = None if self.attend_to_padding else key_padding_mask
+        x = self.stem(x, block_mask)
+        block_mask, key_padding_mask = (token_mask(m, self.stem.stride) for m in (block_mask, key_padding_mask))
+        return self.head(self.encoder(x, block_mask), key_padding_mask)
 
 
 def paper_classifier(
@@ -347,7 +347,7 @@ class ScorePosterior:
     training, one posterior for the scores of both kinds and all layers, and a logit's variance instead of samples.
 
     Args:
-        mean: Of the training scores, (networks, scores).
+        mean: Mean of the training scores, (networks, scores).
         directions: V with each column divided by the square root of its d_j² + σ², (networks, scores, scores).
     """
 

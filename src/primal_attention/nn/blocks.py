@@ -149,7 +149,7 @@ class EncoderBlock(nn.Module):
         dropout: rate after attention and after each linear map.
         norm_first: pre-LN, else post-LN.
         local_kernel: width of a depthwise convolution beside the attention; None for none.
-        activation: of the feed-forward network: "gelu", "relu" or "glu", a gated network with a third linear map.
+        activation: "gelu", "relu" or "glu" (a gated network with a third linear map), in the feed-forward network.
         attention_kwargs: keywords of `make_attention`.
     """
 
@@ -185,7 +185,7 @@ class EncoderBlock(nn.Module):
         self.norm_first = norm_first
 
     def mix(self, x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-        """Mix the tokens: the sum of the attention and the local convolution, or the one that there is."""
+        """Mix the tokens: the sum of the attention and the local convolution, either of which may be absent."""
         mixed = 0.0 if self.attention is None else self.attention(x, key_padding_mask=key_padding_mask)
         if self.local is not None:
             mixed = mixed + self.local(x, key_padding_mask)
@@ -266,7 +266,7 @@ class DecoderBlock(EncoderBlock):
         conv: kernel of a causal convolution at the attention; 0 for none.
         conv_place: "beside" adds C(h) to the output of the attention, "before" adds SiLU(C(h)) to its input.
         gate: multiply the result by SiLU(W_g h) (True or "silu") or by σ(W_g h) ("sigmoid").
-        activation: of the feed-forward network, as in `EncoderBlock`.
+        activation: activation of the feed-forward network, as in `EncoderBlock`.
     """
 
     def __init__(

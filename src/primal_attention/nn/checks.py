@@ -41,13 +41,13 @@ def one_of(name: str, value: object, choices: Sequence[object]) -> None:
 
 
 def rank(rank: int, head_dim: int, landmarks: int | None) -> None:
-    """Warn about more directions than can be independent; the paper's settings use them."""
+    """Warn if the rank exceeds the number of independent directions; some of the paper's settings do."""
     positive("rank", rank)
     independent = head_dim if landmarks is None else min(head_dim, landmarks)
     if rank > independent:
         source = f"head width {head_dim}" + ("" if landmarks is None else f", landmarks {landmarks}")
         warnings.warn(
-            f"rank={rank} is above what the layer can keep independent: {independent} directions at most ({source})",
+            f"rank={rank} exceeds the number of independent directions, at most {independent} ({source})",
             stacklevel=3,
         )
 

@@ -44,8 +44,8 @@ class DeltaPrimalAttention(PrimalAttention):
         dropout: rate of the dropout on the projection scores, after the objective.
         backend: "auto", "fused" (Triton kernels) or "reference".
         objective_form: "mean" averages the energies in J over the tokens, "sum" is the paper's J.
-        device: of the parameters.
-        dtype: of the parameters.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     def __init__(
@@ -137,8 +137,8 @@ class DeltaPrimalAttention(PrimalAttention):
         scores = scores if layout is None else layout.zero(scores)
 
         gate = None if self.gate_proj is None else self.gate_proj(x).unflatten(-1, (self.num_heads, -1))
-        both, energy = delta_rule.gated_scores(scores, self.score_norm, gate, self.gate, fused=fused)
-        y = self.out_proj(self.score_proj(F.dropout(both, self.dropout, self.training)).flatten(2))
+        gated, energy = delta_rule.gated_scores(scores, self.score_norm, gate, self.gate, fused=fused)
+        y = self.out_proj(self.score_proj(F.dropout(gated, self.dropout, self.training)).flatten(2))
         result = Output(y if layout is None else layout.leave(y), energy)
         if needs_objective:
             result = result._replace(trace=reference.weight_trace(final[:, 0], final[:, 1]))
@@ -166,8 +166,8 @@ class DeltaPrimalAttention(PrimalAttention):
         if conv is None or not fused:
             z = z if conv is None else F.silu(conv(z, past))
             return delta_rule.split_features(z, self.num_heads, self.rank)
-        seen = z if past is None else torch.cat([past.to(z.dtype), z], dim=1)
-        phi, h = delta_rule.conv_features(seen, conv.weight, conv.bias, self.num_heads, self.rank)
+        inputs = z if past is None else torch.cat([past.to(z.dtype), z], dim=1)
+        phi, h = delta_rule.conv_features(inputs, conv.weight, conv.bias, self.num_heads, self.rank)
         return (phi, h) if past is None else (phi[:, past.shape[1] :], h[:, past.shape[1] :])
 
     def _log_decay(self, x: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ def ksvd_loss(
 ) -> Tensor:
     """Return the KSVD loss of the last forward pass, to be weighted by η and added to the task loss.
 
-    Like J, the loss is float32: data-dependent layers exceed its range from inputs of about 1e10 on, and it is inf.
+    The loss is float32, like J. In data-dependent layers it overflows to inf for inputs of about 1e10 and more.
 
     Args:
         model: a model with Primal layers.

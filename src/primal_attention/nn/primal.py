@@ -42,7 +42,7 @@ class PrimalAttention(nn.Module):
         causal: position i depends on positions ≤ i only, and the layer streams (`initial_state`, `step`).
         decay: factor γ of each head per token. None: the paper's running mean. "learned": a parameter in (0, 1),
             initialised over time scales from one to some hundreds of tokens. A number or one per head fixes it. Causal
-            modes weigh past tokens by γ^(i−j); with `causal=False, data_dependent=False` all tokens by γ^|i−j|.
+            modes weight past tokens by γ^(i−j); with `causal=False, data_dependent=False` all tokens by γ^|i−j|.
         feature_map: "cosine", "softmax" (positive random features with D̂), or a callable on (..., head_dim).
         bias: add a bias in the three linear maps.
         dropout: rate of the dropout on the projection scores, after the objective.
@@ -52,8 +52,8 @@ class PrimalAttention(nn.Module):
         max_length: length of the landmark grid; required if both `causal` and `data_dependent`.
         objective_form: "mean" averages the energies in J over the tokens, "sum" is the paper's J.
         objective_trace: "weights" for Tr(W_eᵀ W_r), "projections" for Tr(W_{e|X}ᵀ W_{r|X}).
-        device: of the parameters.
-        dtype: of the parameters.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
 
     Examples:
         >>> import torch
@@ -126,7 +126,7 @@ class PrimalAttention(nn.Module):
                     "not in the causal data-dependent mode"
                 )
         elif max_length is not None:
-            raise ValueError(f"max_length={max_length} has a meaning only when causal and data_dependent are both True")
+            raise ValueError(f"max_length={max_length} is used only if causal and data_dependent are both True")
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
         self.rank, self.landmarks, self.max_length, self.sampling = rank, landmarks, max_length, sampling
         self.data_dependent, self.causal = data_dependent, causal
@@ -349,8 +349,8 @@ class PrimalAttention(nn.Module):
     def _apply_output(self, result: Output, dropout: float, is_packed: bool) -> Tensor:
         """Call `score_proj` and `out_proj` as modules."""
         assert result.scores is not None
-        both = F.dropout(torch.cat(result.scores, dim=-1), dropout)  # (B, H, N, 2s), packed (H, total, 2s)
-        heads = self.score_proj(both)
+        stacked = F.dropout(torch.cat(result.scores, dim=-1), dropout)  # (B, H, N, 2s), packed (H, total, 2s)
+        heads = self.score_proj(stacked)
         return self.out_proj(heads.transpose(0, 1).flatten(1) if is_packed else heads.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     def _feature_map(self) -> FeatureMap:
@@ -389,7 +389,7 @@ class PrimalAttention(nn.Module):
         attn_mask: Tensor | None,
         is_causal: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Raise for a call of `nn.MultiheadAttention` that the layer cannot serve; return key and padding mask."""
+        """Raise for a call of `nn.MultiheadAttention` that is not supported; return key and padding mask."""
         if key is not None and value is None and mask is None and (key.dtype == torch.bool or key.ndim < x.ndim):
             key, mask = None, key
         if any(t is not None and t is not x for t in (key, value)):
@@ -424,7 +424,7 @@ class PrimalAttention(nn.Module):
         state: State | None = None,
         return_state: bool = False,
     ) -> Tensor | None:
-        """Raise for input that the layer cannot take; return the padding mask as bool."""
+        """Raise for invalid input; return the padding mask as bool."""
         checks.tokens(x, self.embed_dim, packed=cu_seqlens is not None)
         checks.dtype(x, self.sqrt_lambda.dtype)
         if mask is not None:
@@ -441,7 +441,7 @@ class PrimalAttention(nn.Module):
             if streams:
                 raise ValueError("state and cu_seqlens exclude each other: stream padded batches instead")
         elif max_seqlen is not None:
-            raise ValueError(f"max_seqlen={max_seqlen} has a meaning only with cu_seqlens")
+            raise ValueError(f"max_seqlen={max_seqlen} is used only with cu_seqlens")
         if streams or cu_seqlens is not None:
             self._check_not_sharded("state" if streams else "cu_seqlens")
         if self.max_length is None:
@@ -463,7 +463,7 @@ class PrimalAttention(nn.Module):
 
     def _check_not_sharded(self, what: str) -> None:
         if self.context is not None:
-            raise ValueError(f"{what} needs whole sequences, and this layer has shards of them (context parallelism)")
+            raise ValueError(f"{what} needs complete sequences, but this layer has shards (context parallelism)")
 
     # Kernel
 

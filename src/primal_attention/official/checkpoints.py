@@ -53,7 +53,7 @@ def read_layers(state: State, prefix: str, w_e: str, num_heads: int | None) -> L
 
     Args:
         state: The checkpoint.
-        prefix: Of the layers, before their number.
+        prefix: Prefix of the names of the layers, before their number.
         w_e: The name of W_e in a Primal layer.
         num_heads: The number of heads; needed where no layer is Primal.
     """

@@ -37,7 +37,7 @@ EPS = 1e-5  # of the scores' norm: scores far smaller than the values stay small
 
 
 def uses_kernels(backend: str, x: Tensor, head_dim: int, rank: int) -> bool:
-    """Return True if the fused kernels serve the call; raise if backend="fused" and they cannot."""
+    """Return True if the fused kernels support the call; raise if backend="fused" and they do not."""
     if backend == "reference" or (backend == "auto" and not x.is_cuda):
         return False
     problem = fused_problem(x)
@@ -46,7 +46,7 @@ def uses_kernels(backend: str, x: Tensor, head_dim: int, rank: int) -> bool:
     if problem is None:
         problem = _transform_problem(COSINE)
     if problem is not None and backend == "fused":
-        raise ValueError(f"backend='fused' cannot serve this call: {problem} (backend='auto' falls back by itself)")
+        raise ValueError(f"backend='fused' does not support this call: {problem} (backend='auto' falls back)")
     return problem is None
 
 
@@ -96,16 +96,16 @@ def chunked(
         overlap = beta * (k @ k.mT) * decay_between(total, -1)
         solve = torch.linalg.solve_triangular(eye + overlap, eye.expand_as(overlap), upper=False, unitriangular=True)
         solve = solve.to(narrow)
-        # U = own − seen W, so that W ← M W + B with M = e^(G_C) I − late seen and B = late own.
-        own, seen = solve @ (beta * v).to(narrow), solve @ (beta * from_start * k).to(narrow)
-        late = (to_end * k).to(narrow).mT
-        transition = from_start[..., -1:, :] * torch.eye(p, dtype=dtype, device=q.device) - late @ seen
+        # U = new_values − keys_read W, so that W ← M W + B with the transition M and B = keys_to_end new_values.
+        new_values, keys_read = solve @ (beta * v).to(narrow), solve @ (beta * from_start * k).to(narrow)
+        keys_to_end = (to_end * k).to(narrow).mT
+        transition = from_start[..., -1:, :] * torch.eye(p, dtype=dtype, device=q.device) - keys_to_end @ keys_read
         states = [w]
-        for m, b in zip(transition.unbind(-3), (late @ own).to(dtype).unbind(-3), strict=True):
+        for m, b in zip(transition.unbind(-3), (keys_to_end @ new_values).to(dtype).unbind(-3), strict=True):
             states.append(m @ states[-1] + b)
-        before = torch.stack(states[:-1], dim=-3).to(narrow)
-        near = (q @ k.mT) * decay_between(total, 0).to(narrow)
-        y = near @ (own - seen @ before) + (q * from_start.to(narrow)) @ before
+        w_before = torch.stack(states[:-1], dim=-3).to(narrow)
+        local_scores = (q @ k.mT) * decay_between(total, 0).to(narrow)
+        y = local_scores @ (new_values - keys_read @ w_before) + (q * from_start.to(narrow)) @ w_before
     return y.flatten(-3, -2)[..., :length, :], states[-1]
 
 
@@ -180,7 +180,7 @@ def gated_scores(
 
     Args:
         scores: (B, N, H, 2, s).
-        weight: of the norm, (2s,).
+        weight: weight of the norm, (2s,).
         gate: before its nonlinearity, (B, N, H, 2s).
         kind: the nonlinearity.
         fused: use the kernels.

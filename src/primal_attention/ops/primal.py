@@ -27,7 +27,7 @@ from .feature_maps import COSINE, FeatureMap
 from .types import Boundary, Mode, Output, Scores, State, Weights
 
 BACKENDS = ("auto", "reference", "compiled", "cpu", "fused")
-SMALL_INPUT = 2**17  # numbers in x below which a CPU spends more time on calls than on computing
+SMALL_INPUT = 2**17  # numbers in x: with fewer, calls of operations take longer than the computation
 MAX_HEAD_DIM = 256  # largest head width and rank of the fused kernels
 FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HAS_TRITON = find_spec("triton") is not None
@@ -187,7 +187,7 @@ def choose_backend(
     need_state: bool = False,
     boundary: Boundary | None = None,
 ) -> str:
-    """Return the backend of a call; raise where the requested one cannot serve it."""
+    """Return the backend of a call; raise if the requested one does not support it."""
     rank = weights.w_e.shape[2]
     if backend == "fused" or (backend == "auto" and x.is_cuda):
         why = why_not_fused(x, rank, mode, feature_map, state, need_state)
@@ -205,7 +205,7 @@ def choose_backend(
         return "cpu" if backend == "cpu" else "fused"
     if backend == "auto":
         return "reference"
-    raise ValueError(f"backend={backend!r} cannot serve this call: {why} (backend='auto' falls back by itself)")
+    raise ValueError(f"backend={backend!r} does not support this call: {why} (backend='auto' falls back)")
 
 
 def is_interpreting() -> bool:
@@ -244,7 +244,7 @@ def fused_problem(x: Tensor) -> str | None:
 def why_not_fused(
     x: Tensor, rank: int, mode: Mode, feature_map: FeatureMap, state: State | None = None, need_state: bool = False
 ) -> str | None:
-    """Return why the fused kernels cannot serve a call, or None."""
+    """Return why the fused kernels do not support a call, or None."""
     if (problem := fused_problem(x)) is not None:
         return problem
     streams, head_dim = state is not None or need_state, x.shape[-1] // mode.heads
@@ -270,7 +270,7 @@ def why_not_cpu(
     decay: Tensor | None = None,
     boundary: Boundary | None = None,
 ) -> str | None:
-    """Return why the CPU backend cannot serve a call, or None."""
+    """Return why the CPU backend does not support a call, or None."""
     if mode.causal and mode.data_dependent:
         return "it has no causal data-dependent mode"
     if decay is not None and not mode.causal:
@@ -278,7 +278,7 @@ def why_not_cpu(
     if qk is not None or weights.qk_weight is None or weights.out_weight is None:
         return "it reads the weights of plain nn.Linear maps only"
     if boundary is not None:
-        return "it computes whole sequences"
+        return "it needs complete sequences"
     return _transform_problem(feature_map)
 
 

@@ -101,9 +101,9 @@ def output_projection(scores: Scores, weights: Weights, dropout: float = 0.0) ->
     """y = W_out concat_h(W_o [e; r] + b_o) + b_out, (B, N, d)."""
     assert weights.score_weight is not None
     assert weights.out_weight is not None
-    both = F.dropout(torch.cat(scores, dim=-1), dropout)  # (B, H, N, 2s)
-    bias = None if weights.score_bias is None else weights.score_bias.to(both.dtype)
-    heads = F.linear(both, weights.score_weight.to(both.dtype), bias)
+    stacked = F.dropout(torch.cat(scores, dim=-1), dropout)  # (B, H, N, 2s)
+    bias = None if weights.score_bias is None else weights.score_bias.to(stacked.dtype)
+    heads = F.linear(stacked, weights.score_weight.to(stacked.dtype), bias)
     return F.linear(heads.transpose(1, 2).flatten(2), weights.out_weight, weights.out_bias)
 
 
@@ -224,10 +224,10 @@ def two_sided_sum(
     z: Tensor, decay: Tensor | None, valid: Tensor | None, start: Tensor | None, end: Tensor | None
 ) -> Tensor:
     """s_i = Σ_j γ^|i−j| z_j over the valid tokens. start, end: (B, H, p), the sums before and after the tokens."""
-    own = zero_padding(z.to(accumulation_dtype(z.dtype)), valid)
+    terms = zero_padding(z.to(accumulation_dtype(z.dtype)), valid)
     forward = running_sum(z, decay, valid, start)
     backward = running_sum(z.flip(2), decay, None if valid is None else valid.flip(1), end).flip(2)
-    return forward + backward - own
+    return forward + backward - terms
 
 
 CHUNK = 64  # 2⁶: six rounds of doubling solve a chunk
@@ -303,7 +303,7 @@ def causal_landmark_scores(
     else:
         assert boundary.has_landmark is not None
         rows, has_landmark = split_heads(boundary.landmark_rows, mode.heads).to(q.dtype), boundary.has_landmark
-    seen = (grid[None, None] <= position[..., None]) & has_landmark[:, None]  # (B, N, n)
+    is_visible = (grid[None, None] <= position[..., None]) & has_landmark[:, None]  # (B, N, n)
     dtype = accumulation_dtype(q.dtype)
 
     def decay_power(age: Tensor, like: torch.dtype) -> Tensor | float:  # γ^age, age: (B, 1, …)
@@ -311,20 +311,20 @@ def causal_landmark_scores(
 
     weight = decay_power((position[..., None] - grid)[:, None], q.dtype)  # (B, H, N, n)
     e, r = (
-        ((phi @ rows.mT) * weight).masked_fill(~seen[:, None], 0.0) @ w.to(phi.dtype)
+        ((phi @ rows.mT) * weight).masked_fill(~is_visible[:, None], 0.0) @ w.to(phi.dtype)
         for phi, w in ((phi_q, w_e), (phi_k, w_r))
     )
     # The projection weights after the last token.
     last = position[:, -1:]
-    late = rows.to(dtype) * decay_power((last - grid)[:, None, :, None], dtype)  # (B, H, n, p)
+    decayed_rows = rows.to(dtype) * decay_power((last - grid)[:, None, :, None], dtype)  # (B, H, n, p)
     with disabled_autocast(rows.device):
-        w_e_x, w_r_x = (projection_weights(late, w.to(dtype)) for w in (w_e, w_r))
+        w_e_x, w_r_x = (projection_weights(decayed_rows, w.to(dtype)) for w in (w_e, w_r))
     steps = x_h.shape[2]
     if past is not None:
-        fade = decay_power((position - past.position[:, None] + 1)[:, None, :, None], q.dtype)
-        e, r = e + fade * project(phi_q, past.w_e_x), r + fade * project(phi_k, past.w_r_x)
-        fade = decay_power((last - past.position[:, None] + 1)[:, None, :, None], dtype)
-        w_e_x, w_r_x, steps = w_e_x + fade * past.w_e_x, w_r_x + fade * past.w_r_x, steps + past.steps
+        factor = decay_power((position - past.position[:, None] + 1)[:, None, :, None], q.dtype)
+        e, r = e + factor * project(phi_q, past.w_e_x), r + factor * project(phi_k, past.w_r_x)
+        factor = decay_power((last - past.position[:, None] + 1)[:, None, :, None], dtype)
+        w_e_x, w_r_x, steps = w_e_x + factor * past.w_e_x, w_r_x + factor * past.w_r_x, steps + past.steps
     return Scores(e, r), LandmarkState(w_e_x, w_r_x, last[:, 0] + 1, steps, feature_sum)
 
 

@@ -75,7 +75,7 @@ State = RunningState | LandmarkState | DeltaState
 class Boundary(NamedTuple):
     """Contributions of tokens outside x, for sequences that are split over several calls or ranks."""
 
-    landmark_rows: Tensor | None = None  # (B, n, d), f(X) of the whole sequences
+    landmark_rows: Tensor | None = None  # (B, n, d), f(X) of the complete sequences
     has_landmark: Tensor | None = None  # (B or 1, n) bool, causal: the landmark exists in the sequence
     past: RunningState | None = None  # the running sums before the first token
     future: RunningState | None = None  # the running sums after the last token, from the end (γ^|i−j| only)

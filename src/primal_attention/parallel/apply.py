@@ -5,7 +5,7 @@
     loss = criterion(model(shard(x, mesh["context"])), …)       # the same number on the ranks of a sequence
     loss.backward()
 
-Each rank's loss must be the loss of its *whole* sequences. Pooling layers compute it; sum a loss per token with
+Each rank's loss must be the loss of its *complete* sequences. Pooling layers compute it; sum a loss per token with
 `Context.sum` and divide it by the number of all tokens. The gradient is then the mean over all ranks. DDP over all
 ranks computes it, so does FSDP2 over the flattened mesh, and `average_gradients` for a model without either.
 """
@@ -31,7 +31,7 @@ def context_parallel(model: Model, mesh: DeviceMesh | None, dim_name: str | None
 
     Args:
         model: the model. A layer that mixes tokens and cannot work on a shard is refused.
-        mesh: the ranks of a sequence, or None to make the model work on whole sequences again.
+        mesh: the ranks of a sequence, or None to make the model work on complete sequences again.
         dim_name: the dimension of `mesh` that shards the tokens, if it has several.
 
     Returns:

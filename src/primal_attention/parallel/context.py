@@ -32,7 +32,11 @@ if TYPE_CHECKING:
 
 
 class Context:
-    """The ranks that share sequences. Layers hold it as `context`; see `context_parallel`."""
+    """The ranks that share sequences. `context_parallel` sets it as the attribute `context` of layers.
+
+    Args:
+        group: the process group of the ranks.
+    """
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
@@ -53,11 +57,19 @@ class Context:
         return f"Context(rank={self.rank}, size={self.size})"
 
     def sum(self, t: Tensor) -> Tensor:
-        """Return Σ over the ranks, differentiable."""
+        """Return Σ over the ranks, differentiable.
+
+        Args:
+            t: the term of this rank.
+        """
         return sum_over(t, self.group)
 
     def maximum(self, x: Tensor) -> Tensor:
-        """Return amax over the tokens of all ranks, (B, N, d) → (B, d). Equal maxima share the gradient."""
+        """Return amax over the tokens of all ranks, (B, d). Equal maxima share the gradient.
+
+        Args:
+            x: the tokens of this rank, (B, N, d).
+        """
         best = reduce(x.detach().amax(dim=1), self.group, "max")
         is_best = x.detach() == best[:, None]
         number = reduce(is_best.sum(dim=1), self.group, "sum").clamp(min=1)
@@ -70,7 +82,12 @@ class Context:
         return reduce(t if self.rank == 0 else torch.zeros_like(t), self.group, "sum")
 
     def locate(self, x: Tensor, valid: Tensor | None = None) -> SequenceShard:
-        """Return the place of this rank's tokens x (B, N, …) in their sequences; `valid` (B, N) is True at tokens."""
+        """Return the place of this rank's tokens in their sequences.
+
+        Args:
+            x: the tokens of this rank, (B, N, …).
+            valid: (B, N) bool, True at tokens; None if there is no padding.
+        """
         count = torch.full((1,), x.shape[1], device=x.device) if valid is None else valid.sum(dim=1)
         return SequenceShard(self, gather(count, self.group), valid)
 
@@ -134,9 +151,12 @@ class Context:
         return self.sum(decayed_total(phi_k, None, shard.valid))[:, :, None]
 
     def halo(self, x: Tensor, left: int, right: int) -> Tensor:
-        """Return x with the last `left` tokens before it and the first `right` after it, zeros beyond the ends.
+        """Return x with neighbouring tokens of other ranks, (B, left + N + right, d); zeros beyond the ends.
 
-        (B, N, d) → (B, left + N + right, d). The tokens may come from several ranks.
+        Args:
+            x: the tokens of this rank, (B, N, d).
+            left: number of tokens before x.
+            right: number of tokens after x.
         """
         counts = gather(torch.full((1,), x.shape[1], device=x.device), self.group)[:, 0]
         parts = [x]
@@ -293,8 +313,8 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        own = OPS.reduce_scatter_tensor(t.contiguous(), "sum", group.size(), group.group_name)
-        return OPS.wait_tensor(own).view(t.shape[1:])
+        shard = OPS.reduce_scatter_tensor(t.contiguous(), "sum", group.size(), group.group_name)
+        return OPS.wait_tensor(shard).view(t.shape[1:])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

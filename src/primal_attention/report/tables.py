@@ -416,7 +416,7 @@ def difference(protocol: str, score: str) -> Column:
 
 
 def difference_notes(cells: Sequence[Cell]) -> list[str]:
-    """What the differences are."""
+    """Notes on the differences."""
     bases = sorted({PARTS[cell.variant.part].base_of(cell.variant) for cell in cells})
     means = "Δ: the score minus that of the base with the same seed, mean and 95 % interval by Student's t."
     return [f"{means} Base: {', '.join(bases)}."]
@@ -434,7 +434,7 @@ def accuracy_notes(cells: Sequence[Cell]) -> list[str]:
 
 
 def lra_notes(cells: Sequence[Cell]) -> list[str]:
-    """What limits a comparison: the size of the test set and the length of the trainings."""
+    """Notes on the size of the test set and the length of the trainings, which limit comparisons."""
     notes, trainings = accuracy_notes(cells), set()
     samples: dict[tuple[str, int], list[float]] = {}
     for cell in cells:
@@ -564,7 +564,7 @@ def d4rl_columns(cells: Sequence[Cell]) -> list[Column]:
 
 
 def d4rl_notes(cells: Sequence[Cell]) -> list[str]:
-    """What the numbers are, on which data, after how many steps."""
+    """Notes on the scores, the data and the number of steps."""
     runs = [run for cell in cells for run in cell.all_runs]
 
     def listed(values: Iterable[Any]) -> str:
@@ -788,11 +788,11 @@ class TableKind:
     has_average: bool = True
     is_timed: bool = False
     source: Literal["runs", "steps", "fits"] = "runs"
-    """Of the cells: trainings, the step costs of `primal bench lra`, or fits of classifiers."""
+    """Source of the cells: trainings, the step costs of `primal bench lra`, or fits of classifiers."""
     family: str = ""
-    """Of recipes; the benchmark's own by default."""
+    """Family of recipes; by default the one named like the benchmark."""
     suffix: str = ""
-    """Of the folder of its runs and results, behind the recipe family's name."""
+    """Suffix of the folder of its runs and results, after the name of the recipe family."""
 
 
 @cache

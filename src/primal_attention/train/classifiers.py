@@ -41,11 +41,11 @@ class Fit:
     PrimalClassifier."""
     file: Path
     folder: Path | None = None
-    """Of the data; None is the default folder."""
+    """Folder of the data; None is the default folder."""
     threads: int = 2
     command: str | None = None
     commit: str | None = None
-    """Of the code, where git cannot say it."""
+    """Commit of the code, if git is not available."""
 
     @property
     def recipe(self) -> str:

@@ -245,8 +245,8 @@ def play(
         model: In evaluation mode.
         environment: Its name in gymnasium.
         target: The return that every episode is asked for.
-        seeds: Of the initial states.
-        title: Of a progress bar; None shows none.
+        seeds: Seeds of the initial states.
+        title: Title of a progress bar; None shows none.
 
     Returns:
         The returns and the lengths of the episodes.

@@ -195,7 +195,7 @@ class PrimalClassifier(BaseClassifier):
         """The training recipe of a network that the parameters describe.
 
         Args:
-            seed: Of all random numbers.
+            seed: Seed of all random numbers.
             samples: Number of training samples, from which `epochs=None` follows.
         """
         base = modern_recipe("")

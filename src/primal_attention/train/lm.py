@@ -73,7 +73,7 @@ class LanguageNetwork(NetworkConfig):
     ffn_dim: int | None = None
     """Hidden width of the feed-forward networks; None gives as many parameters as softmax with 4 × embed-dim."""
     activation: Literal["gelu", "relu"] = "gelu"
-    """Of the feed-forward networks."""
+    """Activation of the feed-forward networks."""
     dropout: float = 0.0
     primal_mode: Literal["mean", "landmarks", "decay", "delta"] | None = "mean"
     """mean: the paper's; landmarks: causal and data-dependent; decay: a learned decay; delta: the delta rule; None:
@@ -88,7 +88,7 @@ class LanguageNetwork(NetworkConfig):
     gate: bool = False
     """A multiplicative gate on each Primal layer's output; always on with primal-mode None."""
     gate_activation: Literal["silu", "sigmoid"] = "silu"
-    """Of the gates."""
+    """Activation of the gates."""
     conv_layers: Literal["primal", "all"] = "primal"
     """Layers with convolution and gate: the Primal ones, or all; layers without attention (none) always have them."""
     positions: Literal["rotary", "sinusoidal", "none"] | None = None

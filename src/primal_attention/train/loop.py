@@ -46,7 +46,7 @@ def train(
         name: Name of the recipe.
         resume: Continue the run in the folder. More epochs than before extend it, if its schedule allows that.
         command: The command line, for config.yaml.
-        commit: Commit of the code, if git cannot tell it.
+        commit: Commit of the code, if git is not available.
         new_schedule: The user gave --optim.schedule, which may then replace that of an extended run.
 
     Returns:

@@ -145,13 +145,13 @@ class LRAModel(NetworkConfig):
     data_dependent: bool = True
     """Build Primal-Attention's projection weights from f(X); off uses W_e and W_r themselves."""
     decay: Literal["learned"] | None = None
-    """Of Primal-Attention without data-dependent weights: sums over the tokens with weights γ^|i−j|."""
+    """Decay of Primal-Attention without data-dependent weights: sums over the tokens with weights γ^|i−j|."""
     r_scores: bool = True
     """Use Primal-Attention's r-scores in its output; off is the paper's ablation (the objective keeps them)."""
     local_kernel: int | None = None
     """Width of a depthwise convolution beside each attention; None is none."""
     activation: Activation = "gelu"
-    """Of the feed-forward layers."""
+    """Activation of the feed-forward layers."""
     positions: Literal["random", "line", "grid"] = "random"
     """Initial values of the learned positions: noise, waves along the sequence (line), or waves along the rows and the
     columns of an image (grid)."""
@@ -338,7 +338,7 @@ def _round_width(length: int, full: int) -> int:
 class TokenBatches(Batches):
     """As `Batches`, where the first tensors are (samples, length) tokens and the last one the labels.
 
-    lengths: of the samples; None cuts no batch. widths: of the length buckets of training batches.
+    lengths: lengths of the samples; None cuts no batch. widths: widths of the length buckets in training.
     """
 
     def __init__(

@@ -68,7 +68,7 @@ def one_cycle(step: int, warmup: int, total: int, *, linear: bool = False) -> fl
 
 
 def average_share(decay: float, step: int) -> float:
-    """Return the weight of the new parameters in the average; early steps forget faster, or the start would linger."""
+    """Return the weight of the new parameters in the average; larger in early steps, to discard the initial ones."""
     return 1 - min(decay, (1 + step) / (10 + step))
 
 

@@ -47,7 +47,7 @@ class TrainingModule(nn.Module):
     Args:
         model: The model.
         recipe: The resolved recipe.
-        compile_options: Of the model's `compile`.
+        compile_options: Arguments of the model's `compile`.
     """
 
     ksvd_reduction: ClassVar[Literal["sample", "batch"]] = "sample"

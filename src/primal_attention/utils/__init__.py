@@ -1,1 +1,1 @@
-"""What several packages need: errors, files, progress, provenance."""
+"""Shared by several packages: errors, files, figures, progress, provenance and included weights."""

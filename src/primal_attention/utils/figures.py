@@ -18,7 +18,7 @@ def new_figure(file: Path, rows: int, columns: int) -> Iterator[tuple[Any, Any]]
     import matplotlib
     from matplotlib.figure import Figure
 
-    # The same numbers give the same bytes, and names with dollar signs are no formulas.
+    # The same numbers give the same bytes, and dollar signs in names do not start a formula.
     with matplotlib.rc_context({"svg.hashsalt": "primal", "svg.fonttype": "none", "text.parse_math": False}):
         figure = Figure(figsize=(4.4 * columns + 3.0, 4.0 * rows), layout="constrained")
         axes = figure.subplots(rows, columns, squeeze=False)

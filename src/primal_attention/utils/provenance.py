@@ -26,7 +26,7 @@ def collect(
     commit: str | None = None,
     data_sha256: str | None = None,
 ) -> dict[str, Any]:
-    """Return what a reader needs to repeat a measurement, as plain values for JSON or YAML.
+    """Return the provenance of a measurement, as plain values for JSON or YAML.
 
     Args:
         command: The command line that made the number; None for a call from Python.
@@ -52,7 +52,7 @@ def code_version(commit: str | None = None) -> dict[str, Any]:
         return done.stdout.strip()
 
     try:
-        git("ls-files", "--error-unmatch", Path(__file__).name)  # fails if the repository around us is another one
+        git("ls-files", "--error-unmatch", Path(__file__).name)  # fails if this file is in another repository
         dirty = bool(git("status", "--porcelain", "--", ".."))
         return {"commit": git("rev-parse", "HEAD") + "-changed" * dirty, "dirty": dirty, "commit_source": "git"}
     except (OSError, subprocess.SubprocessError):

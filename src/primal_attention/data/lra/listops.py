@@ -148,11 +148,11 @@ def read_tsv(file: Path, length: int = LENGTH) -> Arrays:
 
 def encode(expression: str, where: str = "expression") -> np.ndarray:
     """Return the codes of an expression in either notation; the pairing parentheses are dropped."""
-    words = expression.replace("(", " ").replace(")", " ").split()
+    symbols = expression.replace("(", " ").replace(")", " ").split()
     try:
-        codes = np.array([CODES[word] for word in words], dtype=np.uint8)
+        codes = np.array([CODES[word] for word in symbols], dtype=np.uint8)
     except KeyError as unknown:
-        raise DataError(f"{where}: {unknown.args[0][:40]!r} is no digit, operator or bracket of ListOps") from None
+        raise DataError(f"{where}: {unknown.args[0][:40]!r} is not a digit, operator or bracket of ListOps") from None
     if len(codes) == 0 or (codes == 0).any():
         raise DataError(f"{where}: an empty expression")
     if len(codes) > LENGTH:

@@ -160,10 +160,10 @@ def generate(samples: int, seed: int, progress: Progress = lambda samples: None)
     done = batch = 0
     while done < samples:
         by_label = _draw_batch(seed, batch)
-        own = labels[done : done + by_label.shape[1]]
-        images[done : done + len(own)] = by_label[own, np.arange(len(own))]
-        done, batch = done + len(own), batch + 1
-        progress(len(own))
+        batch_labels = labels[done : done + by_label.shape[1]]
+        images[done : done + len(batch_labels)] = by_label[batch_labels, np.arange(len(batch_labels))]
+        done, batch = done + len(batch_labels), batch + 1
+        progress(len(batch_labels))
     return {"images": images, "labels": labels}
 
 

@@ -50,10 +50,10 @@ def write(
             chosen: list[list[Segment]] = []
             while sum(map(len, chosen)) < size:
                 if (article := next(order, None)) is None:
-                    asked = ", ".join(f"{split} {count:,}" for split, count in sizes.items())
+                    requested = ", ".join(f"{split} {count:,}" for split, count in sizes.items())
                     raise DataError(
                         f"{articles}: {len(segments)} articles of at least {2 * TEXT_LENGTH:,} bytes "
-                        f"({sum(map(len, segments)):,} pairs) do not fill the splits ({asked}): "
+                        f"({sum(map(len, segments)):,} pairs) do not fill the splits ({requested}): "
                         "lower --train, --valid and --test"
                     )
                 chosen.append(segments[article][: size - sum(map(len, chosen))])

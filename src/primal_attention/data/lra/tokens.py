@@ -221,7 +221,7 @@ def _read_binary(files: list[Path]) -> Arrays:
         with reading(file, "a readable file"):
             data = np.fromfile(file, dtype=np.uint8)
         if len(data) == 0 or len(data) % RECORD:
-            raise DataError(f"{file}: {len(data)} bytes are no whole number of 32×32 images ({RECORD} bytes each)")
+            raise DataError(f"{file}: {len(data)} bytes are not a whole number of 32×32 images ({RECORD} bytes each)")
         records = data.reshape(-1, RECORD)
         labels.append(_check_image_labels(records[:, 0], len(records), file))
         planes = records[:, 1:].reshape(len(records), 3, -1)

@@ -66,7 +66,7 @@ def make_attention(name: str, embed_dim: int, num_heads: int, **settings: Any) -
         name: one of `attention_names()`.
         embed_dim: width of the tokens.
         num_heads: number of heads.
-        settings: passed to the class: causal, bias, dropout, device, dtype, and the class's own arguments.
+        settings: arguments of the class: causal, bias, dropout, device, dtype, and those that the class adds.
 
     Returns:
         The layer. Every layer takes (x, key_padding_mask) and returns y of the shape of x.

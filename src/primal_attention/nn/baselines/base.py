@@ -48,8 +48,8 @@ class BaselineAttention(nn.Module):
         causal: position i depends on positions ≤ i only.
         bias: add a bias in the projections.
         dropout: rate on the attention weights where the mechanism has them, else on the output; training only.
-        device: of the parameters.
-        dtype: of the parameters.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     traits: ClassVar[AttentionTraits] = AttentionTraits()
@@ -90,19 +90,19 @@ class BaselineAttention(nn.Module):
     def _attend(self, x: Tensor, mask: Tensor | None, state: Any) -> tuple[Tensor, Any]:
         """The output, and the state after the last token of layers that stream."""
         checks.tokens(x, self.embed_dim, packed=False)
-        padding, tokens, poison = None, Tokens(), None
+        padding, tokens, nans = None, Tokens(), None
         if mask is not None:
             padding = Padding(checks.padding_mask(mask, x), compact=self.causal or self.order_matters)
             x, tokens = padding.enter(x), padding.tokens
         if self.causal and self.isolates_non_finite:
-            x, poison = _isolate_non_finite(x)
-        heads, after = self._resume(x, tokens, state, poison)
+            x, nans = _isolate_non_finite(x)
+        heads, new_state = self._resume(x, tokens, state, nans)
         y = self.project_out(heads)
-        y = y if poison is None else y + poison[..., None].to(y.dtype)
-        return y if padding is None else padding.leave(y), after
+        y = y if nans is None else y + nans[..., None].to(y.dtype)
+        return y if padding is None else padding.leave(y), new_state
 
-    def _resume(self, x: Tensor, tokens: Tokens, state: Any, poison: Tensor | None) -> tuple[Tensor, Any]:
-        """As `mix`, continuing from a state. `poison` (B, N) is NaN from the first non-finite token on, else 0."""
+    def _resume(self, x: Tensor, tokens: Tokens, state: Any, nans: Tensor | None) -> tuple[Tensor, Any]:
+        """As `mix`, continuing from a state. `nans` (B, N) is NaN from the first non-finite token on, else 0."""
         return self.mix(x, tokens), None
 
     def mix(self, x: Tensor, tokens: Tokens) -> Tensor:
@@ -136,8 +136,8 @@ class StreamingAttention(BaselineAttention):
         """Return y, or (y, state) with `return_state`; `state` is the state after earlier tokens of the sequences."""
         if (state is not None or return_state) and not self.causal:
             raise ValueError("state needs a causal layer (causal=False): only a causal layer streams")
-        y, after = self._attend(x, key_padding_mask, state)
-        return (y, after) if return_state else y
+        y, new_state = self._attend(x, key_padding_mask, state)
+        return (y, new_state) if return_state else y
 
     def mix(self, x: Tensor, tokens: Tokens) -> Tensor:
         return self._resume(x, tokens, None, None)[0]
@@ -160,5 +160,5 @@ def _isolate_non_finite(x: Tensor) -> tuple[Tensor, Tensor]:
     """Zero the tokens that are not finite; return also (B, N) NaN from the first of them on, 0 before it."""
     # The largest absolute value is NaN or inf if any element is.
     is_bad = ~x.detach().abs().amax(dim=-1).isfinite()
-    poison = torch.where(is_bad.cumsum(dim=1) > 0, torch.nan, 0.0).to(x.dtype)
-    return x.masked_fill(is_bad[..., None], 0.0), poison
+    nans = torch.where(is_bad.cumsum(dim=1) > 0, torch.nan, 0.0).to(x.dtype)
+    return x.masked_fill(is_bad[..., None], 0.0), nans

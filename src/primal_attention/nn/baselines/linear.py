@@ -48,7 +48,7 @@ class KernelizedAttention(StreamingAttention):
         return (num / den.clamp(min=self.eps).unsqueeze(-1)).to(num.dtype)
 
     def _resume(
-        self, x: Tensor, tokens: Tokens, state: LinearState | None, poison: Tensor | None
+        self, x: Tensor, tokens: Tokens, state: LinearState | None, nans: Tensor | None
     ) -> tuple[Tensor, LinearState | None]:
         q, k, v = self.project_in(x)
         length = x.shape[1]
@@ -63,10 +63,10 @@ class KernelizedAttention(StreamingAttention):
             phi_k = phi_k.masked_fill(absent, -torch.inf if self.log_keys else 0.0)
         if not self.causal:
             return self._bidirectional(phi_q, phi_k, v), None
-        num, den, after = causal_linear(phi_q, phi_k, v, state, self.log_keys)
+        num, den, new_state = causal_linear(phi_q, phi_k, v, state, self.log_keys)
         read = length if tokens.present is None else tokens.present.sum(dim=1)
-        kv = after.kv if poison is None else after.kv + poison[:, -1, None, None, None].to(after.kv.dtype)
-        return self.divide(num, den), after._replace(kv=kv, position=after.position + read)
+        kv = new_state.kv if nans is None else new_state.kv + nans[:, -1, None, None, None].to(new_state.kv.dtype)
+        return self.divide(num, den), new_state._replace(kv=kv, position=new_state.position + read)
 
     def _bidirectional(self, phi_q: Tensor, phi_k: Tensor, v: Tensor) -> Tensor:
         if self.log_keys:

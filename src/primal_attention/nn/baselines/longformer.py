@@ -79,14 +79,14 @@ class LongformerAttention(BaselineAttention):
         first_k, first_v = (t.transpose(1, 2).flatten(2, 3)[:, None, :, :shared] for t in (k, v))
         first_k, first_v = (t.expand(-1, chunks, -1, -1, -1) for t in (first_k, first_v))
         k, v = (torch.cat([first, _neighbours(t)], dim=3) for first, t in ((first_k, k), (first_v, v)))
-        seen = self._seen(tokens, length, chunks, q.device)  # (B or 1, n, C, g + 3C)
-        seen = seen.expand(batch, -1, -1, -1).flatten(0, 1).unsqueeze(1)
+        is_visible = self._visible_keys(tokens, length, chunks, q.device)  # (B or 1, n, C, g + 3C)
+        is_visible = is_visible.expand(batch, -1, -1, -1).flatten(0, 1).unsqueeze(1)
         y = F.scaled_dot_product_attention(
-            q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), seen, dropout_p=self.weight_dropout
+            q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), is_visible, dropout_p=self.weight_dropout
         )  # (B·n, H, C, p)
         return y.unflatten(0, (batch, chunks)).transpose(1, 2).flatten(2, 3)[:, :, :length]
 
-    def _seen(self, tokens: Tokens, length: int, chunks: int, device: torch.device) -> Tensor:
+    def _visible_keys(self, tokens: Tokens, length: int, chunks: int, device: torch.device) -> Tensor:
         """The mask of visible keys of each query, in the order [global, previous chunk, own chunk, next chunk]."""
         half = self.window // 2
         query = torch.arange(chunks * half, device=device).view(1, chunks, half, 1)

@@ -27,7 +27,7 @@ class NystromAttention(BaselineAttention):
 
     Args:
         landmarks: m.
-        pinv_iterations: of the pseudo-inverse.
+        pinv_iterations: iterations of the pseudo-inverse.
         conv_kernel: width of the depthwise convolution of the values, one filter per head; None leaves it out.
     """
 

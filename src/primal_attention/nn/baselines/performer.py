@@ -25,7 +25,7 @@ class PerformerAttention(RandomBuffers, KernelizedAttention):
 
     Args:
         features: m, random features, shared by the heads.
-        seed: of the random numbers.
+        seed: seed of the random numbers.
         redraw_every: training forwards between two draws; None keeps the first draw.
     """
 

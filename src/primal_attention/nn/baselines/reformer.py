@@ -35,7 +35,7 @@ class ReformerAttention(RandomBuffers, BaselineAttention):
     Args:
         hashes: rounds of hashing.
         chunk: C, tokens per chunk; there are 2 L / C buckets, rounded down to a power of two.
-        seed: of the random numbers.
+        seed: seed of the random numbers.
         redraw_every: training forwards between two draws; by default every forward draws.
     """
 
@@ -114,9 +114,9 @@ class ReformerAttention(RandomBuffers, BaselineAttention):
         last = (lengths - 1) // self.chunk  # the last chunk of each sequence
         index = last[:, None, None, None, None].expand(*position.shape[:3], 1, self.chunk)
         wrapped = position.gather(3, index).roll(1, dims=2)
-        before = torch.cat([wrapped, position[..., :-1, :]], dim=3)
+        previous = torch.cat([wrapped, position[..., :-1, :]], dim=3)
         # A sequence of one chunk has no previous one.
-        return before.masked_fill((last == 0)[:, None, None, None, None], length)
+        return previous.masked_fill((last == 0)[:, None, None, None, None], length)
 
     def _attend_chunks(
         self, q: Tensor, k: Tensor, v: Tensor, q_position: Tensor, k_position: Tensor, lengths: Tensor

@@ -25,7 +25,7 @@ class SoftAttention(BaselineAttention):
 
     Args:
         landmarks: m, 49 in the paper.
-        newton_iterations: of the inverse, 20 in the paper.
+        newton_iterations: iterations of the inverse, 20 in the paper.
     """
 
     projections = 2

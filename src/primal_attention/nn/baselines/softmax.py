@@ -68,7 +68,7 @@ class CachedSoftmaxAttention(StreamingAttention, SoftmaxAttention):
         return CacheState(kv[0], kv[1], valid, torch.zeros(batch_size, dtype=torch.int64, device=weight.device))
 
     def _resume(
-        self, x: Tensor, tokens: Tokens, state: CacheState | None, poison: Tensor | None
+        self, x: Tensor, tokens: Tokens, state: CacheState | None, nans: Tensor | None
     ) -> tuple[Tensor, CacheState]:
         q, k, v = self.project_in(x)
         batch, n = x.shape[:2]
@@ -78,17 +78,17 @@ class CachedSoftmaxAttention(StreamingAttention, SoftmaxAttention):
             q, k = rotate(q, *angles), rotate(k, *angles)
         new = torch.ones(batch, n, dtype=torch.bool, device=x.device) if tokens.present is None else tokens.present
         count = new.sum(dim=1)
-        stored = k if poison is None else k + poison[:, None, :, None].to(k.dtype)
+        stored = k if nans is None else k + nans[:, None, :, None].to(k.dtype)
         if state is None:
             # Padding is after all tokens, so the causal mask hides it.
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.weight_dropout)
             return y, CacheState(stored, v, new, count)
-        before, has_later_keys = state.k.to(k.dtype), poison is not None and n > 1
-        k = torch.cat([before, k if has_later_keys else stored], dim=2)
+        past_k, has_later_keys = state.k.to(k.dtype), nans is not None and n > 1
+        k = torch.cat([past_k, k if has_later_keys else stored], dim=2)
         v = torch.cat([state.v.to(v.dtype), v], dim=2)
-        seen = torch.cat([state.valid[:, None].expand(-1, n, -1), (place <= place.T).expand(batch, -1, -1)], dim=2)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None], dropout_p=self.weight_dropout)
-        k = torch.cat([before, stored], dim=2) if has_later_keys else k
+        visible = torch.cat([state.valid[:, None].expand(-1, n, -1), (place <= place.T).expand(batch, -1, -1)], dim=2)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None], dropout_p=self.weight_dropout)
+        k = torch.cat([past_k, stored], dim=2) if has_later_keys else k
         return y, CacheState(k, v, torch.cat([state.valid, new], dim=1), state.position + count)
 
 

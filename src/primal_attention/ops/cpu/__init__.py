@@ -1,4 +1,4 @@
-"""The layer on a CPU: blocks of tokens that stay in the cache, and a hand-written backward pass that saves little."""
+"""The CPU backend: blocks of tokens that stay in the cache, and a hand-written backward pass."""
 
 from .attention import cpu_attention
 

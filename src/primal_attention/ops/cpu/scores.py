@@ -73,8 +73,8 @@ class ProjectionWeights:
         grad_e, grad_r = (side.permute(1, 2, 0, 3).flatten(2) for side in grad.unbind(1))  # (H, s, B·p)
         if grad_x is not None:
             self._add_landmark_gradient(torch.bmm(self.w_e, grad_e).baddbmm_(self.w_r, grad_r), grad_x)
-        both = torch.bmm(self.rows, torch.cat([grad_e, grad_r], 1).mT)  # (H, n, 2s)
-        return both.split(self.w_e.shape[2], dim=2)  # type: ignore[return-value]
+        grads = torch.bmm(self.rows, torch.cat([grad_e, grad_r], 1).mT)  # (H, n, 2s)
+        return grads.split(self.w_e.shape[2], dim=2)  # type: ignore[return-value]
 
     def _add_landmark_gradient(self, grad_rows: Tensor, grad_x: Tensor) -> None:
         assert self.positions is not None

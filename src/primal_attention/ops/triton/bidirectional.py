@@ -199,12 +199,12 @@ def _scores_backward_kernel(
             dz -= unit * tl.where(above, tl.sum(unit * dz, 1), 0.0)[:, None]
         sum_b += tl.sum(dz, 0)
         tl.store(grad_qk + row[:, None] * (2 * HEADS * P) + column[None], dz.to(z.dtype), mask=inside)
-    own = chunk.to(tl.int64) * (2 * HEADS) + lane
+    index = chunk.to(tl.int64) * (2 * HEADS) + lane
     tl.store(grad_bias + chunk.to(tl.int64) * (2 * HEADS * P) + column, sum_b, mask=p < P)
     if NS == 1:
         s = tl.arange(0, BS)
         tl.store(
-            grad_wx + own * (P * S) + p[:, None] * S + s[None], (sum_w / factor).to(grad_wx.dtype.element_ty),
+            grad_wx + index * (P * S) + p[:, None] * S + s[None], (sum_w / factor).to(grad_wx.dtype.element_ty),
             mask=(p[:, None] < P) & (s[None] < S),
         )  # fmt: skip
 
@@ -485,9 +485,9 @@ def landmarks_backward(
     """
     heads, n, rank = w_e.shape
     batch, p, stored = rows.shape[0], x.shape[1] // heads, stored_rank(rank)
-    own, tiles = landmark_tiles(p, rank), large_landmark_tiles(x.dtype, p, rank, n)
+    row_tiles, tiles = landmark_tiles(p, rank), large_landmark_tiles(x.dtype, p, rank, n)
     # One program per sequence and head handles all landmarks, unless that leaves multiprocessors idle.
-    per_program = n if batch * heads >= 2 * multiprocessors(x.device) else own.tokens
+    per_program = n if batch * heads >= 2 * multiprocessors(x.device) else row_tiles.tokens
     row_programs = batch * heads * ceil_div(n, per_program)
     blocks = 2 * heads * ceil_div(n, tiles.tokens) * tiles.rank_blocks
     # Enough programs to fill the GPU, few enough partial sums to add them cheaply.
@@ -495,8 +495,8 @@ def landmarks_backward(
     parts = torch.empty((splits, heads, 2, n, stored), dtype=torch.float32, device=x.device)
     _landmarks_backward_kernel[(row_programs + splits * blocks,)](
         x, rows, w_e, w_r, grad_wx, grad_x, parts, n, batch, per_program, ceil_div(batch, splits), min_length,
-        row_programs, HEADS=heads, P=p, RANK=rank, S=stored, BP=own.width,
-        BN_ROWS=own.tokens, BS_ROWS=own.rank, NS_ROWS=own.rank_blocks,
+        row_programs, HEADS=heads, P=p, RANK=rank, S=stored, BP=row_tiles.width,
+        BN_ROWS=row_tiles.tokens, BS_ROWS=row_tiles.rank, NS_ROWS=row_tiles.rank_blocks,
         BN=tiles.tokens, BS=tiles.rank, NS=tiles.rank_blocks, PRECISION=precision(x.dtype),
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
@@ -606,14 +606,14 @@ class BidirectionalScores(torch.autograd.Function):
 
     Args:
         x: rows of all sequences, (rows, d); None if `qk` and `source` are passed.
-        weight: of the projection, (2d, d); None if `qk` is passed.
-        bias: of the projection, (2d,).
+        weight: weight of the projection, (2d, d); None if `qk` is passed.
+        bias: bias of the projection, (2d,).
         qk: q and k, (rows, 2d), if they are computed elsewhere.
         source: rows that contain the landmarks; None for x.
         w_e: (H, n, s), or (H, p, s) if data-independent.
         w_r: like w_e.
         rows: the row of each landmark in the source, (B, n); None if data-independent.
-        dtype: of the scores.
+        dtype: dtype of the scores.
         returns_weights: return wx, in float32.
         min_length: a lower bound of the sequences' lengths; shorter ones than n repeat landmark rows.
         covers_rows: the sequences cover every row.

@@ -72,21 +72,21 @@ def _similarity_weights(first_position, position, exists, rate, BT: tl.constexpr
 
 @triton.jit
 def _load_state(
-    states, own, P: tl.constexpr, S: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, EXISTS: tl.constexpr
+    states, index, P: tl.constexpr, S: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, EXISTS: tl.constexpr
 ):  # fmt: skip
     """W or G of a chunk and lane, (BP, BS) float32."""
     p, s = tl.arange(0, BP), tl.arange(0, BS)
     state = tl.zeros((BP, BS), tl.float32)
     if EXISTS:
-        place = own * (P * S) + p[:, None] * S + s[None]
+        place = index * (P * S) + p[:, None] * S + s[None]
         state = tl.load(states + place, mask=(p[:, None] < P) & (s[None] < S), other=0.0)
     return state
 
 
 @triton.jit
-def _store_state(states, own, state, P: tl.constexpr, S: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr):
+def _store_state(states, index, state, P: tl.constexpr, S: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr):
     p, s = tl.arange(0, BP), tl.arange(0, BS)
-    tl.store(states + own * (P * S) + p[:, None] * S + s[None], state, mask=(p[:, None] < P) & (s[None] < S))
+    tl.store(states + index * (P * S) + p[:, None] * S + s[None], state, mask=(p[:, None] < P) & (s[None] < S))
 
 
 @jit_kernel
@@ -111,8 +111,8 @@ def _chunk_weights_kernel(
         xl, wl, position, _ = _load_block(
             x, rows + sequence * n, grid, w, first, end_mark, head, HEADS, P, RANK, BN, BP, BS
         )
-        late = powers(rate, tl.maximum(end - 1 - position, 0), DECAY)
-        state += dot(tl.trans((xl * late[:, None]).to(xl.dtype)), wl, PRECISION)
+        to_end = powers(rate, tl.maximum(end - 1 - position, 0), DECAY)
+        state += dot(tl.trans((xl * to_end[:, None]).to(xl.dtype)), wl, PRECISION)
     _store_state(sums, chunk.to(tl.int64) * (2 * HEADS) + lane, state, P, S, BP, BS)
 
 
@@ -135,8 +135,8 @@ def _scores_kernel(
     rate = tl.load(log_decay + head) if DECAY else 0.0
     kind: tl.constexpr = qk.dtype.element_ty
     w = (w_e if side == 0 else w_r) + head * n * RANK
-    own = chunk.to(tl.int64) * (2 * HEADS) + lane
-    state = _load_state(states, own, P, S, BP, BS, HAS_STATE)
+    index = chunk.to(tl.int64) * (2 * HEADS) + lane
+    state = _load_state(states, index, P, S, BP, BS, HAS_STATE)
     qk += (side * HEADS + head) * P
     total = tl.zeros((BS,), tl.float32)
     for first in range(start, end, BT):
@@ -154,13 +154,13 @@ def _scores_kernel(
             xl, wl, position, exists = _load_block(x, rows, grid, w, mark, end_mark, head, HEADS, P, RANK, BN, BP, BS)
             weight, _age = _similarity_weights(begin, position, exists, rate, BT, DECAY)
             e += dot((dot(phi, tl.trans(xl), PRECISION) * weight).to(kind), wl, PRECISION)
-            late = powers(rate, tl.maximum(begin + count - 1 - position, 0), DECAY)
-            state += dot(tl.trans((xl * late[:, None]).to(kind)), wl, PRECISION)
+            to_end = powers(rate, tl.maximum(begin + count - 1 - position, 0), DECAY)
+            state += dot(tl.trans((xl * to_end[:, None]).to(kind)), wl, PRECISION)
         total += tl.sum(tl.where(live[:, None], e * e, 0.0), 0)
         e = tl.where((s[None] == RANK) & (side == 0), 1.0, e)
         place = scores + row[:, None] * (2 * HEADS * S) + lane * S + s[None]
         tl.store(place, e.to(kind), mask=live[:, None] & (s[None] < S))
-    tl.store(energy + own * S + s, total, mask=s < S)
+    tl.store(energy + index * S + s, total, mask=s < S)
 
 
 @jit_kernel
@@ -184,8 +184,8 @@ def _rows_backward_kernel(
     rate = tl.load(log_decay + head) if DECAY else 0.0
     kind: tl.constexpr = qk.dtype.element_ty
     w = (w_e if side == 0 else w_r) + head * n * RANK
-    own = chunk.to(tl.int64) * (2 * HEADS) + lane
-    state = _load_state(states, own, P, S, BP, BS, HAS_STATE)
+    index = chunk.to(tl.int64) * (2 * HEADS) + lane
+    state = _load_state(states, index, P, S, BP, BS, HAS_STATE)
     derivative = tl.zeros((BP, BS), tl.float32)
     share = tl.zeros((BP, BS), tl.float32)
     column = (side * HEADS + head) * P + p
@@ -209,12 +209,12 @@ def _rows_backward_kernel(
         ).to(tl.float32)  # fmt: skip
         de = load_score_gradient(grad_scores, twice, e, row, live, s, HEADS, S, RANK)
         narrow = de.to(kind)
-        fade = powers(rate, t + 1, DECAY)
-        dphi = dot(narrow, tl.trans(state.to(kind)), PRECISION) * fade[:, None]
+        decays = powers(rate, t + 1, DECAY)
+        dphi = dot(narrow, tl.trans(state.to(kind)), PRECISION) * decays[:, None]
         if DECAY:
             aged = dot(phi, derivative.to(kind), PRECISION)
             aged += dot(phi, state.to(kind), PRECISION) * (t + 1).to(tl.float32)[:, None]
-            sum_decay += tl.sum(aged * de, 1) * fade
+            sum_decay += tl.sum(aged * de, 1) * decays
             factor = powers(rate, count, DECAY)
             derivative = (derivative + state * count.to(tl.float32)) * factor
             state *= factor
@@ -227,24 +227,24 @@ def _rows_backward_kernel(
             weight, age = _similarity_weights(begin, position, exists, rate, BT, DECAY)
             da = dot(narrow, tl.trans(wl), PRECISION) * weight
             dphi += dot(da.to(kind), xl, PRECISION)
-            late = powers(rate, tl.maximum(begin + count - 1 - position, 0), DECAY)
-            added = dot(tl.trans((xl * late[:, None]).to(kind)), wl, PRECISION)
+            to_end = powers(rate, tl.maximum(begin + count - 1 - position, 0), DECAY)
+            added = dot(tl.trans((xl * to_end[:, None]).to(kind)), wl, PRECISION)
             state += added
             if DECAY:
                 sum_decay += tl.sum(dot(phi, tl.trans(xl), PRECISION) * da * age.to(tl.float32), 1)
-                late *= tl.maximum(begin + count - 1 - position, 0).to(tl.float32)
-                derivative += dot(tl.trans((xl * late[:, None]).to(kind)), wl, PRECISION)
+                to_end *= tl.maximum(begin + count - 1 - position, 0).to(tl.float32)
+                derivative += dot(tl.trans((xl * to_end[:, None]).to(kind)), wl, PRECISION)
         along = tl.where(above, tl.sum(unit * dphi, 1), 0.0)
         dz = tl.where(inside, (dphi - unit * along[:, None]) * inverse[:, None], 0.0)
         sum_b += tl.sum(dz, 0)
         tl.store(grad_qk + place, dz.to(kind), mask=inside)
     tl.store(grad_bias + chunk.to(tl.int64) * (2 * HEADS * P) + column, sum_b, mask=p < P)
     if DECAY:
-        tl.store(grad_decay + own, tl.sum(sum_decay, 0))
+        tl.store(grad_decay + index, tl.sum(sum_decay, 0))
     if HAS_CARRY_OUT:
-        _store_state(grad_states, own, share, P, S, BP, BS)
+        _store_state(grad_states, index, share, P, S, BP, BS)
         if DECAY:
-            _store_state(derivatives, own, derivative, P, S, BP, BS)
+            _store_state(derivatives, index, derivative, P, S, BP, BS)
 
 
 @jit_kernel
@@ -267,8 +267,8 @@ def _landmarks_backward_kernel(
     rate = tl.load(log_decay + head) if DECAY else 0.0
     kind: tl.constexpr = qk.dtype.element_ty
     w = (w_e if side == 0 else w_r) + head * n * RANK
-    own = chunk.to(tl.int64) * (2 * HEADS) + lane
-    grad_state = _load_state(carries, own, P, S, BP, BS, HAS_CARRY_OUT)
+    index = chunk.to(tl.int64) * (2 * HEADS) + lane
+    grad_state = _load_state(carries, index, P, S, BP, BS, HAS_CARRY_OUT)
     qk += (side * HEADS + head) * P
     scores += lane * S
     grad_scores += lane * S
@@ -294,9 +294,9 @@ def _landmarks_backward_kernel(
             weight, _age = _similarity_weights(begin, position, exists, rate, BT, DECAY)
             a = (dot(phi, tl.trans(xl), PRECISION) * weight).to(kind)
             da = (dot(narrow, tl.trans(wl), PRECISION) * weight).to(kind)
-            late = powers(rate, tl.maximum(begin + count - 1 - position, 0), DECAY)[:, None]
-            dx = dot(tl.trans(da), phi, PRECISION) + dot(wl, tl.trans(grad_state.to(kind)), PRECISION) * late
-            dw = dot(tl.trans(a), narrow, PRECISION) + dot(xl, grad_state.to(kind), PRECISION) * late
+            to_end = powers(rate, tl.maximum(begin + count - 1 - position, 0), DECAY)[:, None]
+            dx = dot(tl.trans(da), phi, PRECISION) + dot(wl, tl.trans(grad_state.to(kind)), PRECISION) * to_end
+            dw = dot(tl.trans(a), narrow, PRECISION) + dot(xl, grad_state.to(kind), PRECISION) * to_end
             j = mark + tl.arange(0, BN)
             out = ((sequence * (2 * HEADS) + lane) * n + j)[:, None]
             is_mark = (j < end_mark)[:, None]
@@ -392,8 +392,8 @@ class CausalLandmarkScores(torch.autograd.Function):
 
     Args:
         x: rows of all sequences, (rows, d).
-        weight: of the projection, (2d, d); None if `qk` is passed.
-        bias: of the projection, (2d,).
+        weight: weight of the projection, (2d, d); None if `qk` is passed.
+        bias: bias of the projection, (2d,).
         qk: q and k, (rows, 2d), if they are computed elsewhere.
         w_e: (H, n, s).
         w_r: (H, n, s).
@@ -403,7 +403,7 @@ class CausalLandmarkScores(torch.autograd.Function):
         grid: positions of the landmarks, (n,).
         marks_before: the number of landmarks before each position, (max_length + 1,).
         offset: the position of each sequence's first row, (B,); None for zero.
-        dtype: of the products and scores.
+        dtype: dtype of the products and scores.
         covers_rows: the sequences cover every row.
         is_single_chunk: every sequence has one chunk.
         tables: the tensors of `Sequences`.

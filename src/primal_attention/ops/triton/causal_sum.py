@@ -166,20 +166,20 @@ def _causal_scores_kernel(
     p, t = tl.arange(0, BP), tl.arange(0, BT)
     rate = tl.load(log_decay + head) if DECAY else 0.0
     triangle = lower_triangle(rate, BT, DECAY)
-    fade = powers(rate, t + 1, DECAY)
-    own = chunk.to(tl.int64) * (2 * HEADS) + lane
+    decays = powers(rate, t + 1, DECAY)
+    index = chunk.to(tl.int64) * (2 * HEADS) + lane
     qk += (side * HEADS + head) * P
     weights = (w_e if side == 0 else w_r) + head * (P * RANK)
     for block in tl.static_range(NS):
         s = block * BS + tl.arange(0, BS)
         w = load_weights(weights, block, qk, P, RANK, BP, BS)
         total = tl.zeros((BS,), tl.float32)
-        carry = load_carry(carries, own, P, BP, HAS_CARRY_IN)
+        carry = load_carry(carries, index, P, BP, HAS_CARRY_IN)
         for first in range(start, end, BT):
             row = first + t
             live = row < end
             z = tl.load(qk + row[:, None] * (2 * HEADS * P) + p[None], mask=live[:, None] & (p[None] < P), other=0.0)
-            sums = triangular_sums(z, triangle, DECAY, PRECISION, FINE) + fade[:, None] * carry[None]
+            sums = triangular_sums(z, triangle, DECAY, PRECISION, FINE) + decays[:, None] * carry[None]
             carry = last_row(sums, end - first, BT)
             inverse, _ = inverse_norms(sums)
             e = dot((sums * inverse[:, None]).to(z.dtype), w, PRECISION)
@@ -187,20 +187,20 @@ def _causal_scores_kernel(
             e = tl.where((s[None] == RANK) & (side == 0), 1.0, e)
             place = scores + row[:, None] * (2 * HEADS * S) + lane * S + s[None]
             tl.store(place, e.to(scores.dtype.element_ty), mask=live[:, None] & (s[None] < S))
-        tl.store(energy + own * S + s, total, mask=s < S)
+        tl.store(energy + index * S + s, total, mask=s < S)
         if WRITES_FINAL and block == 0:
-            tl.store(final + own * P + p, carry, mask=p < P)
+            tl.store(final + index * P + p, carry, mask=p < P)
 
 
 @triton.jit
 def _sums_gradient(
-    z, w, weights, carry, grad_scores, grad_energy, twice, triangle, fade, row, live,
+    z, w, weights, carry, grad_scores, grad_energy, twice, triangle, decays, row, live,
     HEADS: tl.constexpr, P: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr,
     BT: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, NS: tl.constexpr,
     DECAY: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
     """The sums s of a block, φ, ds, and de of the last block of directions. w, twice: of the first block."""
-    sums = triangular_sums(z, triangle, DECAY, PRECISION, FINE) + fade[:, None] * carry[None]
+    sums = triangular_sums(z, triangle, DECAY, PRECISION, FINE) + decays[:, None] * carry[None]
     inverse, above = inverse_norms(sums)
     unit = sums * inverse[:, None]
     phi = unit.to(z.dtype)
@@ -240,7 +240,7 @@ def _causal_backward_sums_kernel(
     column = ((lane % 2) * HEADS + lane // 2) * P + p
     rate = tl.load(log_decay + lane // 2) if DECAY else 0.0
     triangle = lower_triangle(rate, BT, DECAY)
-    fade = powers(rate, t + 1, DECAY)
+    decays = powers(rate, t + 1, DECAY)
     weights = (w_e if lane % 2 == 0 else w_r) + lane // 2 * (P * RANK)
     grad_scores += lane * S
     grad_energy += (sequence * (2 * HEADS) + lane) * S
@@ -248,8 +248,8 @@ def _causal_backward_sums_kernel(
     twice = load_energy_gradient(grad_energy, tl.arange(0, BS), RANK)
     sum_w = tl.zeros((BS, BP), tl.float32)
     parts = tl.zeros((BT, BP), tl.float32)
-    own = chunk.to(tl.int64) * (2 * HEADS) + lane
-    carry = load_carry(carries, own, P, BP, HAS_CARRY_IN)
+    index = chunk.to(tl.int64) * (2 * HEADS) + lane
+    carry = load_carry(carries, index, P, BP, HAS_CARRY_IN)
     carry_place = (chunk.to(tl.int64) * BLOCKS * (2 * HEADS) + lane) * P + p
     for first in range(start, end, BT):
         row = first + t
@@ -259,7 +259,7 @@ def _causal_backward_sums_kernel(
             tl.store(block_carries + carry_place, carry, mask=p < P)
             carry_place += 2 * HEADS * P
         rows, phi, grad, de = _sums_gradient(
-            z, w, weights, carry, grad_scores, grad_energy, twice, triangle, fade, row, live,
+            z, w, weights, carry, grad_scores, grad_energy, twice, triangle, decays, row, live,
             HEADS, P, S, RANK, BT, BP, BS, NS, DECAY, PRECISION, FINE,
         )  # fmt: skip
         carry = last_row(rows, end - first, BT)
@@ -271,10 +271,10 @@ def _causal_backward_sums_kernel(
         if NS == 1:
             sum_w += dot(tl.trans(de.to(phi.dtype)), phi, PRECISION)
     if HAS_CARRY_OUT:
-        tl.store(sums + own * P + p, tl.sum(parts, 0), mask=p < P)
+        tl.store(sums + index * P + p, tl.sum(parts, 0), mask=p < P)
     if NS == 1:
         fits = (p[None] < P) & (s[:, None] < S)
-        tl.store(grad_wx + own * (P * S) + p[None] * S + s[:, None], sum_w, mask=fits)
+        tl.store(grad_wx + index * (P * S) + p[None] * S + s[:, None], sum_w, mask=fits)
 
 
 @jit_kernel
@@ -293,7 +293,7 @@ def _causal_backward_rows_kernel(
     column = ((lane % 2) * HEADS + lane // 2) * P + p
     rate = tl.load(log_decay + lane // 2) if DECAY else 0.0
     triangle = lower_triangle(rate, BT, DECAY)
-    fade = powers(rate, t + 1, DECAY)
+    decays = powers(rate, t + 1, DECAY)
     weights = (w_e if lane % 2 == 0 else w_r) + lane // 2 * (P * RANK)
     grad_scores += lane * S
     grad_energy += (sequence * (2 * HEADS) + lane) * S
@@ -315,7 +315,7 @@ def _causal_backward_rows_kernel(
             carry = tl.load(block_carries + block * P + p, mask=p < P, other=0.0)
             z = tl.load(qk + place, mask=inside, other=0.0)
             sums, _, grad, _ = _sums_gradient(
-                z, w, weights, carry, grad_scores, grad_energy, twice, triangle, fade, row, live,
+                z, w, weights, carry, grad_scores, grad_energy, twice, triangle, decays, row, live,
                 HEADS, P, S, RANK, BT, BP, BS, NS, DECAY, PRECISION, FINE,
             )  # fmt: skip
             dz = dot(tl.trans(triangle), grad, FINE) + ahead[:, None] * later[None]
@@ -348,18 +348,18 @@ def _causal_backward_weights_kernel(
     column = ((lane % 2) * HEADS + lane // 2) * P + p
     rate = tl.load(log_decay + lane // 2) if DECAY else 0.0
     triangle = lower_triangle(rate, BT, DECAY)
-    fade = powers(rate, t + 1, DECAY)
+    decays = powers(rate, t + 1, DECAY)
     w = load_weights((w_e if lane % 2 == 0 else w_r) + lane // 2 * (P * RANK), block, qk, P, RANK, BP, BS)
     grad_scores += lane * S
     twice = load_energy_gradient(grad_energy + (sequence * (2 * HEADS) + lane) * S, s, RANK)
     sum_w = tl.zeros((BS, BP), tl.float32)
-    own = chunk.to(tl.int64) * (2 * HEADS) + lane
-    carry = load_carry(carries, own, P, BP, HAS_CARRY_IN)
+    index = chunk.to(tl.int64) * (2 * HEADS) + lane
+    carry = load_carry(carries, index, P, BP, HAS_CARRY_IN)
     for first in range(start, end, BT):
         row = first + t
         live = row < end
         z = tl.load(qk + row[:, None] * (2 * HEADS * P) + column[None], mask=live[:, None] & (p[None] < P), other=0.0)
-        sums = triangular_sums(z, triangle, DECAY, PRECISION, FINE) + fade[:, None] * carry[None]
+        sums = triangular_sums(z, triangle, DECAY, PRECISION, FINE) + decays[:, None] * carry[None]
         carry = last_row(sums, end - first, BT)
         inverse, _ = inverse_norms(sums)
         phi = (sums * inverse[:, None]).to(z.dtype)
@@ -367,7 +367,7 @@ def _causal_backward_weights_kernel(
         de = load_score_gradient(grad_scores, twice, e, row, live, s, HEADS, S, RANK)
         sum_w += dot(tl.trans(de.to(phi.dtype)), phi, PRECISION)
     fits = (p[None] < P) & (s[:, None] < S)
-    tl.store(grad_wx + own * (P * S) + p[None] * S + s[:, None], sum_w, mask=fits)
+    tl.store(grad_wx + index * (P * S) + p[None] * S + s[:, None], sum_w, mask=fits)
 
 
 def causal_tiles(dtype: torch.dtype, head_dim: int, rank: int) -> Tiles:
@@ -427,14 +427,14 @@ class CausalSumScores(torch.autograd.Function):
 
     Args:
         x: rows of all sequences, (rows, d).
-        weight: of the projection, (2d, d); None if `qk` is passed.
-        bias: of the projection, (2d,).
+        weight: weight of the projection, (2d, d); None if `qk` is passed.
+        bias: bias of the projection, (2d,).
         qk: q and k, (rows, 2d), if they are computed elsewhere.
         w_e: (H, p, s).
         w_r: (H, p, s).
         log_decay: log γ, (H,); None for the running mean.
         initial: the sums before the first token, (B, H, 2, p) float32.
-        dtype: of the products and scores.
+        dtype: dtype of the products and scores.
         covers_rows: the sequences cover every row.
         is_single_chunk: every sequence has one chunk.
         tables: the tensors of `Sequences`.
@@ -556,27 +556,27 @@ def _two_sided_kernel(
     column = ((lane % 2) * HEADS + lane // 2) * P + p
     rate = tl.load(log_decay + lane // 2)
     triangle = lower_triangle(rate, BT, True)
-    fade = powers(rate, t + 1, True)
-    own = chunk.to(tl.int64) * (2 * HEADS) + lane
-    carry = load_carry(before, own, P, BP, HAS_BEFORE)
-    grad_carry = load_carry(grad_before, own, P, BP, HAS_GRADIENT_CARRIES)
+    decays = powers(rate, t + 1, True)
+    index = chunk.to(tl.int64) * (2 * HEADS) + lane
+    carry = load_carry(before, index, P, BP, HAS_BEFORE)
+    grad_carry = load_carry(grad_before, index, P, BP, HAS_GRADIENT_CARRIES)
     for first in range(start, end, BT):
         row = first + t
         inside = (row < end)[:, None] & (p[None] < P)
         place = row[:, None] * (2 * HEADS * P) + column[None]
         rows = tl.load(z + place, mask=inside, other=0.0).to(tl.float32)
-        sums = dot(triangle, rows, FINE) + fade[:, None] * carry[None]
+        sums = dot(triangle, rows, FINE) + decays[:, None] * carry[None]
         carry = last_row(sums, end - first, BT)
         if BACKWARD:
             ds = tl.load(grad + place, mask=inside, other=0.0)
             tl.store(partial + place, sums - rows, mask=inside)
-            sums = dot(triangle, ds, FINE) + fade[:, None] * grad_carry[None]
+            sums = dot(triangle, ds, FINE) + decays[:, None] * grad_carry[None]
             grad_carry = last_row(sums, end - first, BT)
             rows = ds
         tl.store(out + place, sums - rows, mask=inside)
     tl.debug_barrier()  # the second sweep reads what other threads wrote
-    later = load_carry(after, own, P, BP, HAS_AFTER)
-    grad_later = load_carry(grad_after, own, P, BP, HAS_GRADIENT_CARRIES)
+    later = load_carry(after, index, P, BP, HAS_AFTER)
+    grad_later = load_carry(grad_after, index, P, BP, HAS_GRADIENT_CARRIES)
     sum_decay = tl.zeros((BP,), tl.float32)
     blocks = tl.cdiv(end - start, BT)
     for back in range(blocks):
@@ -598,7 +598,7 @@ def _two_sided_kernel(
             sums = total
         tl.store(out + place, earlier + sums, mask=inside)
     if BACKWARD:
-        tl.store(grad_decay + own, tl.sum(sum_decay, 0))
+        tl.store(grad_decay + index, tl.sum(sum_decay, 0))
 
 
 class TwoSidedSum(torch.autograd.Function):

@@ -21,7 +21,7 @@ from ..landmarks import ragged_landmark_indices
 CHUNK = 1024  # rows
 LANE = 8  # scores are stored in rows of a multiple of 8 numbers: whole 16-byte pieces in 16-bit types
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-MAX_COMPILED = 4096  # launches that a kernel remembers, by their arguments
+MAX_COMPILED = 4096  # compiled kernels that are cached, by their arguments
 
 
 class Kernel(triton.JITFunction):  # type: ignore[misc]
@@ -39,8 +39,8 @@ class Kernel(triton.JITFunction):  # type: ignore[misc]
     def run(self, *inputs: Any, grid: tuple[int, ...], warmup: bool, **constants: Any) -> Any:
         if warmup or len(inputs) != self.num_inputs:
             return super().run(*inputs, grid=grid, warmup=warmup, **constants)
-        kinds = [a if a.__class__ is int else (a.dtype, a.data_ptr() % 16) for a in inputs]
-        key = (torch.cuda.current_device(), *kinds, *constants.items())
+        specialisations = [a if a.__class__ is int else (a.dtype, a.data_ptr() % 16) for a in inputs]
+        key = (torch.cuda.current_device(), *specialisations, *constants.items())
         if (known := self.compiled.get(key)) is None:
             compiled = super().run(*inputs, grid=grid, warmup=False, **constants)
             if len(self.compiled) >= MAX_COMPILED:

@@ -67,8 +67,8 @@ def chunk_places(lane, chunk, length, HEADS: tl.constexpr, C: tl.constexpr):
     token = (lane // (2 * HEADS)).to(tl.int64) * length + chunk * C
     first = token * (2 * HEADS)
     exists = chunk * C + tl.arange(0, C) < length
-    own, other = first + side * HEADS + head, first + (1 - side) * HEADS + head
-    return own, other, first + head * 2 + side, token * HEADS + head, exists
+    own_row, other_row = first + side * HEADS + head, first + (1 - side) * HEADS + head
+    return own_row, other_row, first + head * 2 + side, token * HEADS + head, exists
 
 
 @triton.jit
@@ -91,7 +91,7 @@ def store_rows(
 
 @triton.jit
 def transposed_places(lane, first, P: tl.constexpr, S: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr):
-    """Of BS columns of a lane's (p, s) matrix, as rows: offsets in (lanes, p, s), in (s, p), and which exist."""
+    """Offsets of BS columns of a lane's (p, s) matrix, as rows, in (lanes, p, s) and in (s, p), and which exist."""
     p, s = tl.arange(0, BP)[None], first + tl.arange(0, BS)[:, None]
     return lane.to(tl.int64) * (P * S) + p * S + s, s * P + p, (p < P) & (s < S)
 
@@ -134,11 +134,11 @@ def _triangular_inverse_kernel(
 ):  # fmt: skip
     """T of each chunk."""
     lane, chunk = tl.program_id(0) // chunks, tl.program_id(0) % chunks
-    own, other, _score_row, decay_row, exists = chunk_places(lane, chunk, length, HEADS, C)
+    own_row, other_row, _score_row, decay_row, exists = chunk_places(lane, chunk, length, HEADS, C)
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None]
-    key = load_rows(phi, other, exists, 0, 2 * HEADS, P, C, BP)
+    key = load_rows(phi, other_row, exists, 0, 2 * HEADS, P, C, BP)
     total, _last = load_decay(log_decay, decay_row, exists, HEADS, C)
-    strength = tl.load(beta + own + tl.arange(0, C) * (2 * HEADS), mask=exists, other=0.0)
+    strength = tl.load(beta + own_row + tl.arange(0, C) * (2 * HEADS), mask=exists, other=0.0)
     overlap = dot(key, tl.trans(key), PRECISION) * decay_between(total, C, False) * strength[:, None]
     solve = unit_lower_inverse(overlap, C, LEVELS, FINE)
     place = inverse + tl.program_id(0).to(tl.int64) * (C * C) + i * C + j
@@ -157,18 +157,18 @@ def _delta_scan_kernel(
     place, transposed, inside = transposed_places(lane, column, P, S, BP, BS)
     w = tl.load(initial + place, mask=inside, other=0.0) if HAS_INITIAL else tl.zeros((BS, BP), tl.float32)
     for chunk in range(chunks):
-        own, other, score_row, decay_row, exists = chunk_places(lane, chunk, length, HEADS, C)
+        own_row, other_row, score_row, decay_row, exists = chunk_places(lane, chunk, length, HEADS, C)
         block = lane.to(tl.int64) * chunks + chunk
-        key = load_rows(phi, other, exists, 0, 2 * HEADS, P, C, BP)
-        value = load_rows(h, own, exists, column, 2 * HEADS, S, C, BS).to(tl.float32)
+        key = load_rows(phi, other_row, exists, 0, 2 * HEADS, P, C, BP)
+        value = load_rows(h, own_row, exists, column, 2 * HEADS, S, C, BS).to(tl.float32)
         solve = tl.load(inverse + block * (C * C) + t[:, None] * C + t[None])
         total, last = load_decay(log_decay, decay_row, exists, HEADS, C)
-        strength = tl.load(beta + own + t * (2 * HEADS), mask=exists, other=0.0)
+        strength = tl.load(beta + own_row + t * (2 * HEADS), mask=exists, other=0.0)
         from_start, narrow = tl.exp(total)[:, None], tl.trans(w.to(key.dtype))
         missing = strength[:, None] * (value - from_start * dot(key, narrow, PRECISION))
         u = dot(solve, missing.to(key.dtype), PRECISION)
         if WRITES_SCORES:
-            query = load_rows(phi, own, exists, 0, 2 * HEADS, P, C, BP)
+            query = load_rows(phi, own_row, exists, 0, 2 * HEADS, P, C, BP)
             near = dot(query, tl.trans(key), PRECISION) * decay_between(total, C, True)
             result = from_start * dot(query, narrow, PRECISION)
             result += dot(near.to(key.dtype), u.to(key.dtype), PRECISION)
@@ -176,8 +176,8 @@ def _delta_scan_kernel(
         else:
             tl.store(states + block * (P * S) + transposed, w.to(key.dtype), mask=inside)
             store_rows(updates, block * C, t >= 0, column, u, 1, S, C, BS)
-        late = (tl.exp(last - total)[:, None] * u).to(key.dtype)
-        w = tl.exp(last) * w + dot(tl.trans(late), key, PRECISION)
+        update = (tl.exp(last - total)[:, None] * u).to(key.dtype)
+        w = tl.exp(last) * w + dot(tl.trans(update), key, PRECISION)
     if WRITES_SCORES:
         tl.store(final + place, w, mask=inside)
 
@@ -198,14 +198,14 @@ def _delta_backward_scan_kernel(
     grad_w = tl.load(grad_final + place, mask=inside, other=0.0)
     for step in range(chunks):
         chunk = chunks - 1 - step
-        own, other, score_row, decay_row, exists = chunk_places(lane, chunk, length, HEADS, C)
+        own_row, other_row, score_row, decay_row, exists = chunk_places(lane, chunk, length, HEADS, C)
         block = lane.to(tl.int64) * chunks + chunk
-        key = load_rows(phi, other, exists, 0, 2 * HEADS, P, C, BP)
-        query = load_rows(phi, own, exists, 0, 2 * HEADS, P, C, BP)
+        key = load_rows(phi, other_row, exists, 0, 2 * HEADS, P, C, BP)
+        query = load_rows(phi, own_row, exists, 0, 2 * HEADS, P, C, BP)
         grad = load_rows(grad_scores, score_row, exists, column, 2 * HEADS, S, C, BS)
         solve = tl.load(inverse + block * (C * C) + t[None] * C + t[:, None])  # Tᵀ
         total, last = load_decay(log_decay, decay_row, exists, HEADS, C)
-        strength = tl.load(beta + own + t * (2 * HEADS), mask=exists, other=0.0)
+        strength = tl.load(beta + own_row + t * (2 * HEADS), mask=exists, other=0.0)
         from_start, narrow = tl.exp(total)[:, None], grad_w.to(key.dtype)
         tl.store(grad_states + block * (P * S) + transposed, narrow, mask=inside)
         ahead = tl.where(t[:, None] <= t[None], total[None] - total[:, None], float("-inf"))
@@ -242,10 +242,10 @@ def _delta_gradients_kernel(
     """The gradients of a chunk's φ, h, β, and of log γ per side."""
     lane, chunk = tl.program_id(0) // chunks, tl.program_id(0) % chunks
     t = tl.arange(0, C)
-    own, other, score_row, decay_row, exists = chunk_places(lane, chunk, length, HEADS, C)
+    own_row, other_row, score_row, decay_row, exists = chunk_places(lane, chunk, length, HEADS, C)
     block = tl.program_id(0).to(tl.int64)
     total, last = load_decay(log_decay, decay_row, exists, HEADS, C)
-    strength = tl.load(beta + own + t * (2 * HEADS), mask=exists, other=0.0)
+    strength = tl.load(beta + own_row + t * (2 * HEADS), mask=exists, other=0.0)
     from_start, to_end = tl.exp(total)[:, None], tl.exp(last - total)[:, None]
 
     near = tl.zeros((C, C), tl.float32)
@@ -254,7 +254,7 @@ def _delta_gradients_kernel(
         u = load_rows(updates, block * C, t >= 0, part * BS, 1, S, C, BS)
         near += dot(grad, tl.trans(u), PRECISION)
     near *= decay_between(total, C, True)
-    each = near * row_products(phi, own, other, exists, HEADS, P, C, BQ, NP, PRECISION)
+    each = near * row_products(phi, own_row, other_row, exists, HEADS, P, C, BQ, NP, PRECISION)
     grad_total = tl.sum(each, 1) - tl.sum(each, 0)
     near = near.to(phi.dtype.element_ty)
 
@@ -264,11 +264,11 @@ def _delta_gradients_kernel(
         z = load_rows(solved, block * C, t >= 0, part * BS, 1, S, C, BS)
         u = load_rows(updates, block * C, t >= 0, part * BS, 1, S, C, BS)
         overlap -= dot(z, tl.trans(u), PRECISION)
-        value = load_rows(h, own, exists, part * BS, 2 * HEADS, S, C, BS)
+        value = load_rows(h, own_row, exists, part * BS, 2 * HEADS, S, C, BS)
         grad_strength += tl.sum(z.to(tl.float32) * value.to(tl.float32), 1)
-        store_rows(grad_h, own, exists, part * BS, strength[:, None] * z, 2 * HEADS, S, C, BS)
+        store_rows(grad_h, own_row, exists, part * BS, strength[:, None] * z, 2 * HEADS, S, C, BS)
     overlap *= decay_between(total, C, False)
-    each = overlap * row_products(phi, other, other, exists, HEADS, P, C, BQ, NP, PRECISION)
+    each = overlap * row_products(phi, other_row, other_row, exists, HEADS, P, C, BQ, NP, PRECISION)
     grad_strength += tl.sum(each, 1)
     each *= strength[:, None]
     grad_total += tl.sum(each, 1) - tl.sum(each, 0)
@@ -276,8 +276,8 @@ def _delta_gradients_kernel(
 
     grad_last = 0.0  # the gradient of G_C
     for part in range(NP):
-        query = load_rows(phi, own, exists, part * BQ, 2 * HEADS, P, C, BQ)
-        key = load_rows(phi, other, exists, part * BQ, 2 * HEADS, P, C, BQ)
+        query = load_rows(phi, own_row, exists, part * BQ, 2 * HEADS, P, C, BQ)
+        key = load_rows(phi, other_row, exists, part * BQ, 2 * HEADS, P, C, BQ)
         p = part * BQ + tl.arange(0, BQ)[None]
         read = tl.zeros((C, BQ), tl.float32)
         stored = tl.zeros((C, BQ), tl.float32)
@@ -300,12 +300,12 @@ def _delta_gradients_kernel(
         grad_strength -= along
         grad_total += tl.sum(read * query, 1) - strength * along - later
         grad_last += tl.sum(later, 0)
-        store_rows(grad_query, own, exists, part * BQ, read + dot(near, key, PRECISION), 2 * HEADS, P, C, BQ)
+        store_rows(grad_query, own_row, exists, part * BQ, read + dot(near, key, PRECISION), 2 * HEADS, P, C, BQ)
         ahead += dot(tl.trans(near), query, PRECISION) - strength[:, None] * stored
         ahead += dot(overlap, key, PRECISION)
         ahead += dot(tl.trans(overlap), key, PRECISION)
-        store_rows(grad_key, other, exists, part * BQ, ahead, 2 * HEADS, P, C, BQ)
-    place = own + t * (2 * HEADS)
+        store_rows(grad_key, other_row, exists, part * BQ, ahead, 2 * HEADS, P, C, BQ)
+    place = own_row + t * (2 * HEADS)
     tl.store(grad_beta + place, grad_strength, mask=exists)
     tl.store(grad_decay + place, tl.cumsum(grad_total, 0, reverse=True) + grad_last, mask=exists)
 
@@ -487,8 +487,8 @@ class DeltaFeatures(torch.autograd.Function):
 
     Args:
         z: projections, columns [q; k; h_r; h_e], (B, N, 2H(p + s)).
-        weight: of the convolution, (K, 2H(p + s)); row j weighs the input j tokens ago.
-        bias: of the convolution, (2H(p + s),).
+        weight: weight of the convolution, (K, 2H(p + s)); row j weights the input j tokens ago.
+        bias: bias of the convolution, (2H(p + s),).
         heads: H.
         rank: s.
     """
@@ -621,8 +621,8 @@ class GatedScores(torch.autograd.Function):
     Args:
         x: scores, (B, N, H, 2s).
         gate: like x, before its nonlinearity.
-        weight: of the norm, (2s,).
-        eps: of the norm.
+        weight: weight of the norm, (2s,).
+        eps: ε of the norm.
         kind: "silu" or "sigmoid".
     """
 

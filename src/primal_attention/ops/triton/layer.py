@@ -65,7 +65,7 @@ def fused_attention(
     z = None if qk is None else qk.reshape(-1, qk.shape[-1])
     is_uniform = cu_seqlens is None and valid is None
     layout = (is_uniform, sequences.is_single_chunk, *sequences[:-1])
-    after, total_trace = None, None
+    final_state, total_trace = None, None
     if mode.causal and mode.data_dependent:
         assert mode.max_length is not None
         grid, marks_before = landmark_grid(mode.max_length, mode.landmarks, x.device)
@@ -116,7 +116,7 @@ def fused_attention(
                 dtype,
                 *layout,
             )
-            after = _running_state(final, tokens, decay, past) if need_state else None
+            final_state = _running_state(final, tokens, decay, past) if need_state else None
         else:
             if z is None:
                 assert weights.qk_weight is not None
@@ -134,7 +134,7 @@ def fused_attention(
         y = output_projection(scores, weights, dropout).view(x.shape)
         y = y if order is None else PermuteRows.apply(y, *reversed(order))
     by_head = _split_scores(scores, x, order, rank) if need_scores or y is None else None
-    return Output(y, energy, total_trace, by_head, after, is_fused=True)
+    return Output(y, energy, total_trace, by_head, final_state, is_fused=True)
 
 
 def _landmarks_before(
@@ -150,9 +150,9 @@ def _landmarks_before(
     weight = ((age >= 0) & boundary.has_landmark).float()[:, None]
     if log_decay is not None:
         weight = weight * (log_decay[:, None] * age.clamp(min=0)[:, None]).exp()  # (B or 1, H, n)
-    both = torch.stack([weights.w_e, weights.w_r], dim=1).to(dtype).float()  # (H, 2, n, s)
+    w = torch.stack([weights.w_e, weights.w_r], dim=1).to(dtype).float()  # (H, 2, n, s)
     with torch.autocast(rows.device.type, enabled=False):
-        state = (rows * weight[..., None]).mT[:, :, None] @ both
+        state = (rows * weight[..., None]).mT[:, :, None] @ w
     return F.pad(state, (0, stored_rank(rank) - rank)).contiguous()
 
 
@@ -189,11 +189,11 @@ def _running_state(
     if isinstance(tokens, int):  # on the device: a copy from the host would break CUDA-graph capture
         tokens = torch.full((final.shape[0],), tokens, device=final.device)
     count = tokens.float()[:, None]  # (B, 1)
-    before = torch.zeros_like(final[:, :, 0, 0]) if past is None else past.weight
+    past_weight = torch.zeros_like(final[:, :, 0, 0]) if past is None else past.weight
     if decay is None:
-        weight = before + count
+        weight = past_weight + count
     else:
         gamma = decay.float()[None]
         power = gamma**count
-        weight = before * power + torch.where(gamma < 1, (1 - power) / (1 - gamma).clamp(min=1e-30), count)
+        weight = past_weight * power + torch.where(gamma < 1, (1 - power) / (1 - gamma).clamp(min=1e-30), count)
     return RunningState(final[:, :, 0].contiguous(), final[:, :, 1].contiguous(), weight)

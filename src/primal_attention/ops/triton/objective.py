@@ -33,8 +33,8 @@ def _objective_kernel(
     for head in range(HEADS):
         root = tl.load(sqrt_lambda + head * RANK + s, mask=s < RANK, other=0.0).to(tl.float32)
         place = energy + (sequence * HEADS + head) * (2 * S) + s
-        both = tl.load(place, mask=s < RANK, other=0.0) + tl.load(place + S, mask=s < RANK, other=0.0)
-        total += root * root * both
+        energies = tl.load(place, mask=s < RANK, other=0.0) + tl.load(place + S, mask=s < RANK, other=0.0)
+        total += root * root * energies
     count = (tl.load(tokens + sequence) if IS_RAGGED else length) * 1.0
     scale = 0.5 / HEADS if IS_SUM else 0.5 / (HEADS * tl.maximum(count, 1.0))
     traces = tl.load(trace + h, mask=h < HEADS, other=0.0)
@@ -73,10 +73,10 @@ def _objective_backward_kernel(
                 g /= tl.maximum(count * 1.0, 1.0)
             source = energy + (sequence * HEADS + head)[:, None] * (2 * S) + direction[None]
             inside = exists[:, None] & (direction < RANK)[None]
-            both = tl.load(source, mask=inside, other=0.0) + tl.load(source + S, mask=inside, other=0.0)
-            total += both * g[:, None]
-        own = tl.load(sqrt_lambda + head * RANK + direction, mask=direction < RANK, other=0.0).to(tl.float32)
-        value = own * tl.sum(total, 0) / HEADS
+            energies = tl.load(source, mask=inside, other=0.0) + tl.load(source + S, mask=inside, other=0.0)
+            total += energies * g[:, None]
+        root = tl.load(sqrt_lambda + head * RANK + direction, mask=direction < RANK, other=0.0).to(tl.float32)
+        value = root * tl.sum(total, 0) / HEADS
         place = grad_lambda + head * RANK + direction
         tl.store(place, value.to(grad_lambda.dtype.element_ty), mask=direction < RANK)
         if block == 0:
