@@ -454,6 +454,9 @@ class PrimalHF(Replacement):
         dropout: applied to the output, if the replaced attention had one.
     """
 
+    plain_name = ""  # of the weight that keeps the plain model from loading this layer; see `primalize`
+    is_loading = False  # its weights are being read: that weight is left out
+
     def __init__(self, primal: PrimalAttention, layer_idx: int | None = None, dropout: nn.Module | None = None) -> None:
         super().__init__(primal)
         self.layer_idx = layer_idx

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy as copying
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -244,19 +245,23 @@ def _record(model: nn.Module, name: str, arguments: dict[str, Any]) -> None:
             return
 
 
-def _refuse_plain_loading(old: nn.Module, new: nn.Module) -> None:
-    """Add a buffer of one number under the name of a weight of the replaced attention.
+def _refuse_plain_loading(old: nn.Module, new: PrimalHF) -> None:
+    """Save one number under the name of a weight of the replaced attention.
 
     `from_pretrained` of the plain model ignores names that it does not know and draws missing weights at random. A
     weight of another shape is an error.
     """
-    path, _, weight = next(name for name, p in old.named_parameters() if p.ndim == 2).rpartition(".")
-    holder = new
-    for part in path.split("."):
-        if not hasattr(holder, part):
-            holder.add_module(part, nn.Module())
-        holder = holder.get_submodule(part)
-    holder.register_buffer(weight, torch.zeros(1))
+    new.plain_name = next(name for name, p in old.named_parameters() if p.ndim == 2)
+
+    def add_number(module: PrimalHF, state: dict[str, Any], prefix: str, _: Any) -> None:
+        if not module.is_loading:  # from_pretrained would look for the module of that name
+            state[f"{prefix}{module.plain_name}"] = torch.zeros(1)
+
+    def drop_number(module: PrimalHF, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        state.pop(f"{prefix}{module.plain_name}", None)
+
+    new.register_state_dict_post_hook(add_number)
+    new.register_load_state_dict_pre_hook(drop_number)
 
 
 def _to_json(value: Any) -> Any:
@@ -291,11 +296,21 @@ def load_primalized(model_class: Any, folder: str | Path, **from_pretrained_kwar
                 for name, arguments in settings.items():
                     place = _find_module(self, name)
                     primalize(self, lambda n, _, place=place: n == place, **arguments)  # type: ignore[misc]
+            ignored = set(getattr(self, "_keys_to_ignore_on_load_unexpected", None) or ())
+            for name, module in self.named_modules():
+                if isinstance(module, PrimalHF):
+                    module.is_loading = True
+                    plain = f"{name.removeprefix(f'{self.base_model_prefix}.')}.{module.plain_name}"
+                    ignored.add(f"{re.escape(plain)}$")
+            self._keys_to_ignore_on_load_unexpected = ignored
 
     # transformers looks up renamed weights of older checkpoints by these.
     Primal.__name__, Primal.__module__ = model_class.__name__, model_class.__module__
     model, info = Primal.from_pretrained(folder, **from_pretrained_kwargs, output_loading_info=True)
     model.__class__ = model_class
+    for module in model.modules():
+        if isinstance(module, PrimalHF):
+            module.is_loading = False
     missing = [n for n in sorted(info["missing_keys"]) if any(part in n for part in ("primal.", "attention", "attn"))]
     wrong = [*missing, *sorted(info["unexpected_keys"]), *sorted(info["mismatched_keys"])]
     if wrong:
