@@ -28,6 +28,13 @@ def _same_random_numbers() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _skip_old_objects_in_collections() -> None:
+    """Calls of gc.collect() in the library and in torch would look through all objects of imported modules."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip the tests of CUDA devices where there is none."""
     if not torch.cuda.is_available():

@@ -93,16 +93,11 @@ def make_parser(name: str) -> Parser:
     add("lra", "--tasks", "listops, text, retrieval, image, pathfinder (default all)", **some)
     add("lra", "--models", "softmax, nystrom, …, primal+, primal, published (default all)", **some)
     add("lra", "--batch-size", "samples of a step (default: the paper's)", type=positive)
-    add("attention generate model lra", "--repeats", "timed runs of a row (default %(default)s)", type=positive)
-    add("attention generate model lra", "--device", DEVICE, type=str)
-    add("attention generate model lra", "--commit", "commit to record if git is not available", type=str)
-    add(
-        "attention generate model lra",
-        "--out",
-        "folder (default %(default)s)",
-        type=Path,
-        default=Path("results/bench"),
-    )
+    timed = "attention generate model lra"
+    add(timed, "--repeats", "timed runs of a row (default %(default)s)", type=positive)
+    add(timed, "--device", DEVICE, type=str)
+    add(timed, "--commit", "commit to record if git is not available", type=str)
+    add(timed, "--out", "folder (default %(default)s)", type=Path, default=Path("results/bench"))
     add("attention generate model", "--name", "name of the file (default: the command and its flags)", type=str)
     parser.set_defaults(benchmark=name, seed=0, **DEFAULTS[name])
     return parser

@@ -56,7 +56,7 @@ except ImportError as missing:
 class PrimalConfig(PreTrainedConfig):
     """Configuration of the models: the fields of `LanguageConfig` under the names of transformers.
 
-    Without `primal_mode` the Primal layers use the setting with the best score of all models without softmax attention:
+    Without `primal_mode` the Primal layers use the best setting without softmax attention on 204 MB of text:
     the delta rule with convolution 4, a gate, half the heads and a rank of half the head width (see `LanguageConfig`).
     Attributes whose argument is None are set to the value that it stands for.
 

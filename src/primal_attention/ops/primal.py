@@ -87,7 +87,7 @@ def attend(
             )  # fmt: skip
     compute: Callable[..., Output]
     if chosen == "cpu":
-        from .cpu import cpu_attention
+        from .cpu.attention import cpu_attention
 
         compute = cpu_attention
         common |= {"need_scores": need_scores, "need_state": need_state}

@@ -1,5 +1,1 @@
 """The CPU backend: blocks of tokens that stay in the cache, and a hand-written backward pass."""
-
-from .attention import cpu_attention
-
-__all__ = ["cpu_attention"]
