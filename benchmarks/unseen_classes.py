@@ -66,7 +66,9 @@ def main() -> None:
     parser.add_argument("--holdout", type=float, default=0.0)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    stored = collect(command=shlex.join(["python", *sys.argv]), device=torch.device("cpu"))
+    files = [file for name in options.sets if (file := uea.find(name, None)) is not None]
+    files += [file.with_name(file.name.replace("_TRAIN", "_TEST")) for file in files]
+    stored = collect(command=shlex.join(["python", *sys.argv]), device=torch.device("cpu"), data_files=files)
     rows = []
     for name in options.sets:
         for seed in range(options.seeds):
