@@ -24,7 +24,7 @@ import torch
 from primal_attention import PrimalClassifier
 from primal_attention.data import uea
 from primal_attention.utils.files import write_json
-from primal_attention.utils.provenance import collect
+from primal_attention.utils.provenance import collect, hash_files
 
 
 def auroc(score: np.ndarray, is_unknown: np.ndarray) -> float:
@@ -68,7 +68,8 @@ def main() -> None:
     options = parser.parse_args()
     files = [file for name in options.sets if (file := uea.find(name, None)) is not None]
     files += [file.with_name(file.name.replace("_TRAIN", "_TEST")) for file in files]
-    stored = collect(command=shlex.join(["python", *sys.argv]), device=torch.device("cpu"), data_files=files)
+    command, device = shlex.join(["python", *sys.argv]), torch.device("cpu")
+    stored = collect(command=command, device=device, data_sha256=hash_files(files))
     rows = []
     for name in options.sets:
         for seed in range(options.seeds):
