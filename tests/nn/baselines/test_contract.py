@@ -263,9 +263,7 @@ def test_compiles_as_one_graph_with_the_same_gradients(name: str) -> None:
     attn = build(name, name in CAUSAL, torch.float32, **few.get(name, {}))
     x, mask = batch_of_lengths([21, 13, 16], 21, torch.float32)
     torch._dynamo.reset()
-    # "aot_eager" also traces the backward pass, which takes seconds: for an own gradient and for random buffers.
-    backend = "aot_eager" if name in ("yoso", "performer") else "eager"
-    compiled = torch.compile(attn, backend=backend, fullgraph=True)
+    compiled = torch.compile(attn, backend="aot_eager", fullgraph=True)
     results = []
     for call in (compiled, attn):
         leaf = x.clone().requires_grad_()
