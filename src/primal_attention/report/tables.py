@@ -36,6 +36,7 @@ CLASSIFIERS = {
     "multirocket-hydra": "MultiRocketHydra (aeon)",
     "primal-networks": "PrimalClassifier, networks alone",
     "primal-features": "PrimalClassifier, features alone",
+    "primal-eta0": "PrimalClassifier, η = 0",
     "softmax": "softmax instead of Primal-Attention",
     "none": "convolution instead of attention",
     "inception-time": "InceptionTime (aeon)",

@@ -25,7 +25,12 @@ from primal_attention.utils.errors import check_name
 from primal_attention.utils.files import write_json
 from primal_attention.utils.progress import Progress
 
-PRIMAL_PARAMETERS = {"primal": {}, "softmax": {"attention": "softmax"}, "none": {"attention": "none"}}
+PRIMAL_PARAMETERS: Mapping[str, Mapping[str, Any]] = {
+    "primal": {},
+    "primal-eta0": {"eta": 0.0},
+    "softmax": {"attention": "softmax"},
+    "none": {"attention": "none"},
+}
 """Parameters of PrimalClassifier by model; other models are aeon's."""
 
 
