@@ -6,7 +6,8 @@
 Each seed removes a third of the classes from the training samples, drawn at random. The scored samples are all test
 samples, or with `--holdout` a part of the training samples of the known classes and all of the removed ones. Stored is
 the area under the ROC curve for "the class is unknown" of two scores: the entropy of `predict_proba`, and
-`predict_uncertainty`.
+`predict_uncertainty`. The default sets are those of `primal table uea-modern`
+with at least six classes and fewer than 1,000 training samples.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from primal_attention import PrimalClassifier
 from primal_attention.data import uea
 from primal_attention.utils.files import write_json
 from primal_attention.utils.provenance import collect, hash_files
+
+SETS = ["ArticularyWordRecognition", "Handwriting", "JapaneseVowels", "NATOPS", "UWaveGestureLibrary"]
 
 
 def auroc(score: np.ndarray, is_unknown: np.ndarray) -> float:
@@ -61,7 +64,7 @@ def run(name: str, seed: int, holdout: float) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--sets", nargs="+", default=["NATOPS", "ArticularyWordRecognition"])
+    parser.add_argument("--sets", nargs="+", default=SETS)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--holdout", type=float, default=0.0)
     parser.add_argument("--out", type=Path, required=True)
