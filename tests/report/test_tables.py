@@ -46,7 +46,7 @@ def cell(dataset: str, model: str, *runs: Run) -> Cell:
 
 
 def make(cells: list[Cell], name: str = "uea") -> tables.Table:
-    return tables.make_table(KINDS[name], "T", tables.with_base(cells), f"primal table {name}")
+    return tables.make_table(KINDS[name], "T", cells, f"primal table {name}")
 
 
 def rows(table: tables.Table) -> list[list[str]]:

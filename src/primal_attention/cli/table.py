@@ -20,6 +20,7 @@ from primal_attention.utils.files import write_text
 from primal_attention.utils.progress import Progress
 
 if TYPE_CHECKING:
+    from primal_attention.report.results import ResultIndex
     from primal_attention.report.tables import TableKind
     from primal_attention.train.grid import Outcome, Plan, Variant
 
@@ -29,8 +30,10 @@ NAMES = (
     "uea", "uea-ablation", "uea-efficiency", "uea-modern", "lra", "lra-ablation", "lra-efficiency", "d4rl",
     "d4rl-ablation", "d4rl-efficiency", "lm", "image",
 )  # fmt: skip
-FIT_FLAGS = ("holdout",)  # of uea-modern
-RUN_FLAGS = ("recipe", "any_length")  # of the other tables
+# Flags that some tables do not have.
+WITHOUT_FITS = ("holdout", "threads")
+WITHOUT_TRAININGS = ("recipe", "any_length")
+WITHOUT_JOBS = (*WITHOUT_FITS, *WITHOUT_TRAININGS, "set", "data", "seeds", "workers", "launcher", "commit")
 
 
 def read_options(args: Sequence[str]) -> argparse.Namespace:
@@ -43,28 +46,33 @@ def read_options(args: Sequence[str]) -> argparse.Namespace:
     add("--recipe", "family of recipes: the table's own (default), uea-modern or lra-short", default=None)
     fields = "fields of the recipe to change; uea-modern: parameters of PrimalClassifier"
     add("--set", fields, nargs="+", default=[], metavar="FIELD=VALUE")
-    add("--holdout", "uea-modern: score this part of the training samples, and not test", type=float, default=0.0)
-    add("--threads", "uea-modern: threads of each fit (default 2)", type=positive, default=2)
+    add("--holdout", "uea-modern: score this part of the training samples, and not test", type=float)
+    add("--threads", "uea-modern: threads of each fit (default 2)", type=positive)
     add("--data", "data folder (default $PRIMAL_UEA or data/uea; likewise LRA, D4RL, LM, IMAGES)", type=Path)
     add("--any-length", "with --no-run: also show results of shorter or longer trainings")
     add("--no-run", "only show stored results")
-    add("--workers", "runs side by side (default 1)", type=positive, default=1)
-    add("--launcher", "local processes (default) or a Ray cluster", default="local", choices=("local", "ray"))
+    add("--workers", "runs side by side (default 1)", type=positive)
+    add("--launcher", "local processes (default) or a Ray cluster", choices=("local", "ray"))
     add("--results", "one small JSON file per run (default results)", type=Path, default=Path("results"))
     add("--commit", "commit of the code, if git is not available", default=None)
     add("--markdown", "also write the table as Markdown", type=Path, metavar="FILE")
     add("--csv", "also write the unrounded numbers", type=Path, metavar="FILE")
     options = parser.parse_args(args)
     check_name(options.name, NAMES, "table")
-    foreign = RUN_FLAGS if options.name == "uea-modern" else FIT_FLAGS
-    for flag in (name for name in foreign if getattr(options, name)):
+    foreign = {"uea-modern": WITHOUT_TRAININGS, "lra-efficiency": WITHOUT_JOBS}.get(options.name, WITHOUT_FITS)
+    for flag in (name for name in foreign if getattr(options, name) not in (None, False, [])):
         raise RunError(f"--{flag.replace('_', '-')} has no meaning for {options.name} (see primal table --help)")
-    if not 0 <= options.holdout < 1:
+    if options.holdout is not None and not 0 <= options.holdout < 1:
         raise RunError(f"--holdout must be at least 0 and below 1 (got {options.holdout:g})")
     if options.any_length and not options.no_run:
         raise RunError("--any-length only shows stored results: add --no-run")
     if options.data is not None and not options.no_run and not options.data.is_dir():
         raise RunError(f"--data {options.data} is not a folder")
+    if options.results.is_file():
+        raise RunError(f"--results {options.results} is not a folder")
+    for flag, file in (("markdown", options.markdown), ("csv", options.csv)):
+        if file is not None and file.is_dir():
+            raise RunError(f"--{flag} {file} is a folder: name a file")
     return options
 
 
@@ -73,11 +81,13 @@ def main(args: Sequence[str]) -> int:
     from primal_attention.report import tables
 
     kind, command = tables.table_kinds()[options.name], table_command(args)
-    options.command = command
     plan, errors = make_plan(kind, options), list[str]()
     index = read_index(plan, kind, options)
     if not options.no_run and kind.source != "steps":
-        jobs = missing_jobs(index, kind, options)
+        runs = Path("runs", options.results.name if options.results.is_absolute() else options.results)
+        fit = {"folder": options.data, "threads": options.threads or 2, "command": command}
+        fields = fit if kind.source == "fits" else {}
+        jobs = index.missing_jobs(runs, options.results, options.commit, **fields)
         absent = sets_without_data(plan, {set_of(job) for job in jobs}, kind, options)
         plan = replace(plan, sets=[name for name in plan.sets if name not in absent])
         errors = run_jobs([job for job in jobs if set_of(job) not in absent], kind, options)
@@ -93,7 +103,7 @@ def main(args: Sequence[str]) -> int:
         if options.csv:
             tables.to_csv(table, options.csv)
     elif not errors:
-        others = f" ({len(index.runs)} with other settings)" if index.runs else ""
+        others = f" ({len(index.runs)} with other settings: one {index.nearest_difference()})" if index.runs else ""
         first = "primal bench lra" if kind.source == "steps" else command
         reason = f"{options.results} has no result of this table{others}"
         raise RunError(f"{reason}: run '{first}' first, or name another folder with --results")
@@ -116,7 +126,7 @@ def make_plan(kind: TableKind, options: argparse.Namespace) -> Plan:
     sets, folders = tuple(options.sets or kind.sets), {}
     if kind.source == "fits":
         classifiers.check_parameters(fields)
-        changes["holdout"] = options.holdout
+        changes["holdout"] = options.holdout or 0.0
     elif options.data is not None and kind.benchmark == "lra":
         folders = {name: options.data / name for name in sets}
     elif options.data is not None:
@@ -128,7 +138,7 @@ def make_plan(kind: TableKind, options: argparse.Namespace) -> Plan:
     for name in sets if kind.source == "steps" else ():
         check_name(name, kind.sets, "task")
     for variant in variants if kind.source == "runs" else ():  # fields and values that the recipe does not take
-        ResultIndex(plan, []).cell_key(sets[0], variant)
+        ResultIndex(plan, []).cell_settings(sets[0], variant)
     return plan
 
 
@@ -159,22 +169,11 @@ def read_change(item: str) -> tuple[str, Any]:
     return name, text
 
 
-def read_index(plan: Plan, kind: TableKind, options: argparse.Namespace) -> Any:
+def read_index(plan: Plan, kind: TableKind, options: argparse.Namespace) -> ResultIndex:
     """The stored results of a plan."""
-    from primal_attention.report import results
+    from primal_attention.report.results import ResultIndex, read_summaries
 
-    if kind.source == "runs":
-        return results.ResultIndex(plan, results.read_summaries(options.results))
-    return results.SummaryIndex(plan, results.read_summaries(options.results / plan.place))
-
-
-def missing_jobs(index: Any, kind: TableKind, options: argparse.Namespace) -> list[Any]:
-    """The trainings, or the fits, that have no result yet."""
-    if kind.source == "fits":
-        fields = {"folder": options.data, "threads": options.threads, "commit": options.commit}
-        return list(index.missing_fits(options.results, **fields, command=options.command))
-    runs = Path("runs", options.results.name if options.results.is_absolute() else options.results)
-    return list(index.missing_jobs(runs, options.results, options.commit))
+    return ResultIndex(plan, read_summaries(options.results), trains=kind.source == "runs")
 
 
 def set_of(job: Any) -> str:
@@ -212,9 +211,10 @@ def run_jobs(jobs: list[Any], kind: TableKind, options: argparse.Namespace) -> l
     from primal_attention.report.results import in_full
     from primal_attention.train import classifiers, grid
 
-    if kind.is_timed and options.launcher != "local":
+    workers, launcher = options.workers or 1, options.launcher or "local"
+    if kind.is_timed and launcher != "local":
         raise RunError("times are measured with the local launcher: a cluster's machines may have other work")
-    if kind.is_timed and options.workers > max(1, torch.cuda.device_count()):
+    if kind.is_timed and workers > max(1, torch.cuda.device_count()):
         raise RunError("runs that are timed must not share a device: --workers at most the number of GPUs")
     if kind.source == "fits":
         return classifiers.run_fits(jobs)
@@ -226,7 +226,7 @@ def run_jobs(jobs: list[Any], kind: TableKind, options: argparse.Namespace) -> l
             texts = [f"{name.replace('_', ' ')} {in_full(score)}" for name, score in scores.items()]
             bar.advance(f"{outcome.job.recipe} {outcome.job.run.name}: {outcome.error or '  '.join(texts)}")
 
-        outcomes = grid.run(jobs, workers=options.workers, launcher=options.launcher, report=report) if jobs else []
+        outcomes = grid.run(jobs, workers=workers, launcher=launcher, report=report) if jobs else []
     failed = [outcome for outcome in outcomes if outcome.summary is None]
     return [f"{outcome.job.recipe} {outcome.job.run.name}: {outcome.error}" for outcome in failed]
 

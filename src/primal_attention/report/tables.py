@@ -166,18 +166,14 @@ def make_cells(benchmark: str, plan: Plan, find: Callable[[str, Variant], Sequen
     """The cells of a plan, part by part, each with the runs that `find` returns for a set and a variant."""
     parts = dict.fromkeys(variant.part for variant in plan.variants)
     order = [(name, variant) for part in parts for name, variant in plan.cells() if variant.part == part]
-    return with_base([Cell(benchmark, name, variant, {name: find(name, variant)}) for name, variant in order])
+    return [Cell(benchmark, name, variant, {name: find(name, variant)}) for name, variant in order]
 
 
 def with_base(cells: Sequence[Cell]) -> list[Cell]:
-    """The cells, each with the one that its part compares it with."""
-    by_name = {(cell.dataset, cell.variant.part, cell.variant.name): cell for cell in cells}
-
-    def find_base(cell: Cell) -> Cell | None:
-        part = cell.variant.part
-        return by_name.get((cell.dataset, part, PARTS[part].base_of(cell.variant)))
-
-    return [replace(cell, base=find_base(cell)) for cell in cells]
+    """The cells of a part, each with the one that it is compared with on the same sets."""
+    by_name = {(cell.dataset, cell.variant.name): cell for cell in cells}
+    bases = [PARTS[cell.variant.part].base_of(cell.variant) for cell in cells]
+    return [replace(cell, base=by_name.get((cell.dataset, base))) for cell, base in zip(cells, bases, strict=True)]
 
 
 def average_cells(cells: Sequence[Cell]) -> list[Cell]:
@@ -187,8 +183,7 @@ def average_cells(cells: Sequence[Cell]) -> list[Cell]:
     sets = [s for s in dict.fromkeys(cell.dataset for cell in cells) if all((name, s) in runs for name in variants)]
     if len(sets) < 2 or not runs:
         return []
-    averages = [replace(c, dataset=AVERAGE, runs={s: runs[n, s] for s in sets}) for n, c in variants.items()]
-    return with_base(averages)
+    return [replace(c, dataset=AVERAGE, runs={s: runs[n, s] for s in sets}) for n, c in variants.items()]
 
 
 @dataclass(frozen=True)
@@ -202,6 +197,8 @@ class Column:
     """None: text."""
     scale: float = 1.0
     form: str = "{}"
+    is_optional: bool = False
+    """Left out where no cell has a value."""
 
     def show(self, value: Any) -> str:
         if value is None:
@@ -316,7 +313,8 @@ def make_table(kind: TableKind, title: str, cells: Sequence[Cell], command: str)
         if averages:
             theirs = "" if kind.source == "fits" else "; the paper's is the mean of its numbers on these sets"
             notes.append(f"{AVERAGE}: over {', '.join(averages[0].runs)}{theirs}.")
-        sections.append(Section(PARTS[part].title, kind.columns(own), [*own, *averages]))
+        columns = [c for c in kind.columns(own) if not c.is_optional or any(c.value(cell) is not None for cell in own)]
+        sections.append(Section(PARTS[part].title, columns, with_base([*own, *averages])))
     runs = {(run.path, run.label): run for cell in cells for run in cell.all_runs}.values()
     commits, devices = Counter(short_commit(run.commit) for run in runs), Counter(run.device for run in runs)
     where = f"commit {_count(commits)}; device {_count(devices)}"
@@ -551,12 +549,11 @@ def d4rl_columns(cells: Sequence[Cell]) -> list[Column]:
         std = paper("d4rl")["score"]["deviations"].get(cell.dataset, {}).get(cell.variant.name)
         return None if mean is None else Stat(mean, std, 3)
 
-    best = Column("BEST-ON-TEST", "best_on_test", lambda cell: cell.score("best_on_test", "score"), 1)
     return [
         SET,
         *PARTS[part].columns,
         Column("Paper (on D4RL)", "paper", theirs, 1),
-        *([best] if any(map(best.value, cells)) else []),
+        Column("BEST-ON-TEST", "best_on_test", lambda c: c.score("best_on_test", "score"), 1, is_optional=True),
         Column("LAST", "last", lambda cell: cell.score("last", "score"), 1),
         difference("last", "score"),
         Column("Return", "return", lambda c: None if c.is_average else c.score("last", "return_mean"), 0),
@@ -601,13 +598,12 @@ def language_columns(cells: Sequence[Cell]) -> list[Column]:
     def score(heading: str, name: str, digits: int) -> Column:
         return Column(heading, name, lambda cell: cell.score("last", name), digits)
 
-    theirs = Column("Paper ppl", "paper", lambda cell: cell.paper("perplexity"), 1)
     return [
         replace(SET, heading="Text"),
         Column("MB seen", "bytes_seen", seen, 0, 1e-6),
         replace(MODEL, value=lambda cell: cell.variant.name),
         Column("Parameters M", "parameters", lambda cell: cell.first(lambda run: run.parameters), 2, 1e-6),
-        *([theirs] if any(map(theirs.value, cells)) else []),
+        Column("Paper ppl", "paper", lambda cell: cell.paper("perplexity"), 1, is_optional=True),
         score("Valid ppl", "validation_perplexity", 2),
         score("Test ppl", "perplexity", 2),
         score("Valid bits/byte", "validation_bits_per_byte", 4),
