@@ -47,10 +47,11 @@ SETTINGS: dict[str, Any] = {
 
 def main(args: Sequence[str]) -> int:
     parser = Parser("demo", ABOUT, "--out runs/demo")
-    parser.flag("--out", "folder of the runs, demo.json and demo.png", type=Path, default=Path("runs/demo"))
+    out = "folder of the runs, demo.json and demo.png (default %(default)s)"
+    parser.flag("--out", out, type=Path, default=Path("runs/demo"))
     parser.flag("--epochs", "epochs of training (default 40)", type=positive, default=40)
     longest = "longest sequence that is timed (default %(default)s)"
-    parser.flag("--max-length", longest, type=int, default=LENGTHS[-1])
+    parser.flag("--max-length", longest, type=positive, default=LENGTHS[-1])
     options = parser.parse_args(args)
     if options.max_length < LENGTHS[0]:
         raise RunError(f"--max-length must be at least {LENGTHS[0]} (got {options.max_length})")

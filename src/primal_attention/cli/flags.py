@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -19,7 +21,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, command: str, about: str, example: str = "") -> None:
         epilog = f"Example: primal {command} {example}"
-        super().__init__(prog=f"primal {command}", description=about, epilog=epilog)
+        super().__init__(prog=f"primal {command}", description=about, epilog=epilog, allow_abbrev=False)
 
     def flag(self, name: str, help: str, **options: Any) -> None:
         """Add an argument; one that is off by default needs its name and help only."""
@@ -27,7 +29,10 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(name, help=help, **{"action": "store_true"} if is_switch else options)
 
     def error(self, message: str) -> NoReturn:
-        raise RunError(f"{message} (see {self.prog} --help)")
+        _, _, unknown = message.partition("unrecognized arguments: ")
+        near = difflib.get_close_matches(unknown.partition(" ")[0], self._option_string_actions, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise RunError(f"{message}{hint} (see {self.prog} --help)")
 
 
 def split_command(
@@ -35,11 +40,14 @@ def split_command(
 ) -> tuple[str, Sequence[str]]:
     """Return the first word, which names one of several commands, and the others; --help lists the commands."""
     name, *others = words or ["--help"]
-    if name in ("-h", "--help"):
-        width = max(map(len, commands))
-        lines = [f"  {command:<{width}}  {about}" for command, about in commands.items()]
-        ending = [f"{prog} COMMAND --help describes a command.", f"Example: {prog} {example}"]
-        print("\n".join([f"usage: {prog} COMMAND …", "", *lines, "", *ending]))
+    if name in ("-h", "--help", "help"):
+        ending = f"{prog} COMMAND --help describes a command.\nExample: {prog} {example}"
+        raw = argparse.RawDescriptionHelpFormatter
+        page = argparse.ArgumentParser(usage=f"{prog} COMMAND …", epilog=ending, formatter_class=raw, add_help=False)
+        group = page.add_argument_group("commands")
+        for command, about in commands.items():
+            group.add_argument(command, help=about)
+        page.print_help()
         raise SystemExit(0)
     check_name(name, commands, f"command of {prog}")
     return name, others
@@ -47,8 +55,13 @@ def split_command(
 
 def positive(text: str) -> int:
     """Return a count of at least 1, as the type of an argument."""
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"must be at least 1 (got {text})")
+    return read_integer(text, least=1)
+
+
+def read_integer(text: str, least: int = 0) -> int:
+    """Return a whole number of at least `least`, as the type of an argument, for example a seed."""
+    if not text.isdecimal() or not least <= int(text) < 2**63:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}, below 2^63 (got {text!r})")
     return int(text)
 
 
@@ -56,10 +69,12 @@ def read_device(name: str | None) -> torch.device:
     """Return the device of a flag; None is the GPU if there is one."""
     import torch
 
-    try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError:
-        raise RunError(f"--device must be cpu, cuda or cuda:N (got {name!r})") from None
+    word = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", word):
+        raise RunError(f"--device must be cpu, cuda or cuda:N (got {name!r})")
+    device = torch.device(word)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise RunError(f"--device {name}: this machine has no CUDA device that torch can use")
+    if (device.index or 0) >= max(1, torch.cuda.device_count()):
+        raise RunError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices, from cuda:0 on")
     return device

@@ -22,18 +22,18 @@ from primal_attention.utils.errors import DataError, Preempted, RunError, instal
 
 # A command: its "module:function" in this package, which is imported on use, and a summary.
 COMMANDS = {
-    "demo": ("demo:main", "train on real data and compare with softmax, two minutes"),
-    "train": ("train:train", "train a recipe"),
-    "evaluate": ("train:evaluate", "measure a finished run again"),
-    "generate": ("generate:main", "generate text with a language model"),
-    "export": ("export:main", "write the model of a run as an ONNX file"),
-    "recipes": ("train:recipes", "list the recipes"),
-    "table": ("table:main", "run a table of the paper beside its published numbers"),
-    "data": ("data:main", "make data sets of Long-Range Arena"),
-    "bench": ("bench:main", "time attention layers on this machine"),
-    "spectrum": ("spectrum:main", "singular values of a model's attention matrices"),
-    "report": ("report:main", "write an HTML page about runs"),
-    "info": ("info:main", "versions, devices, the backend that runs here and why, extras"),
+    "demo": ("demo:main", "Train on real data and compare with softmax attention, two minutes."),
+    "train": ("train:train", "Train a recipe."),
+    "evaluate": ("train:evaluate", "Measure a finished run again."),
+    "generate": ("generate:main", "Generate text with a language model."),
+    "export": ("export:main", "Write the model of a run as an ONNX file."),
+    "recipes": ("train:recipes", "List the recipes."),
+    "table": ("table:main", "Run a table of the paper and show its published numbers beside."),
+    "data": ("data:main", "Make data sets of Long-Range Arena."),
+    "bench": ("bench:main", "Time attention layers and models on this machine."),
+    "spectrum": ("spectrum:main", "Singular values of a model's attention matrices."),
+    "report": ("report:main", "Write an HTML page about runs."),
+    "info": ("info:main", "Versions, devices, extras, and the backend that runs here and why."),
 }
 AFTER_INTERRUPT = {"train": "; continue with --resume", "data": "; the same command completes the set"}
 

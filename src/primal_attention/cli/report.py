@@ -16,9 +16,9 @@ against length, singular values, and the command and configuration of every run.
 
 def main(args: Sequence[str]) -> int:
     parser = Parser("report", ABOUT, "runs/uea results/bench -o report.html")
-    runs = "run folders, folders of them, JSON of primal bench"
+    runs = "run folders, folders of them, JSON of primal bench attention or generate"
     parser.flag("runs", runs, nargs="+", type=Path, metavar="RUNS")
-    page = "the page; plotly.min.js is written beside it"
+    page = "the page (default %(default)s); plotly.min.js is written beside it"
     parser.add_argument("-o", "--out", type=Path, default=Path("report.html"), help=page)
     parser.flag("--inline", "put plotly's script (5 MB) into the page, which is then a single file")
     parser.flag("--skip-broken", "leave out what cannot be read, and list it")
@@ -35,6 +35,6 @@ def main(args: Sequence[str]) -> int:
     write_page(out, content, command=shlex.join(["primal", "report", *args]), inline=options.inline)
     for line in content.broken:
         print(f"primal: left out: {line}", file=sys.stderr)
-    counts = f"{len(content.runs)} runs and {len(content.benches)} files of benchmarks"
-    print(f"{out}: {counts}, {len(content.broken)} left out, {out.stat().st_size / 1e3:,.0f} kB")
+    counts = {"runs": content.runs, "benchmarks": content.benches, "left out": content.broken}
+    print(f"written: {out}  " + ", ".join(f"{what}: {len(items)}" for what, items in counts.items()))
     return 0

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 ABOUT = """Singular values of each layer's and head's attention matrix on the test set of a run: effective ranks as a
 table, all values as NAME.csv, and the paper's four panels as NAME.png and NAME.svg. Several runs are drawn into one
 picture. primal_attention.spectrum(model, inputs) does the same for other models in Python."""
-EXAMPLE = "runs/uea/JapaneseVowels/primal-seed0 runs/uea/JapaneseVowels/softmax-seed0"
+EXAMPLE = "runs/uea/JapaneseVowels/primal-seed0"
 CLASSIFIERS = ("uea", "lra", "image")  # whose attention sees the whole input
 BATCH_SIZE = 16
 EXPLAINED = 0.999  # directions beyond this share are not drawn

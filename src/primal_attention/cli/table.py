@@ -43,7 +43,7 @@ def read_options(args: Sequence[str]) -> argparse.Namespace:
     add("--sets", "sets or tasks; default: those of the table that are in the data folder", nargs="+")
     add("--models", "attention names, with a plus for the last layer only, or rows or parts of the table", nargs="+")
     add("--seeds", "number of seeds, from 0 on (default 5 for uea and uea-modern, 1 for lm, else 3)", type=positive)
-    add("--recipe", "family of recipes: the table's own (default), uea-modern or lra-short", default=None)
+    add("--recipe", "recipe family: the table's (default), or uea-modern, lra-short, lra-modern", default=None)
     fields = "fields of the recipe to change; uea-modern: parameters of PrimalClassifier"
     add("--set", fields, nargs="+", default=[], metavar="FIELD=VALUE")
     add("--holdout", "uea-modern: score this part of the training samples, and not test", type=float)
@@ -106,7 +106,8 @@ def main(args: Sequence[str]) -> int:
         others = f" ({len(index.runs)} with other settings: one {index.nearest_difference()})" if index.runs else ""
         first = "primal bench lra" if kind.source == "steps" else command
         reason = f"{options.results} has no result of this table{others}"
-        raise RunError(f"{reason}: run '{first}' first, or name another folder with --results")
+        choice = "choose other settings with --set, " if index.runs and kind.source == "runs" else ""
+        raise RunError(f"{reason}: run '{first}' first, {choice}or name another folder with --results")
     if errors:
         count = "1 run" if len(errors) == 1 else f"{len(errors)} runs"
         raise RunError(f"{count} failed, the first was {errors[0]}")
@@ -120,7 +121,8 @@ def make_plan(kind: TableKind, options: argparse.Namespace) -> Plan:
     from primal_attention.train.grid import Plan
 
     family = options.recipe or kind.family or kind.benchmark
-    check_name(family, registry.FAMILIES, "family of recipes")
+    families = [name for name, about in registry.FAMILIES.items() if about.source.startswith(f"{kind.benchmark}:")]
+    check_name(family, families, f"recipe family of {kind.benchmark}")
     fields = dict(read_change(item) for item in options.set)
     changes = {**kind.changes, **fields}
     sets, folders = tuple(options.sets or kind.sets), {}

@@ -338,7 +338,7 @@ def _read_place(place: Path, content: Collection, *, is_argument: bool) -> None:
     elif fields.get("kind") in ("attention", "generate") and "rows" in fields:
         content.benches.append((place, read_benchmark(place)))
     elif is_argument:
-        raise RunError(f"{place} is neither a run's result nor a benchmark of this library")
+        raise RunError(f"{place} is neither the result of a run nor of primal bench attention or generate")
 
 
 # Finding the runs of a plan

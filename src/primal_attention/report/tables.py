@@ -281,21 +281,23 @@ def to_terminal(table: Table) -> None:
     console = Console()
     if not console.is_terminal:  # files and pipes get the full width: no number is cut
         console = Console(width=200)
-    console.print(Text(table.title, style="bold"))
-    for section in table.sections:
-        title = Text(section.title) if section.title else None
-        grid, rows = RichTable(title=title, box=box.SIMPLE_HEAD, title_justify="left"), section.frame().to_numpy()
-        for i, column in enumerate(section.columns):
-            is_text = column.digits is None
-            width = None if is_text else max(map(len, rows[:, i]), default=1)
-            grid.add_column(column.heading, justify="left" if is_text else "right", overflow="fold", min_width=width)
-        for i, row in enumerate(rows.tolist()):
-            if i and row[0]:
-                grid.add_section()
-            grid.add_row(*map(Text, row))
-        console.print(grid)
-    for note in table.notes:
-        console.print(Text(f"· {note}"), soft_wrap=True)
+    with console.capture() as text:
+        console.print(Text(table.title, style="bold"))
+        for section in table.sections:
+            title = Text(section.title) if section.title else None
+            grid, rows = RichTable(title=title, box=box.SIMPLE_HEAD, title_justify="left"), section.frame().to_numpy()
+            for i, column in enumerate(section.columns):
+                is_text = column.digits is None
+                justify, width = ("left", None) if is_text else ("right", max(map(len, rows[:, i]), default=1))
+                grid.add_column(column.heading, justify=justify, overflow="fold", min_width=width)
+            for i, row in enumerate(rows.tolist()):
+                if i and row[0]:
+                    grid.add_section()
+                grid.add_row(*map(Text, row))
+            console.print(grid)
+        for note in table.notes:
+            console.print(Text(f"· {note}"), soft_wrap=True)
+    print(text.get(), end="")  # not by rich, which ends the process with code 1 when the reader of a pipe has closed it
 
 
 def to_csv(table: Table, file: Path) -> None:
