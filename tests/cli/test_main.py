@@ -270,6 +270,15 @@ def test_a_terminal_without_unicode_gets_question_marks() -> None:
     assert "usage: primal COMMAND ?" in done.stdout
 
 
+@pytest.mark.parametrize("command", ["recipes", "table lra-efficiency"])
+def test_a_closed_pipe_ends_the_command(command: str) -> None:
+    words = [sys.executable, "-m", "primal_attention", *command.split()]
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(words, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait()) == ("", 0)
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full stands for a full disk")
 def test_a_full_disk_under_standard_output_is_one_line() -> None:
     with open("/dev/full", "w") as full:

@@ -35,7 +35,11 @@ COMMANDS = {
     "report": ("report:main", "Write an HTML page about runs."),
     "info": ("info:main", "Versions, devices, extras, and the backend that runs here and why."),
 }
-AFTER_INTERRUPT = {"train": "; continue with --resume", "data": "; the same command completes the set"}
+AFTER_INTERRUPT = {
+    "train": "; continue with --resume",
+    "table": "; the same command continues",
+    "data": "; the same command makes the set again",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

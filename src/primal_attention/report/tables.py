@@ -272,9 +272,10 @@ def to_markdown(table: Table) -> str:
 
 
 def to_terminal(table: Table) -> None:
-    """Print a table with rich."""
+    """Print a table with rich; in a terminal that is too narrow for its columns, as one paragraph per row."""
     from rich import box
     from rich.console import Console
+    from rich.measure import Measurement
     from rich.table import Table as RichTable
     from rich.text import Text
 
@@ -285,16 +286,24 @@ def to_terminal(table: Table) -> None:
         console.print(Text(table.title, style="bold"))
         for section in table.sections:
             title = Text(section.title) if section.title else None
-            grid, rows = RichTable(title=title, box=box.SIMPLE_HEAD, title_justify="left"), section.frame().to_numpy()
+            grid, frame = RichTable(title=title, box=box.SIMPLE_HEAD, title_justify="left"), section.frame()
             for i, column in enumerate(section.columns):
                 is_text = column.digits is None
-                justify, width = ("left", None) if is_text else ("right", max(map(len, rows[:, i]), default=1))
-                grid.add_column(column.heading, justify=justify, overflow="fold", min_width=width)
-            for i, row in enumerate(rows.tolist()):
+                words = " ".join(frame.iloc[:, i]).split() if is_text else frame.iloc[:, i]
+                width = max(map(len, [*words, *column.heading.split()]))
+                grid.add_column(column.heading, justify="left" if is_text else "right", min_width=width)
+            for i, row in enumerate(frame.to_numpy().tolist()):
                 if i and row[0]:
                     grid.add_section()
                 grid.add_row(*map(Text, row))
-            console.print(grid)
+            if Measurement.get(console, console.options.update(width=1000), grid).minimum <= console.width:
+                console.print(grid)
+                continue
+            console.print(title or "")
+            for cell in section.cells:
+                facts = [(column.heading, column.show(column.value(cell))) for column in section.columns]
+                shown = [f"{heading} {value}" for heading, value in facts if value not in ("", MISSING)]
+                console.print(Text("; ".join(shown) + "\n"))
         for note in table.notes:
             console.print(Text(f"· {note}"), soft_wrap=True)
     print(text.get(), end="")  # not by rich, which ends the process with code 1 when the reader of a pipe has closed it
