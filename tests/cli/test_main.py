@@ -172,7 +172,6 @@ WRONG = {
     "table lra-efficiency --set trainer.epochs=2": "--set has no meaning for lra-efficiency",
     "table uea --threads 3": "--threads has no meaning for uea",
     "table uea --seed 3": "unrecognized arguments: --seed 3; did you mean --seeds?",
-    "table uea --no-run --csv data": "--csv data is a folder: name a file",
     "table uea --no-run --results file": "--results file is not a folder",
     "report": "required: RUNS",
     "report nowhere --skip-broken": "nowhere does not exist",

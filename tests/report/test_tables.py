@@ -267,6 +267,8 @@ def test_a_narrow_terminal_gets_a_paragraph_per_row(capsys: pytest.CaptureFixtur
         tables.to_terminal(table)
         printed = " ".join(capsys.readouterr().out.split())
         numbers = ("29.6", "65.6 ± 6.2", "55.6 ± 6.2", "45.6 ± 6.2")
-        headings = ("Paper (best on test) ", "BEST-ON-TEST ", "LAST ", "VALIDATION-CHOSEN ") if width < 150 else [""] * 4
+        headings = (
+            ("Paper (best on test) ", "BEST-ON-TEST ", "LAST ", "VALIDATION-CHOSEN ") if width < 150 else [""] * 4
+        )
         for heading, number in zip(headings, numbers, strict=True):
             assert heading + number in printed

@@ -39,7 +39,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "plot": {},
 }
 LENGTHS = {"attention": [256 * 4**k for k in range(5)], "generate": [1024 * 4**k for k in range(6)]}  # on a GPU
-LENGTHS_TEXT = {"attention": "256 to 64K, on a CPU to 4K", "generate": "1K to 1M, on a CPU to 64K"}
 RENAMED = {"--rivals": "--baselines", "decode": "generate"}
 NAMING = ("--causal", "--baselines", "--inference", "--eager")  # flags in the default file name
 
@@ -74,7 +73,7 @@ def make_parser(name: str) -> Parser:
 
     some: dict[str, Any] = {"nargs": "+", "default": []}
     add("plot", "file", "JSON file that primal bench wrote", type=Path, metavar="FILE")
-    lengths = f"tokens, for example 4096, 4K or 1M (default {LENGTHS_TEXT.get(name)})"
+    lengths = "tokens, for example 4096, 4K or 1M (default: five or six lengths, on a CPU the shorter ones)"
     add("attention generate", "--lengths", lengths, type=read_length, metavar="N", **some)
     widths = {"nargs": "+", "type": read_width, "default": [(512, 8)], "metavar": "D:H"}
     add("attention generate", "--widths", "embed_dim:num_heads (default 512:8)", **widths)
@@ -89,13 +88,11 @@ def make_parser(name: str) -> Parser:
     add("attention", "--data-dependent", "build Primal's weights from landmarks, the default without --causal")
     add("attention", "--decay", "decay of the causal Primal layers: 'learned' or a number in (0, 1]", type=read_decay)
     add("attention", "--baselines", "also time the other attentions of the paper's tables")
-    only = f"time these only, for example {'sdpa primal published' if name == 'attention' else 'sdpa primal-delta'}"
-    add("attention generate", "--only", only, metavar="NAME", **some)
+    add("attention generate", "--only", "time these only, for example sdpa primal", metavar="NAME", **some)
     add("attention", "--inference", "forward only, without gradients")
     add("attention generate", "--eager", "on a GPU: time eager steps, including launches, instead of CUDA graphs")
     add("model", "--rows", "rows to time: vit-eager-autocast, …, or a model such as vit", metavar="ROW", **some)
-    layers = f"layers of every model (default {'6' if name == 'generate' else 'those of the row'})"
-    add("generate model", "--layers", layers, type=positive)
+    add("generate model", "--layers", "layers of every model (default 6, or those of the row)", type=positive)
     add("lra", "--tasks", "listops, text, retrieval, image, pathfinder (default all)", **some)
     add("lra", "--models", "softmax, nystrom, …, primal+, primal, published (default all)", **some)
     add("lra", "--batch-size", "samples of a step (default: the paper's)", type=positive)
@@ -157,8 +154,5 @@ def main(words: Sequence[str]) -> int:
         report = getattr(importlib.import_module(f"primal_attention.bench.{module}"), f"run_{args.benchmark}")(args)
         files = [args.file or args.out]
     print(measurement.format_report(report))
-    if files:
-        print("written:", *files)
-    else:
-        print(f"no plot: {args.file} has no row that was timed at several lengths")
+    print("written:", *files) if files else print("no plot, which shows rows of attention and generate only")
     return 0

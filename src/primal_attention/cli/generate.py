@@ -35,13 +35,12 @@ def load_model(run: str | Path) -> tuple[LanguageModel, Vocabulary]:
     if (folder / "config.json").exists():
         logging.disable(logging.WARNING)  # messages of transformers and of the packages that it imports
         try:
-            from primal_attention.hf.run import to_language
             from transformers.utils.logging import disable_progress_bar
+
+            from primal_attention.hf.run import to_language
 
             disable_progress_bar()
             return to_language(folder)
-        except ImportError as missing:
-            raise RunError(str(missing)) from None
         finally:
             logging.disable(logging.NOTSET)
     from primal_attention.train.lm import load_language

@@ -35,6 +35,6 @@ def main(args: Sequence[str]) -> int:
     write_page(out, content, command=shlex.join(["primal", "report", *args]), inline=options.inline)
     for line in content.broken:
         print(f"primal: left out: {line}", file=sys.stderr)
-    counts = {"runs": content.runs, "benchmarks": content.benches, "left out": content.broken}
-    print(f"written: {out}  " + ", ".join(f"{what}: {len(items)}" for what, items in counts.items()))
+    counts = f"runs: {len(content.runs)}, benchmarks: {len(content.benches)}, left out: {len(content.broken)}"
+    print(f"written: {out}  {counts}")
     return 0

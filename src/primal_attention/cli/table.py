@@ -70,9 +70,6 @@ def read_options(args: Sequence[str]) -> argparse.Namespace:
         raise RunError(f"--data {options.data} is not a folder")
     if options.results.is_file():
         raise RunError(f"--results {options.results} is not a folder")
-    for flag, file in (("markdown", options.markdown), ("csv", options.csv)):
-        if file is not None and file.is_dir():
-            raise RunError(f"--{flag} {file} is a folder: name a file")
     return options
 
 
@@ -213,8 +210,8 @@ def run_jobs(jobs: list[Any], kind: TableKind, options: argparse.Namespace) -> l
     from primal_attention.report.results import in_full
     from primal_attention.train import classifiers, grid
 
-    workers, launcher = options.workers or 1, options.launcher or "local"
-    if kind.is_timed and launcher != "local":
+    workers = options.workers or 1
+    if kind.is_timed and options.launcher == "ray":
         raise RunError("times are measured with the local launcher: a cluster's machines may have other work")
     if kind.is_timed and workers > max(1, torch.cuda.device_count()):
         raise RunError("runs that are timed must not share a device: --workers at most the number of GPUs")
@@ -228,7 +225,7 @@ def run_jobs(jobs: list[Any], kind: TableKind, options: argparse.Namespace) -> l
             texts = [f"{name.replace('_', ' ')} {in_full(score)}" for name, score in scores.items()]
             bar.advance(f"{outcome.job.recipe} {outcome.job.run.name}: {outcome.error or '  '.join(texts)}")
 
-        outcomes = grid.run(jobs, workers=workers, launcher=launcher, report=report) if jobs else []
+        outcomes = grid.run(jobs, workers=workers, launcher=options.launcher or "local", report=report) if jobs else []
     failed = [outcome for outcome in outcomes if outcome.summary is None]
     return [f"{outcome.job.recipe} {outcome.job.run.name}: {outcome.error}" for outcome in failed]
 

@@ -399,13 +399,9 @@ class ResultIndex:
         return [run for seed in self.plan.seeds if (run := self._by_key.get((*key, seed)))]
 
     def missing_jobs(self, runs: Path, results: Path, commit: str | None = None, **fields: Any) -> list[Job | Fit]:
-        """Jobs for the cells without a finished run. Seeds vary slowest: after one pass every cell has a number.
+        """Jobs for the cells without a finished run; `fields` are further ones of a `Fit`.
 
-        Args:
-            runs: folder of the run folders.
-            results: folder of the result files.
-            commit: commit of the code, if git is not available.
-            fields: further fields of a `Fit`.
+        Seeds vary slowest: after one pass every cell has a number.
         """
         jobs: dict[tuple[str, str, int], Job | Fit] = {}
         keys = {(name, variant.name): self._key(name, variant) for name, variant in self.plan.cells()}
