@@ -65,7 +65,7 @@ def read_decay(text: str) -> str | float:
 
 
 def make_parser(name: str) -> Parser:
-    parser = Parser(f"bench {name}", COMMANDS[name], EXAMPLES[name])
+    parser = Parser(f"bench {name}", EXAMPLES[name], COMMANDS[name])
 
     def add(commands: str, flag: str, help: str, **options: Any) -> None:
         if name in commands.split():

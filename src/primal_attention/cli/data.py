@@ -23,7 +23,7 @@ def main(args: Sequence[str]) -> int:
     name, words = split_command("primal data", TASKS, args, "listops --out data/lra/listops")
     task = {"listops": listops, "pathfinder": pathfinder, "retrieval": retrieval}[name]
     example = "--articles data/wikipedia" if task is retrieval else "--train 9600 --valid 200 --test 200"
-    parser = Parser(f"data {name}", TASKS[name] + ABOUT, example)
+    parser = Parser(f"data {name}", example, TASKS[name] + ABOUT)
     parser.flag("--out", "folder (default %(default)s)", type=Path, default=Path("data/lra", name))
     for split, use in USES.items():
         parser.flag(f"--{split}", f"samples to {use} (default %(default)s)", type=positive, default=task.SIZES[split])

@@ -19,7 +19,6 @@ from primal_attention.utils.files import write_json
 if TYPE_CHECKING:
     from primal_attention.train.config import Recipe
 
-ABOUT = "Train a small PrimalFormer and the same network with softmax attention on real data, about two minutes."
 INTRODUCTION = """JapaneseVowels: 270 recordings for training, 370 for testing, nine speakers.
 Two networks that differ in their attention only:
   primal   Primal-Attention: linear in the length, with the KSVD objective J
@@ -51,7 +50,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def main(args: Sequence[str]) -> int:
-    parser = Parser("demo", ABOUT, "--out runs/demo")
+    parser = Parser("demo", "--out runs/demo")
     out = "folder of the runs, demo.json and demo.png (default %(default)s)"
     parser.flag("--out", out, type=Path, default=Path("runs/demo"))
     parser.flag("--epochs", "epochs of training (default 40)", type=positive, default=40)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -13,15 +14,31 @@ from primal_attention.utils.errors import RunError, check_name
 if TYPE_CHECKING:
     import torch
 
+# A command: its "module:function" in this package, which is imported on use, and a summary.
+COMMANDS = {
+    "demo": ("demo:main", "Train on real data and compare with softmax, two minutes."),
+    "train": ("train:train", "Train a recipe."),
+    "evaluate": ("train:evaluate", "Measure a finished run on the test set again, or play episodes again (d4rl)."),
+    "generate": ("generate:main", "Generate text with a language model."),
+    "export": ("export:main", "Write the model of a run as an ONNX file."),
+    "recipes": ("train:recipes", "List the recipes."),
+    "table": ("table:main", "Run a table of the paper and show its numbers beside ours."),
+    "data": ("data:main", "Make data sets of Long-Range Arena."),
+    "bench": ("bench:main", "Time attention layers and models on this machine."),
+    "spectrum": ("spectrum:main", "Singular values of a model's attention matrices."),
+    "report": ("report:main", "Write an HTML page about runs."),
+    "info": ("info:main", "Versions, devices, extras, and the backend that runs here and why."),
+}
 DEVICE = "cpu, cuda or cuda:N (default: the GPU if there is one)"
 
 
 class Parser(argparse.ArgumentParser):
-    """The arguments of `primal COMMAND`. Errors are a `RunError`."""
+    """The arguments of `primal COMMAND`: the summary of the command, then `about`. Errors are a `RunError`."""
 
-    def __init__(self, command: str, about: str, example: str = "") -> None:
+    def __init__(self, command: str, example: str = "", about: str = "") -> None:
+        text = f"{COMMANDS[command][1]} {about}" if command in COMMANDS else about
         epilog = f"Example: primal {command} {example}"
-        super().__init__(prog=f"primal {command}", description=about, epilog=epilog, allow_abbrev=False)
+        super().__init__(prog=f"primal {command}", description=text, epilog=epilog, allow_abbrev=False)
 
     def flag(self, name: str, help: str, **options: Any) -> None:
         """Add an argument; one that is off by default needs its name and help only."""
@@ -53,16 +70,14 @@ def split_command(
     return name, others
 
 
-def positive(text: str) -> int:
-    """Return a count of at least 1, as the type of an argument."""
-    return read_integer(text, least=1)
-
-
 def read_integer(text: str, least: int = 0) -> int:
     """Return a whole number of at least `least`, as the type of an argument, for example a seed."""
     if not text.isdecimal() or not least <= int(text) < 2**63:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}, below 2^63 (got {text!r})")
     return int(text)
+
+
+positive = functools.partial(read_integer, least=1)
 
 
 def read_device(name: str | None) -> torch.device:

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from primal_attention.data.lm import Vocabulary
     from primal_attention.models.lm import LanguageModel
 
-ABOUT = "Continue a text with a trained language model."
 EXAMPLE = 'primal-lm-tiny --prompt "The river" --top-p 0.95'
 INCOMPLETE = "\ufffd"  # decoded from bytes that are not a whole character yet
 CONTEXT = 8  # tokens of the prompt that decide about spaces between words
@@ -49,7 +48,7 @@ def load_model(run: str | Path) -> tuple[LanguageModel, Vocabulary]:
 
 
 def main(args: Sequence[str]) -> int:
-    parser = Parser("generate", ABOUT, EXAMPLE)
+    parser = Parser("generate", EXAMPLE)
     source = "folder of a run or of save_pretrained, or the name of an included model"
     parser.flag("run", source, type=Path, metavar="RUN")
     parser.flag("--prompt", "beginning of the text", default=None)

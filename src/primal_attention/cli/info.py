@@ -14,8 +14,7 @@ RANK, WIDTH, TOKENS = 30, 512, 1024  # of a layer that is large enough for a fas
 
 
 def main(args: Sequence[str]) -> int:
-    about = "Print versions, devices, the backend that runs here and why, and installed extras."
-    Parser("info", about).parse_args(args)
+    Parser("info").parse_args(args)
     import torch
 
     from primal_attention import __version__

@@ -17,24 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import primal_attention
-from primal_attention.cli.flags import split_command
+from primal_attention.cli.flags import COMMANDS, split_command
 from primal_attention.utils.errors import DataError, Preempted, RunError, install_hint
 
-# A command: its "module:function" in this package, which is imported on use, and a summary.
-COMMANDS = {
-    "demo": ("demo:main", "Train on real data and compare with softmax attention, two minutes."),
-    "train": ("train:train", "Train a recipe."),
-    "evaluate": ("train:evaluate", "Measure a finished run again."),
-    "generate": ("generate:main", "Generate text with a language model."),
-    "export": ("export:main", "Write the model of a run as an ONNX file."),
-    "recipes": ("train:recipes", "List the recipes."),
-    "table": ("table:main", "Run a table of the paper and show its published numbers beside."),
-    "data": ("data:main", "Make data sets of Long-Range Arena."),
-    "bench": ("bench:main", "Time attention layers and models on this machine."),
-    "spectrum": ("spectrum:main", "Singular values of a model's attention matrices."),
-    "report": ("report:main", "Write an HTML page about runs."),
-    "info": ("info:main", "Versions, devices, extras, and the backend that runs here and why."),
-}
 AFTER_INTERRUPT = {
     "train": "; continue with --resume",
     "table": "; the same command continues",

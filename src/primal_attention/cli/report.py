@@ -10,12 +10,12 @@ from pathlib import Path
 from primal_attention.cli.flags import Parser
 from primal_attention.utils.errors import RunError
 
-ABOUT = """Make one HTML page of runs: scores beside the paper's, sortable tables, learning curves, time and memory
-against length, singular values, and the command and configuration of every run. The page works offline."""
+ABOUT = """It shows scores beside the paper's, sortable tables, learning curves, time and memory, singular
+values, and the command and configuration of every run. The page works offline."""
 
 
 def main(args: Sequence[str]) -> int:
-    parser = Parser("report", ABOUT, "runs/uea results/bench -o report.html")
+    parser = Parser("report", "runs/uea results/bench -o report.html", ABOUT)
     runs = "run folders, folders of them, JSON of primal bench attention or generate"
     parser.flag("runs", runs, nargs="+", type=Path, metavar="RUNS")
     page = "the page (default %(default)s); plotly.min.js is written beside it"

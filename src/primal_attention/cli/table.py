@@ -20,12 +20,11 @@ from primal_attention.utils.files import write_text
 from primal_attention.utils.progress import Progress
 
 if TYPE_CHECKING:
-    from primal_attention.report.results import ResultIndex
     from primal_attention.report.tables import TableKind
     from primal_attention.train.grid import Outcome, Plan, Variant
 
-ABOUT = """Run the missing runs of one of the paper's tables and show it with the paper's numbers beside ours. Finished
-runs are not run again; interrupted ones continue. uea-modern compares PrimalClassifier with other classifiers."""
+ABOUT = """Finished runs are not run again; interrupted ones continue. uea-modern compares PrimalClassifier with other
+classifiers."""
 NAMES = (
     "uea", "uea-ablation", "uea-efficiency", "uea-modern", "lra", "lra-ablation", "lra-efficiency", "d4rl",
     "d4rl-ablation", "d4rl-efficiency", "lm", "image",
@@ -37,7 +36,7 @@ WITHOUT_JOBS = (*WITHOUT_FITS, *WITHOUT_TRAININGS, "set", "data", "seeds", "work
 
 
 def read_options(args: Sequence[str]) -> argparse.Namespace:
-    parser = Parser("table", ABOUT, "uea --sets JapaneseVowels --seeds 3")
+    parser = Parser("table", "uea --sets JapaneseVowels --seeds 3", ABOUT)
     add: Any = parser.flag
     add("name", " | ".join(NAMES), metavar="NAME")
     add("--sets", "sets or tasks; default: those of the table that are in the data folder", nargs="+")
@@ -76,20 +75,20 @@ def read_options(args: Sequence[str]) -> argparse.Namespace:
 def main(args: Sequence[str]) -> int:
     options = read_options(args)
     from primal_attention.report import tables
+    from primal_attention.report.results import ResultIndex, read_summaries
 
     kind, command = tables.table_kinds()[options.name], table_command(args)
-    plan, errors = make_plan(kind, options), list[str]()
-    index = read_index(plan, kind, options)
+    plan, errors, trains = make_plan(kind, options), list[str](), kind.source == "runs"
+    index = ResultIndex(plan, read_summaries(options.results), trains=trains)
     if not options.no_run and kind.source != "steps":
         runs = Path("runs", options.results.name if options.results.is_absolute() else options.results)
         fit = {"folder": options.data, "threads": options.threads or 2, "command": command}
-        fields = fit if kind.source == "fits" else {}
-        jobs = index.missing_jobs(runs, options.results, options.commit, **fields)
+        jobs = index.missing_jobs(runs, options.results, options.commit, **fit)
         absent = sets_without_data(plan, {set_of(job) for job in jobs}, kind, options)
         plan = replace(plan, sets=[name for name in plan.sets if name not in absent])
         errors = run_jobs([job for job in jobs if set_of(job) not in absent], kind, options)
-        index = read_index(plan, kind, options)
-    cells = tables.make_cells(kind.benchmark, plan, index.find)
+        index = ResultIndex(plan, read_summaries(options.results), trains=trains)
+    cells = [tables.Cell(kind.benchmark, name, row, {name: index.find(name, row)}) for name, row in plan.cells()]
     shown = {*(options.models or ()), *(cell.variant.name for cell in cells if cell.all_runs)}
     cells = [cell for cell in cells if {cell.variant.name, cell.variant.part} & shown]  # not all models have run yet
     if any(cell.all_runs for cell in cells):
@@ -103,7 +102,7 @@ def main(args: Sequence[str]) -> int:
         others = f" ({len(index.runs)} with other settings: one {index.nearest_difference()})" if index.runs else ""
         first = "primal bench lra" if kind.source == "steps" else command
         reason = f"{options.results} has no result of this table{others}"
-        choice = "choose other settings with --set, " if index.runs and kind.source == "runs" else ""
+        choice = "choose other settings with --set, " if index.runs and trains else ""
         raise RunError(f"{reason}: run '{first}' first, {choice}or name another folder with --results")
     if errors:
         count = "1 run" if len(errors) == 1 else f"{len(errors)} runs"
@@ -166,13 +165,6 @@ def read_change(item: str) -> tuple[str, Any]:
     with contextlib.suppress(ValueError):
         return name, json.loads("null" if text.lower() == "none" else text.lower())
     return name, text
-
-
-def read_index(plan: Plan, kind: TableKind, options: argparse.Namespace) -> ResultIndex:
-    """The stored results of a plan."""
-    from primal_attention.report.results import ResultIndex, read_summaries
-
-    return ResultIndex(plan, read_summaries(options.results), trains=kind.source == "runs")
 
 
 def set_of(job: Any) -> str:

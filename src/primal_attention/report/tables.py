@@ -19,13 +19,12 @@ import pandas as pd
 
 from primal_attention.nn.baselines import attention_names
 from primal_attention.report.results import PROTOCOLS, Difference, Run, Stat
-from primal_attention.train.grid import Plan, Variant
+from primal_attention.train.grid import Variant
 from primal_attention.utils.files import read_yaml, write_text
 
 MISSING = "–"
 AVERAGE = "Average"
 GB = 1e-9
-ETAS = (0.0, 0.1, 0.2, 0.5)
 AUTHORS_CODE = "published"
 """Row of `lra-efficiency`: Primal-Attention as the authors' implementation computes it, on the same device."""
 
@@ -160,13 +159,6 @@ class Cell:
         counts = [len({run.seed for run in self.all_runs if name in run.scores}) for name in PROTOCOLS]
         is_same = len(set(counts) - {0}) < 2
         return str(len({run.seed for run in self.all_runs})) if is_same else "/".join(map(str, counts))
-
-
-def make_cells(benchmark: str, plan: Plan, find: Callable[[str, Variant], Sequence[Run]]) -> list[Cell]:
-    """The cells of a plan, part by part, each with the runs that `find` returns for a set and a variant."""
-    parts = dict.fromkeys(variant.part for variant in plan.variants)
-    order = [(name, variant) for part in parts for name, variant in plan.cells() if variant.part == part]
-    return [Cell(benchmark, name, variant, {name: find(name, variant)}) for name, variant in order]
 
 
 def with_base(cells: Sequence[Cell]) -> list[Cell]:
@@ -735,17 +727,12 @@ def extra_variants() -> tuple[Variant, ...]:
 
 def ablation_variants(*parts: str) -> tuple[Variant, ...]:
     """The paper's grids over η and s, data-independent weights (Primal.+), outputs without r, and η = 0."""
-    grid = [(f"primal-s{s}-eta{eta:g}", "primal", {"rank": s, "eta": eta}) for s in (20, 30, 40) for eta in ETAS]
-    dependent = {"independent": False, "dependent": True}
-    models = ("primal", "primal+")
+    models, words = ("primal", "primal+"), ("without", "with")
+    grid = [(s, eta) for s in (20, 30, 40) for eta in (0.0, 0.1, 0.2, 0.5)]
     rows: dict[str, list[tuple[str, str, dict[str, Any]]]] = {
-        "eta-s": grid,
-        "data-dependence": [(f"primal+-{w}", "primal+", {"data_dependent": v}) for w, v in dependent.items()],
-        "r-scores": [
-            (f"{model}-{word}-r", model, {"r_scores": word == "with"})
-            for model in models
-            for word in ("without", "with")
-        ],
+        "eta-s": [(f"primal-s{s}-eta{eta:g}", "primal", {"rank": s, "eta": eta}) for s, eta in grid],
+        "data-dependence": [(f"primal+-{w}dependent", "primal+", {"data_dependent": not w}) for w in ("in", "")],
+        "r-scores": [(f"{m}-{word}-r", m, {"r_scores": word == "with"}) for m in models for word in words],
         "eta": [row for m in models for row in ((f"{m}-eta0", m, {"eta": 0.0}), (m, m, {}))],
         "rank": [(f"primal+-s{s}", "primal+", {"rank": s}) for s in (32, 64, 96)],
     }
