@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import csv
 import io
 import json
 import os
 import re
 import shlex
-import statistics
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import pandas as pd
 
 from primal_attention.report.results import Difference, read_benchmark, read_summaries
 
@@ -42,12 +42,10 @@ DEVICES = {"cpu": "CPU", "cuda": "CUDA"}
 
 def make_table(name: str) -> str:
     """The Markdown of a table."""
-    if name in TABLES:
-        return TABLES[name]() + "\n"
-    return read_table(name, "markdown")
+    return TABLES[name]() + "\n" if name in TABLES else run_table(name, "markdown")
 
 
-def read_table(command: str, form: str) -> str:
+def run_table(command: str, form: str) -> str:
     """The text that `primal table …` writes for stored results, as Markdown or CSV."""
     from primal_attention.cli import table
 
@@ -60,6 +58,11 @@ def read_table(command: str, form: str) -> str:
             return Path(folder, "table").read_text(encoding="utf-8")
     finally:
         os.chdir(before)
+
+
+def read_table(command: str) -> pd.DataFrame:
+    """The unrounded numbers of `primal table …` for stored results."""
+    return pd.read_csv(io.StringIO(run_table(command, "csv")))
 
 
 def read_json(path: str) -> Any:
@@ -111,21 +114,16 @@ def support_table() -> str:
 
 def classifier_row() -> list[str]:
     """The README's row about PrimalClassifier, over the sets that both classifiers accept."""
-    command = "primal table uea-modern --models primal multirocket-hydra"
-    accuracy: dict[str, dict[str, float]] = {"primal": {}, "multirocket-hydra": {}}
-    seconds: dict[str, list[float]] = {"primal": [], "multirocket-hydra": []}
-    for row in csv.DictReader(io.StringIO(read_table(command, "csv"))):
-        if row["accuracy_mean"]:
-            accuracy[row["model"]][row["dataset"]] = float(row["accuracy_mean"])
-        if row["fit_seconds_mean"]:
-            seconds[row["model"]].append(float(row["fit_seconds_mean"]))
-    sets = accuracy["primal"].keys() & accuracy["multirocket-hydra"].keys()
-    primal, rocket = (statistics.mean(accuracy[name][each] for each in sets) for name in accuracy)
-    own, other = (statistics.median(values) for values in seconds.values())
+    names = ["primal", "multirocket-hydra"]
+    frame = read_table(f"primal table uea-modern --models {' '.join(names)}")
+    accuracy = frame.pivot(index="dataset", columns="model", values="accuracy_mean").dropna()
+    seconds = frame.groupby("model")["fit_seconds_mean"].agg(["median", "count"])
+    primal, rocket = accuracy.mean()[names]
+    (own, count), (other, _) = seconds.loc[names].to_numpy().tolist()
     return [
         "your own time series, on a CPU",
-        f"`PrimalClassifier` {primal:.1f} % on average over {len(sets)} sets, MultiRocketHydra (aeon) {rocket:.1f} %; "
-        f"median fit {own:.0f} s and {other:.0f} s on {len(seconds['primal'])} of them (`uea-modern-classifiers`)",
+        f"`PrimalClassifier` {primal:.1f} % on average over {len(accuracy)} sets, MultiRocketHydra (aeon) "
+        f"{rocket:.1f} %; median fit {own:.0f} s and {other:.0f} s on {count:.0f} of them (`uea-modern-classifiers`)",
         "`PrimalClassifier`, or MultiRocketHydra for the fastest fit",
     ]
 
@@ -136,12 +134,10 @@ def classifier_row() -> list[str]:
 def model_table() -> str:
     """Pairs of SDPA and Primal rows of the stored training steps of whole models."""
     stored = read_json("bench/model.json")
-    by_kind: dict[str, dict[str, Any]] = {"sdpa": {}, "primal": {}}
-    for row in stored["rows"]:
-        by_kind[row["name"]][row["model"]] = row
+    by_name = {(row["name"], row["model"]): row for row in stored["rows"]}
     rows = []
-    for name, primal in by_kind["primal"].items():
-        sdpa = by_kind["sdpa"][name]
+    for name in (row["model"] for row in stored["rows"] if row["name"] == "primal"):
+        sdpa, primal = by_name["sdpa", name], by_name["primal", name]
         model = name.removesuffix(f"-{primal['mode']}-{primal['dtype']}")
         times = [f"{1e3 * sdpa['seconds']:.1f}", f"{1e3 * primal['seconds']:.1f}"]
         ratios = [f"{1 / primal['speedup']:.2f}", f"{primal['peak_ratio']:.2f}"]
@@ -153,13 +149,11 @@ def model_table() -> str:
 def layer_table() -> str:
     """SDPA and the fused kernels on one layer."""
     stored = read_json("bench/attention-256-4k.json")
-    sizes: dict[tuple[int, int], dict[str, Any]] = {(row["embed_dim"], row["length"]): {} for row in stored["rows"]}
-    for row in stored["rows"]:
-        sizes[row["embed_dim"], row["length"]][row["name"]] = row
+    by_name = {(row["name"], row["embed_dim"], row["length"]): row for row in stored["rows"]}
     rows = []
-    for (width, length), by_name in sizes.items():
-        primal = by_name["primal-fused"]
-        times = [f"{1e3 * by_name[name]['seconds']:.2f}" for name in ("sdpa", "primal-fused")]
+    for width, length in dict.fromkeys((row["embed_dim"], row["length"]) for row in stored["rows"]):
+        sdpa, primal = by_name["sdpa", width, length], by_name["primal-fused", width, length]
+        times = [f"{1e3 * row['seconds']:.2f}" for row in (sdpa, primal)]
         ratios = [f"{primal[key]:.2f}" for key in ("speedup", "peak_ratio", "saved_ratio")]
         rows.append([f"{width}", f"{length:,}", *times, *ratios])
     heading = ["width", "tokens", "SDPA ms", "Primal ms", "speedup", "peak memory ratio", "saved for backward ratio"]
@@ -401,12 +395,9 @@ def situation_table() -> str:
     return render(["situation", "measured (file in `results/`)", "choose"], rows, left=3)
 
 
-def read_column(command: str, column: str) -> dict[str, float]:
+def read_column(command: str, column: str) -> Mapping[str, float]:
     """A column of a table by model, averaged over the sets."""
-    values: dict[str, list[float]] = {}
-    for row in csv.DictReader(io.StringIO(read_table(command, "csv"))):
-        values.setdefault(row["model"], []).append(float(row[column]))
-    return {model: sum(numbers) / len(numbers) for model, numbers in values.items()}
+    return read_table(command).groupby("model")[column].mean()
 
 
 TABLES: dict[str, Callable[[], str]] = {

@@ -35,6 +35,9 @@ def test_attention_then_plot(tmp_path, capsys):
     assert main(["plot", str(tmp_path / "attention.json")]) == 0
     assert (tmp_path / "attention.png").exists()
     assert (tmp_path / "attention.svg").exists()
+    capsys.readouterr()
+    assert main(["plot", str(RESULTS[0].parent / "model.json")]) == 0
+    assert "no plot, which shows" in capsys.readouterr().out
 
 
 def test_runs_with_torch_alone_and_starts_with_a_line(tmp_path):

@@ -64,8 +64,7 @@ WRONG = {
     "--prompt=": "--prompt is empty",
     "--prompt cat --tokens 100": "more than max_length=16 of this model",
     f"--prompt {20 * 'cat,'}": "more than max_length=16 of this model: a shorter prompt",
-    "--prompt a --top-p 2": "top_p must lie in (0, 1] (got 2.0)",
-    "--prompt a --temperature -1": "temperature must be at least 0 (got -1.0)",
+    "--prompt a --temperature -1": "--temperature must be at least 0 (got -1.0)",
     "--prompt-file nothing.txt": "nothing.txt does not exist",
 }
 

@@ -31,7 +31,7 @@ def test_help_lists_every_command(primal) -> None:
     code, out, _ = primal("--help")
     assert code == 0
     assert all(f"  {command} " in out for command in cli.COMMANDS)
-    assert primal()[:2] == (0, out)
+    assert primal()[:2] == primal("help")[:2] == (0, out)
     assert primal("--version")[1].strip()[0].isdigit()
 
 
@@ -165,14 +165,19 @@ WRONG = {
     "table uea-modern --set epoch=3": "no parameter of PrimalClassifier is called 'epoch': did you mean 'epochs'?",
     "table uea-modern --recipe uea": "--recipe has no meaning for uea-modern",
     "table uea --holdout 0.2": "--holdout has no meaning for uea",
-    "table uea --workers 0": "--workers: must be at least 1 (got 0)",
+    "table uea --workers 0": "--workers: must be a whole number of at least 1, below 2^63 (got '0')",
     "table uea --data nowhere": "--data nowhere is not a folder",
-    "table uea --recipe eua": "there are uea, uea-modern, lra",
+    "table uea --recipe eua": "no recipe family of uea is called 'eua': did you mean 'uea'? there are uea, uea-modern",
+    "table lra --recipe uea": "no recipe family of lra is called 'uea': there are lra, lra-short, lra-modern",
+    "table lra-efficiency --set trainer.epochs=2": "--set has no meaning for lra-efficiency",
+    "table uea --threads 3": "--threads has no meaning for uea",
+    "table uea --seed 3": "unrecognized arguments: --seed 3; did you mean --seeds?",
+    "table uea --no-run --results file": "--results file is not a folder",
     "report": "required: RUNS",
     "report nowhere --skip-broken": "nowhere does not exist",
     "report data": "data holds no run",
     "report data -o data": "data is a folder: --out must be a file",
-    "report foreign.json": "foreign.json is neither a run's result nor a benchmark",
+    "report foreign.json": "foreign.json is neither the result of a run nor of primal bench attention or generate",
     "report old.json": "format 99; this is version",
     "recipes cats": "no recipe has 'cats' in its name",
     "info --nonsense": "unrecognized arguments: --nonsense",
@@ -192,8 +197,12 @@ WRONG = {
     "bench plot no-such-file.json": "no-such-file.json does not exist",
     "bench plot other.json": "other.json: hardware is missing",
     "data imdb": "no command of primal data is called 'imdb'",
-    "data listops --valid 0": "--valid: must be at least 1 (got 0)",
-    "data listops --seed -1": "--seed must not be negative (got -1)",
+    "data listops --valid 1K": "--valid: must be a whole number of at least 1, below 2^63 (got '1K')",
+    "data listops --seed -1": "--seed: must be a whole number of at least 0, below 2^63 (got '-1')",
+    f"generate primal-lm-tiny --prompt a --seed {2**63}": "--seed: must be a whole number of at least 0, below 2^63",
+    "generate primal-lm-tiny --prompt a --device meta": "--device must be cpu, cuda or cuda:N (got 'meta')",
+    "generate primal-lm-tiny --prompt a --top-p 2": "--top-p must lie in (0, 1] (got 2.0)",
+    "generate primal-lm-tny --prompt a": "the package includes no model of this name",
 }
 
 
@@ -224,7 +233,7 @@ def test_a_missing_package_names_the_extra(primal, monkeypatch) -> None:
 
 def test_recipes_and_info(primal) -> None:
     assert "uea/JapaneseVowels" in primal("recipes")[1]
-    assert "uea/" not in primal("recipes", "lra")[1]
+    assert "uea/" not in primal("recipes", "LRA")[1]
     out = primal("info")[1]
     assert "causal, data-dependent  reference  not cpu: it has no causal data-dependent mode" in out
     assert "[train] lightning" in out
@@ -258,6 +267,15 @@ def test_a_terminal_without_unicode_gets_question_marks() -> None:
     done = subprocess.run(words, env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert "usage: primal COMMAND ?" in done.stdout
+
+
+@pytest.mark.parametrize("command", ["recipes", "table lra-efficiency"])
+def test_a_closed_pipe_ends_the_command(command: str) -> None:
+    words = [sys.executable, "-m", "primal_attention", *command.split()]
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(words, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait()) == ("", 0)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full stands for a full disk")

@@ -90,7 +90,7 @@ def test_results_of_other_settings_are_neither_shown_nor_overwritten(launched: L
     assert "was run with trainer.epochs 1, not 2: choose another --results" in err
     code, _, err = primal("table", *words, "--no-run")
     assert code == 2
-    assert "no result of this table (1 with other settings)" in err
+    assert "no result of this table (1 with other settings: one was run with trainer.epochs 1, not 100)" in err
 
 
 def test_a_failed_run_leaves_the_others(launched: Launched, primal, monkeypatch) -> None:
@@ -164,7 +164,7 @@ def test_the_grid_of_eta_and_s_is_the_papers() -> None:
     assert len(index.missing_jobs(Path("runs"), Path("results"))) == 24
     best = next(v for v in variants if v.options == {"rank": 30, "eta": 0.2})
     (default,) = tables.model_variants(["primal"])
-    assert index.cell_key("Handwriting", best) == index.cell_key("Handwriting", default)
+    assert index.cell_settings("Handwriting", best) == index.cell_settings("Handwriting", default)
 
 
 def test_classifiers_are_fitted_once_and_settings_do_not_mix(launched: Launched, primal, monkeypatch) -> None:
@@ -194,7 +194,7 @@ def test_classifiers_are_fitted_once_and_settings_do_not_mix(launched: Launched,
     assert stored["command"].startswith("primal table uea-modern --sets Toy --models primal")
     assert primal("table", *pilot, "--no-run")[0] == 0
     code, _, err = primal("table", "uea-modern", "--sets", "Toy", "--no-run")
-    assert (code, "no result of this table (4 with other settings)" in err) == (2, True)
+    assert (code, "(4 with other settings: one was run with holdout 0.25, not 0.0)" in err) == (2, True)
     code, _, err = primal("table", "uea-modern", "--sets", "Toy", "--models", "primal")
-    assert (code, "was fitted with" in err) == (2, True)
+    assert (code, "was run with holdout 0.25, not 0.0: choose another --results" in err) == (2, True)
     assert len(started) == 4

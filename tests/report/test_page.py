@@ -30,7 +30,7 @@ def test_a_page_of_runs_spectrum_and_benchmark(runs: Path, tmp_path: Path, capsy
     out = tmp_path / "deep" / "report.html"
     code, text, err = report(capsys, runs, tmp_path / "bench.json", "-o", out)
     assert (code, err) == (0, "")
-    assert "4 runs and 1 files of benchmarks" in text
+    assert "runs: 4, benchmarks: 1, left out: 0" in text
     page = out.read_text(encoding="utf-8")
     for name in ("scores", "results", "learning", "cost", "spectra", "runs"):
         assert f'<section id="{name}"' in page

@@ -46,7 +46,7 @@ def cell(dataset: str, model: str, *runs: Run) -> Cell:
 
 
 def make(cells: list[Cell], name: str = "uea") -> tables.Table:
-    return tables.make_table(KINDS[name], "T", tables.with_base(cells), f"primal table {name}")
+    return tables.make_table(KINDS[name], "T", cells, f"primal table {name}")
 
 
 def rows(table: tables.Table) -> list[list[str]]:
@@ -256,3 +256,19 @@ def test_writers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert "Set" in printed
     assert "| Set" not in printed
+
+
+def test_a_narrow_terminal_gets_a_paragraph_per_row(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    table = make([cell("Handwriting", "primal", run(0, 0.512345), run(1, 0.6))])
+    monkeypatch.setattr("rich.console.Console.is_terminal", True)
+    monkeypatch.setenv("NO_COLOR", "1")
+    for width in (150, 80, 40):
+        monkeypatch.setenv("COLUMNS", str(width))
+        tables.to_terminal(table)
+        printed = " ".join(capsys.readouterr().out.split())
+        numbers = ("29.6", "65.6 ± 6.2", "55.6 ± 6.2", "45.6 ± 6.2")
+        headings = (
+            ("Paper (best on test) ", "BEST-ON-TEST ", "LAST ", "VALIDATION-CHOSEN ") if width < 150 else [""] * 4
+        )
+        for heading, number in zip(headings, numbers, strict=True):
+            assert heading + number in printed

@@ -200,7 +200,7 @@ def measure_all(
                     if (row["seconds"] or 0.0) > args.limit:
                         too_slow[name] = f"{row['seconds']:.1f} s at {shape.length:,} tokens"
                     rows.append(row)
-                    result = row["status"] if row["seconds"] is None else f"{1e3 * row['seconds']:.3g} ms"
+                    result = row["status"] if row["seconds"] is None else f"{show_number(1e3 * row['seconds'])} ms"
                     progress.advance(f"{name}, {shape}: {result}")
                 add_ratios(rows)
                 report["rows"] += rows
@@ -246,22 +246,25 @@ SUBJECTS = {
 SIZES = ("embed_dim", "num_heads", "batch", "length")
 
 
+def show_number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
 def format_report(report: dict[str, Any]) -> str:
     """Return the report as text, one line per row. The last column says why numbers are missing."""
-
-    def show(value: float | None, scale: float) -> str:
-        if value is None:
-            return ""
-        return f"{scale * value:,.0f}" if scale * value >= 1000 else f"{scale * value:.4g}"
-
     table = [["", "", *SIZES, *(heading for heading, _ in NUMBERS.values()), ""]]
     for row in report["rows"]:
         cells = [str(row.get(name, "")) for name in ("model", "name", *SIZES)]
-        cells += [show(row.get(name), scale) for name, (_, scale) in NUMBERS.items()]
+        numbers = [(row.get(name), scale) for name, (_, scale) in NUMBERS.items()]
+        cells += ["" if value is None else show_number(scale * value) for value, scale in numbers]
         table.append([*cells, ", ".join(text for text in (row["status"], row["note"]) if text not in (OK, ""))])
     columns = [column for column in zip(*table, strict=True) if any(column[1:])]
-    padded = [[cell.rjust(max(map(len, column))) for cell in column] for column in columns]
-    return f"{title(report)}\n\n" + "\n".join("  ".join(line) for line in zip(*padded, strict=True))
+    padded = []
+    for heading, *cells in columns:
+        justify = str.rjust if heading else str.ljust  # names and notes have no heading
+        width = max(map(len, [heading, *cells]))
+        padded.append([justify(cell, width) for cell in [heading, *cells]])
+    return f"{title(report)}\n\n" + "\n".join("  ".join(line).rstrip() for line in zip(*padded, strict=True))
 
 
 def title(report: dict[str, Any]) -> str:

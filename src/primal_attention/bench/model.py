@@ -313,10 +313,10 @@ def run_lra(args: Namespace) -> dict[str, Any]:
             check_name(name, known, noun)
     models = args.models or ATTENTIONS
     steps = [Implementation(name, name, partial(make_lra_step, name, args.device)) for name in models]
-    specs = []
+    specs, mode = [], "compile" if args.device.type == "cuda" else "eager"
     for task in args.tasks or TASKS:
         length, batch = TASKS[task].length, args.batch_size or lra.TASKS[task].batch_size
-        specs.append(Spec(task, lra.LRAModel.embed_dim, lra.LRAModel.num_heads, length, tokens=batch * length))
+        specs.append(Spec(task, lra.LRAModel.embed_dim, lra.LRAModel.num_heads, length, mode, tokens=batch * length))
     return measurement.measure_all(args, steps, measure_lra, [[spec] for spec in specs])
 
 

@@ -16,11 +16,11 @@ from primal_attention.cli.flags import DEVICE, Parser, positive, read_device, sp
 from primal_attention.utils.errors import RunError
 
 COMMANDS = {
-    "attention": "check and time one attention layer",
-    "generate": "tokens per second of a language model after N tokens, and the size of its state",
-    "model": "time training steps of whole models",
-    "lra": "time training steps on Long-Range Arena",
-    "plot": "print the report of an earlier run and draw it as FILE.png and FILE.svg",
+    "attention": "Check and time one attention layer.",
+    "generate": "Time one more token of a language model after N tokens; report the size of its state.",
+    "model": "Time training steps of whole models.",
+    "lra": "Time training steps on Long-Range Arena; one result file per task and model.",
+    "plot": "Print a report of primal bench and draw it as FILE.png and FILE.svg.",
 }
 EXAMPLES = {
     "attention": "--lengths 256 4K --widths 512:8 1024:16",
@@ -65,36 +65,39 @@ def read_decay(text: str) -> str | float:
 
 
 def make_parser(name: str) -> Parser:
-    parser = Parser(f"bench {name}", COMMANDS[name], EXAMPLES[name])
+    parser = Parser(f"bench {name}", EXAMPLES[name], COMMANDS[name])
 
     def add(commands: str, flag: str, help: str, **options: Any) -> None:
         if name in commands.split():
             parser.flag(flag, help, **options)
 
     some: dict[str, Any] = {"nargs": "+", "default": []}
-    add("plot", "file", "JSON file that primal bench wrote", type=Path)
-    add("attention generate", "--lengths", "tokens: 4096, 4K, 1M", type=read_length, metavar="N", **some)
+    add("plot", "file", "JSON file that primal bench wrote", type=Path, metavar="FILE")
+    lengths = "tokens, for example 4096, 4K or 1M (default: five or six lengths, on a CPU the shorter ones)"
+    add("attention generate", "--lengths", lengths, type=read_length, metavar="N", **some)
     widths = {"nargs": "+", "type": read_width, "default": [(512, 8)], "metavar": "D:H"}
     add("attention generate", "--widths", "embed_dim:num_heads (default 512:8)", **widths)
-    add("attention", "--batch", "sequences of a step", type=positive)
+    add("attention", "--batch", "sequences of a step (default: as --tokens gives)", type=positive)
     add("generate", "--batches", "sequences of a step (default 1, on a GPU 1 and 64)", type=positive, **some)
-    add("attention model", "--tokens", "tokens of a step, instead of --batch (default 64K or 32K)", type=read_length)
+    tokens = "tokens of a step: the batch is tokens / length (default on a GPU 64K, on a CPU one sequence)"
+    add("attention", "--tokens", tokens, type=read_length)
+    add("model", "--tokens", "tokens of a step (default 32K); few tokens shorten the sequences", type=read_length)
     add("attention generate", "--rank", "rank of the Primal layers (default 30)", type=positive, default=30)
     add("attention", "--landmarks", "landmarks of the Primal layers (default 300)", type=positive, default=300)
     add("attention", "--causal", "causal layers; Primal is data-independent unless --data-dependent is given")
     add("attention", "--data-dependent", "build Primal's weights from landmarks, the default without --causal")
     add("attention", "--decay", "decay of the causal Primal layers: 'learned' or a number in (0, 1]", type=read_decay)
     add("attention", "--baselines", "also time the other attentions of the paper's tables")
-    add("attention generate", "--only", "time these only, for example sdpa primal published", metavar="NAME", **some)
+    add("attention generate", "--only", "time these only, for example sdpa primal", metavar="NAME", **some)
     add("attention", "--inference", "forward only, without gradients")
     add("attention generate", "--eager", "on a GPU: time eager steps, including launches, instead of CUDA graphs")
     add("model", "--rows", "rows to time: vit-eager-autocast, …, or a model such as vit", metavar="ROW", **some)
-    add("generate model", "--layers", "layers of every model", type=positive)
+    add("generate model", "--layers", "layers of every model (default 6, or those of the row)", type=positive)
     add("lra", "--tasks", "listops, text, retrieval, image, pathfinder (default all)", **some)
     add("lra", "--models", "softmax, nystrom, …, primal+, primal, published (default all)", **some)
     add("lra", "--batch-size", "samples of a step (default: the paper's)", type=positive)
     timed = "attention generate model lra"
-    add(timed, "--repeats", "timed runs of a row (default %(default)s)", type=positive)
+    add(timed, "--repeats", "on a GPU: timed runs of a row (default %(default)s)", type=positive)
     add(timed, "--device", DEVICE, type=str)
     add(timed, "--commit", "commit to record if git is not available", type=str)
     add(timed, "--out", "folder (default %(default)s)", type=Path, default=Path("results/bench"))
@@ -151,5 +154,5 @@ def main(words: Sequence[str]) -> int:
         report = getattr(importlib.import_module(f"primal_attention.bench.{module}"), f"run_{args.benchmark}")(args)
         files = [args.file or args.out]
     print(measurement.format_report(report))
-    print("written:", *files)
+    print("written:", *files) if files else print("no plot, which shows rows of attention and generate only")
     return 0

@@ -5,35 +5,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from primal_attention.cli.flags import Parser, positive, split_command
+from primal_attention.cli.flags import Parser, positive, read_integer, split_command
 from primal_attention.data.lra import listops, pathfinder, retrieval
-from primal_attention.utils.errors import RunError
 from primal_attention.utils.progress import Progress
 
 TASKS = {
-    "listops": "make ListOps: basic_train.tsv, basic_val.tsv, basic_test.tsv",
-    "pathfinder": "draw Pathfinder: imgs/*/sample_*.png, metadata/*.npy and splits.json",
-    "retrieval": "cut articles into pairs of halves: new_aan_pairs.train.tsv, .eval.tsv and .test.tsv",
+    "listops": "Make ListOps (basic_train.tsv, basic_val.tsv, basic_test.tsv).",
+    "pathfinder": "Draw Pathfinder (imgs/*/sample_*.png, metadata/*.npy, splits.json).",
+    "retrieval": "Cut articles into pairs of halves (new_aan_pairs.train.tsv, .eval.tsv, .test.tsv).",
 }
-ABOUT = """ in the layout of its release. The same seed gives the same files. An interrupted set is removed, and the
-same command makes it again."""
+ABOUT = """ The layout is that of the release. The same seed gives the same files. An interrupted set is removed, and
+the same command makes it again."""
 USES = {"train": "train on", "valid": "choose the step by", "test": "measure on"}
 
 
 def main(args: Sequence[str]) -> int:
     name, words = split_command("primal data", TASKS, args, "listops --out data/lra/listops")
     task = {"listops": listops, "pathfinder": pathfinder, "retrieval": retrieval}[name]
-    articles = " --articles data/wikipedia" if task is retrieval else ""
-    parser = Parser(f"data {name}", TASKS[name] + ABOUT, f"--train 9600 --valid 200 --test 200{articles}")
+    example = "--articles data/wikipedia" if task is retrieval else "--train 9600 --valid 200 --test 200"
+    parser = Parser(f"data {name}", example, TASKS[name] + ABOUT)
     parser.flag("--out", "folder (default %(default)s)", type=Path, default=Path("data/lra", name))
     for split, use in USES.items():
         parser.flag(f"--{split}", f"samples to {use} (default %(default)s)", type=positive, default=task.SIZES[split])
-    parser.flag("--seed", "seed of all random numbers (default 0)", type=int, default=0)
+    parser.flag("--seed", "seed of all random numbers (default 0)", type=read_integer, default=0)
     if task is retrieval:
         parser.flag("--articles", "folder of *.txt files with the articles", type=Path, required=True)
     settings = vars(parser.parse_args(words))
-    if settings["seed"] < 0:
-        raise RunError(f"--seed must not be negative (got {settings['seed']})")
     out, sizes = settings.pop("out"), {split: settings.pop(split) for split in USES}
     with Progress(sum(sizes.values()), name) as progress:
         task.write(out, sizes, **settings, progress=lambda done: progress.advance(count=done))

@@ -19,13 +19,17 @@ from primal_attention.utils.files import write_json
 if TYPE_CHECKING:
     from primal_attention.train.config import Recipe
 
-ABOUT = "Train a small PrimalFormer and the same network with softmax attention on real data, about two minutes."
-INTRODUCTION = """[bold]JapaneseVowels[/]: 270 recordings for training, 370 for testing, 12 channels, 7 to 29 steps, \
-nine speakers.
+INTRODUCTION = """JapaneseVowels: 270 recordings for training, 370 for testing, nine speakers.
 Two networks that differ in their attention only:
-  [bold]primal[/]   Primal-Attention: linear in the length, trained with the KSVD objective J
-  [bold]softmax[/]  softmax attention: quadratic in the length
+  primal   Primal-Attention: linear in the length, with the KSVD objective J
+  softmax  softmax attention: quadratic in the length
 """
+EXPLANATION = """
+The test set was measured once, after the last epoch. J is the KSVD objective of
+an epoch. It is zero where a layer solves the singular value decomposition of its
+kernel, and training reduces it. These series are too short to need a fast
+attention. At {longest:,} tokens a Primal layer is {factor:.2g} times as fast as a softmax
+layer on this machine (left half of the figure)."""
 LENGTHS = tuple(2**k for k in range(7, 15))
 NETWORKS = {"sdpa": "softmax", "primal-cpu": "primal"}  # by the name in the benchmark
 TIMING = shlex.split("attention --device cpu --widths 64:4 --batch 1 --rank 16 --landmarks 26 --only sdpa primal-cpu")
@@ -46,16 +50,16 @@ SETTINGS: dict[str, Any] = {
 
 
 def main(args: Sequence[str]) -> int:
-    parser = Parser("demo", ABOUT, "--out runs/demo")
-    parser.flag("--out", "folder of the runs, demo.json and demo.png", type=Path, default=Path("runs/demo"))
+    parser = Parser("demo", "--out runs/demo")
+    out = "folder of the runs, demo.json and demo.png (default %(default)s)"
+    parser.flag("--out", out, type=Path, default=Path("runs/demo"))
     parser.flag("--epochs", "epochs of training (default 40)", type=positive, default=40)
     longest = "longest sequence that is timed (default %(default)s)"
-    parser.flag("--max-length", longest, type=int, default=LENGTHS[-1])
+    parser.flag("--max-length", longest, type=positive, default=LENGTHS[-1])
     options = parser.parse_args(args)
     if options.max_length < LENGTHS[0]:
         raise RunError(f"--max-length must be at least {LENGTHS[0]} (got {options.max_length})")
     import torch
-    from rich.console import Console
 
     from primal_attention.bench import attention
     from primal_attention.cli import bench
@@ -63,8 +67,7 @@ def main(args: Sequence[str]) -> int:
     from primal_attention.train.config import override
     from primal_attention.utils.provenance import collect
 
-    console = Console(highlight=False)
-    console.print(INTRODUCTION)
+    print(INTRODUCTION)
     torch.set_num_threads(1)  # the networks are small, and one thread is disturbed least by other programs
     base = override(registry.get("uea-modern/JapaneseVowels"), SETTINGS)
     epochs = {"trainer.epochs": options.epochs, "trainer.evaluate_every": options.epochs}
@@ -85,10 +88,10 @@ def main(args: Sequence[str]) -> int:
     origin = collect(command=command, device=torch.device("cpu"), data_sha256=data_sha256)
     write_json(options.out / "demo.json", {**numbers, **origin})
     draw_figure(options.out / "demo", rows, sigma)
-    show(console, results, seconds)
+    show(results, seconds)
     if cpu_share < MIN_CPU_SHARE:
-        console.print(f"[bold]Other programs disturbed the timing[/]: it got {cpu_share:.0%} of a core. Run it again.")
-    console.print(f"figure: {options.out / 'demo.png'}", soft_wrap=True)
+        print(f"Other programs disturbed the timing: it got {cpu_share:.0%} of a core. Run it again.")
+    print(f"figure: {options.out / 'demo.png'}")
     return 0
 
 
@@ -118,25 +121,17 @@ def run(recipe: Recipe, out: Path) -> dict[str, Any]:
     }
 
 
-def show(console: Any, results: Sequence[dict[str, Any]], seconds: dict[str, dict[int, float]]) -> None:
-    from rich.table import Table
-
-    table = Table("attention", title="The same network and training, two attentions")
-    for heading in ("test accuracy", "time per epoch", "parameters", "first J", "last J"):
-        table.add_column(heading, justify="right")
+def show(results: Sequence[dict[str, Any]], seconds: dict[str, dict[int, float]]) -> None:
+    """Print a row per network, and what the numbers mean."""
+    form = "{:<9}  {:>13}  {:>14}  {:>10}  {:>7}  {:>6}"
+    print(form.format("attention", "test accuracy", "time per epoch", "parameters", "first J", "last J"))
     for row in results:
         objective = ["–", "–"] if row["objective"] is None else [f"{j:+.3f}" for j in row["objective"].values()]
         numbers = (f"{100 * row['accuracy']:.1f} %", f"{row['seconds_per_epoch']:.2f} s", f"{row['parameters']:,}")
-        table.add_row(row["attention"], *numbers, *objective)
-    console.print(table)
+        print(form.format(row["attention"], *numbers, *objective))
     longest = max(set(seconds["primal"]) & set(seconds["softmax"]))
     factor = seconds["softmax"][longest] / seconds["primal"][longest]
-    console.print(
-        "The test set was measured once, after the last epoch. J is the KSVD objective of an epoch. It is zero where "
-        "a layer solves the singular value decomposition of its kernel, and training reduces it.\n"
-        f"These series are too short to need a fast attention. At {longest:,} tokens a Primal layer is {factor:.0f} "
-        "times as fast as a softmax layer on this machine (left half of the figure)."
-    )
+    print(EXPLANATION.format(longest=longest, factor=factor))
 
 
 def draw_figure(file: Path, rows: Sequence[dict[str, Any]], sigma: dict[str, Sequence[float]]) -> None:

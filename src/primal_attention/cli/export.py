@@ -8,13 +8,13 @@ from pathlib import Path
 from primal_attention.cli.flags import Parser
 from primal_attention.utils.errors import DataError, RunError, import_package
 
-ABOUT = """Write the model of a finished run as an ONNX file, which runs in onnxruntime without torch. Runs of uea take
-raw series and a padding mask of any batch size and length. Runs of lm take tokens and the state before them, and
-return logits and the state after them; the state is zero before the first token."""
+ABOUT = """The file runs in onnxruntime without torch. Runs of uea take raw series and a padding mask of any batch size
+and length. Runs of lm take tokens and the state before them, and return logits and the state after them; the state is
+zero before the first token."""
 
 
 def main(args: Sequence[str]) -> int:
-    parser = Parser("export", ABOUT, "runs/uea/JapaneseVowels/primal-seed0 model.onnx")
+    parser = Parser("export", "runs/uea/JapaneseVowels/primal-seed0 model.onnx", ABOUT)
     parser.flag("run", "folder of a run of uea or lm", type=Path, metavar="RUN")
     parser.flag("file", "the ONNX file to write", type=Path, metavar="FILE")
     options = parser.parse_args(args)

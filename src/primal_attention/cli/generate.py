@@ -7,13 +7,14 @@ Generation stops at the end of a document. Word vocabularies have no such token,
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from primal_attention.cli.flags import DEVICE, Parser, positive, read_device
+from primal_attention.cli.flags import DEVICE, Parser, positive, read_device, read_integer
 from primal_attention.utils.errors import RunError
 from primal_attention.utils.files import read_text
 from primal_attention.utils.pretrained import pretrained_path
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from primal_attention.data.lm import Vocabulary
     from primal_attention.models.lm import LanguageModel
 
-ABOUT = "Continue a text with a trained language model."
 EXAMPLE = 'primal-lm-tiny --prompt "The river" --top-p 0.95'
 INCOMPLETE = "\ufffd"  # decoded from bytes that are not a whole character yet
 CONTEXT = 8  # tokens of the prompt that decide about spaces between words
@@ -32,18 +32,23 @@ def load_model(run: str | Path) -> tuple[LanguageModel, Vocabulary]:
     """Return the model of a folder or name, in evaluation mode, and its vocabulary."""
     folder = pretrained_path(run)
     if (folder / "config.json").exists():
+        logging.disable(logging.WARNING)  # messages of transformers and of the packages that it imports
         try:
+            from transformers.utils.logging import disable_progress_bar
+
             from primal_attention.hf.run import to_language
-        except ImportError as missing:
-            raise RunError(str(missing)) from None
-        return to_language(folder)
+
+            disable_progress_bar()
+            return to_language(folder)
+        finally:
+            logging.disable(logging.NOTSET)
     from primal_attention.train.lm import load_language
 
     return load_language(folder)
 
 
 def main(args: Sequence[str]) -> int:
-    parser = Parser("generate", ABOUT, EXAMPLE)
+    parser = Parser("generate", EXAMPLE)
     source = "folder of a run or of save_pretrained, or the name of an included model"
     parser.flag("run", source, type=Path, metavar="RUN")
     parser.flag("--prompt", "beginning of the text", default=None)
@@ -51,9 +56,9 @@ def main(args: Sequence[str]) -> int:
     parser.flag("--tokens", "largest number of tokens to add (default 200)", type=positive, default=200)
     parser.flag("--greedy", "take the most likely token: the same as a temperature of 0")
     parser.flag("--temperature", "below 1, likely tokens become more likely (default 0.8)", type=float, default=0.8)
-    parser.flag("--top-k", "draw among this many of the most likely tokens", type=int)
+    parser.flag("--top-k", "draw among this many of the most likely tokens", type=positive)
     parser.flag("--top-p", "draw among the most likely tokens that together have this probability", type=float)
-    parser.flag("--seed", "seed of the random numbers (default 0)", type=int, default=0)
+    parser.flag("--seed", "seed of the random numbers (default 0)", type=read_integer, default=0)
     parser.flag("--past-end", "do not stop at the end of a document")
     parser.flag("--device", DEVICE, type=str)
     options = parser.parse_args(args)
@@ -61,6 +66,11 @@ def main(args: Sequence[str]) -> int:
     from primal_attention.models.lm import Sampling, generate
 
     device = read_device(options.device)
+    try:
+        temperature = 0.0 if options.greedy else options.temperature
+        sampling = Sampling(temperature, options.top_k, options.top_p, options.seed)
+    except ValueError as error:
+        raise RunError(f"--{str(error).replace('_', '-')}") from None
     model, vocabulary = load_model(options.run)
     (prompt,) = vocabulary.encode([text])
     if not prompt:
@@ -70,11 +80,9 @@ def main(args: Sequence[str]) -> int:
     prompt = [vocabulary.end, *prompt]
     stop = None if vocabulary.is_word_level or options.past_end else vocabulary.end
     try:
-        temperature = 0.0 if options.greedy else options.temperature
-        sampling = Sampling(temperature, options.top_k, options.top_p, options.seed)
         steps = generate(model.to(device), [prompt], options.tokens, sampling, stop=stop)
-    except (ValueError, RuntimeError, AssertionError) as error:  # torch raises the last two for a device
-        raise RunError(str(error).splitlines()[0]) from error
+    except ValueError as error:  # for example a prompt that is longer than the model's context
+        raise RunError(str(error)) from error
     start, context = time.perf_counter(), prompt[-CONTEXT:]
     tokens: list[int] = []
     shown = len(vocabulary.decode(context))

@@ -14,8 +14,7 @@ RANK, WIDTH, TOKENS = 30, 512, 1024  # of a layer that is large enough for a fas
 
 
 def main(args: Sequence[str]) -> int:
-    about = "Print versions, devices, the backend that runs here and why, and installed extras."
-    Parser("info", about).parse_args(args)
+    Parser("info").parse_args(args)
     import torch
 
     from primal_attention import __version__
@@ -31,8 +30,9 @@ def main(args: Sequence[str]) -> int:
     print('backend="auto" uses', *(line for device in ("cpu", *devices) for line in backends(device)), sep="\n")
     print("extras, installed by pip install 'primal-attention[EXTRA]'")
     for extra, modules in EXTRAS.items():
-        names = [PACKAGES[module][0].partition("[")[0] for module in modules.split()]
-        states = [f"{name} {installed(name) or 'missing'}" for name in dict.fromkeys(names)]
+        # "gymnasium[mujoco]" installs two packages
+        names = [module if module in ("gymnasium", "mujoco") else PACKAGES[module][0] for module in modules.split()]
+        states = [f"{name} {installed(name) or 'missing'}" for name in names]
         print(f"  [{extra}] {', '.join(states)}")
     return 0
 

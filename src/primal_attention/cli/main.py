@@ -17,25 +17,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import primal_attention
-from primal_attention.cli.flags import split_command
+from primal_attention.cli.flags import COMMANDS, split_command
 from primal_attention.utils.errors import DataError, Preempted, RunError, install_hint
 
-# A command: its "module:function" in this package, which is imported on use, and a summary.
-COMMANDS = {
-    "demo": ("demo:main", "train on real data and compare with softmax, two minutes"),
-    "train": ("train:train", "train a recipe"),
-    "evaluate": ("train:evaluate", "measure a finished run again"),
-    "generate": ("generate:main", "generate text with a language model"),
-    "export": ("export:main", "write the model of a run as an ONNX file"),
-    "recipes": ("train:recipes", "list the recipes"),
-    "table": ("table:main", "run a table of the paper beside its published numbers"),
-    "data": ("data:main", "make data sets of Long-Range Arena"),
-    "bench": ("bench:main", "time attention layers on this machine"),
-    "spectrum": ("spectrum:main", "singular values of a model's attention matrices"),
-    "report": ("report:main", "write an HTML page about runs"),
-    "info": ("info:main", "versions, devices, the backend that runs here and why, extras"),
+AFTER_INTERRUPT = {
+    "train": "; continue with --resume",
+    "table": "; the same command continues",
+    "data": "; the same command makes the set again",
 }
-AFTER_INTERRUPT = {"train": "; continue with --resume", "data": "; the same command completes the set"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

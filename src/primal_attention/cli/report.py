@@ -10,15 +10,15 @@ from pathlib import Path
 from primal_attention.cli.flags import Parser
 from primal_attention.utils.errors import RunError
 
-ABOUT = """Make one HTML page of runs: scores beside the paper's, sortable tables, learning curves, time and memory
-against length, singular values, and the command and configuration of every run. The page works offline."""
+ABOUT = """It shows scores beside the paper's, sortable tables, learning curves, time and memory, singular
+values, and the command and configuration of every run. The page works offline."""
 
 
 def main(args: Sequence[str]) -> int:
-    parser = Parser("report", ABOUT, "runs/uea results/bench -o report.html")
-    runs = "run folders, folders of them, JSON of primal bench"
+    parser = Parser("report", "runs/uea results/bench -o report.html", ABOUT)
+    runs = "run folders, folders of them, JSON of primal bench attention or generate"
     parser.flag("runs", runs, nargs="+", type=Path, metavar="RUNS")
-    page = "the page; plotly.min.js is written beside it"
+    page = "the page (default %(default)s); plotly.min.js is written beside it"
     parser.add_argument("-o", "--out", type=Path, default=Path("report.html"), help=page)
     parser.flag("--inline", "put plotly's script (5 MB) into the page, which is then a single file")
     parser.flag("--skip-broken", "leave out what cannot be read, and list it")
@@ -35,6 +35,6 @@ def main(args: Sequence[str]) -> int:
     write_page(out, content, command=shlex.join(["primal", "report", *args]), inline=options.inline)
     for line in content.broken:
         print(f"primal: left out: {line}", file=sys.stderr)
-    counts = f"{len(content.runs)} runs and {len(content.benches)} files of benchmarks"
-    print(f"{out}: {counts}, {len(content.broken)} left out, {out.stat().st_size / 1e3:,.0f} kB")
+    counts = f"runs: {len(content.runs)}, benchmarks: {len(content.benches)}, left out: {len(content.broken)}"
+    print(f"written: {out}  {counts}")
     return 0

@@ -17,17 +17,16 @@ if TYPE_CHECKING:
 
     from primal_attention.convert.spectrum import Spectrum
 
-ABOUT = """Singular values of each layer's and head's attention matrix on the test set of a run: effective ranks as a
-table, all values as NAME.csv, and the paper's four panels as NAME.png and NAME.svg. Several runs are drawn into one
-picture. primal_attention.spectrum(model, inputs) does the same for other models in Python."""
-EXAMPLE = "runs/uea/JapaneseVowels/primal-seed0 runs/uea/JapaneseVowels/softmax-seed0"
+ABOUT = """Each layer and head on the test set of a run: effective ranks as a table, all values as NAME.csv, and the
+paper's four panels as NAME.png and NAME.svg. Several runs are drawn into one picture. In Python,
+primal_attention.spectrum(model, inputs) does the same for other models."""
 CLASSIFIERS = ("uea", "lra", "image")  # whose attention sees the whole input
 BATCH_SIZE = 16
 EXPLAINED = 0.999  # directions beyond this share are not drawn
 
 
 def main(args: Sequence[str]) -> int:
-    parser = Parser("spectrum", ABOUT, EXAMPLE)
+    parser = Parser("spectrum", "runs/uea/JapaneseVowels/primal-seed0", ABOUT)
     parser.flag("runs", "folder of a run of uea, lra or image", nargs="+", type=Path, metavar="RUN")
     parser.flag("--samples", "number of test samples (default 64)", type=positive, default=64)
     parser.flag("--out", "folder (default results/spectrum)", type=Path, default=Path("results/spectrum"))

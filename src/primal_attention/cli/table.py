@@ -23,66 +23,72 @@ if TYPE_CHECKING:
     from primal_attention.report.tables import TableKind
     from primal_attention.train.grid import Outcome, Plan, Variant
 
-ABOUT = """Run the missing runs of one of the paper's tables and show it with the paper's numbers beside ours. Finished
-runs are not run again; interrupted ones continue. uea-modern compares PrimalClassifier with other classifiers."""
+ABOUT = """Finished runs are not run again; interrupted ones continue. uea-modern compares PrimalClassifier with other
+classifiers."""
 NAMES = (
     "uea", "uea-ablation", "uea-efficiency", "uea-modern", "lra", "lra-ablation", "lra-efficiency", "d4rl",
     "d4rl-ablation", "d4rl-efficiency", "lm", "image",
 )  # fmt: skip
-FIT_FLAGS = ("holdout",)  # of uea-modern
-RUN_FLAGS = ("recipe", "any_length")  # of the other tables
+# Flags that some tables do not have.
+WITHOUT_FITS = ("holdout", "threads")
+WITHOUT_TRAININGS = ("recipe", "any_length")
+WITHOUT_JOBS = (*WITHOUT_FITS, *WITHOUT_TRAININGS, "set", "data", "seeds", "workers", "launcher", "commit")
 
 
 def read_options(args: Sequence[str]) -> argparse.Namespace:
-    parser = Parser("table", ABOUT, "uea --sets JapaneseVowels --seeds 3")
+    parser = Parser("table", "uea --sets JapaneseVowels --seeds 3", ABOUT)
     add: Any = parser.flag
     add("name", " | ".join(NAMES), metavar="NAME")
     add("--sets", "sets or tasks; default: those of the table that are in the data folder", nargs="+")
     add("--models", "attention names, with a plus for the last layer only, or rows or parts of the table", nargs="+")
     add("--seeds", "number of seeds, from 0 on (default 5 for uea and uea-modern, 1 for lm, else 3)", type=positive)
-    add("--recipe", "family of recipes: the table's own (default), uea-modern or lra-short", default=None)
+    add("--recipe", "recipe family: the table's (default), or uea-modern, lra-short, lra-modern", default=None)
     fields = "fields of the recipe to change; uea-modern: parameters of PrimalClassifier"
     add("--set", fields, nargs="+", default=[], metavar="FIELD=VALUE")
-    add("--holdout", "uea-modern: score this part of the training samples, and not test", type=float, default=0.0)
-    add("--threads", "uea-modern: threads of each fit (default 2)", type=positive, default=2)
+    add("--holdout", "uea-modern: score this part of the training samples, and not test", type=float)
+    add("--threads", "uea-modern: threads of each fit (default 2)", type=positive)
     add("--data", "data folder (default $PRIMAL_UEA or data/uea; likewise LRA, D4RL, LM, IMAGES)", type=Path)
     add("--any-length", "with --no-run: also show results of shorter or longer trainings")
     add("--no-run", "only show stored results")
-    add("--workers", "runs side by side (default 1)", type=positive, default=1)
-    add("--launcher", "local processes (default) or a Ray cluster", default="local", choices=("local", "ray"))
+    add("--workers", "runs side by side (default 1)", type=positive)
+    add("--launcher", "local processes (default) or a Ray cluster", choices=("local", "ray"))
     add("--results", "one small JSON file per run (default results)", type=Path, default=Path("results"))
     add("--commit", "commit of the code, if git is not available", default=None)
     add("--markdown", "also write the table as Markdown", type=Path, metavar="FILE")
     add("--csv", "also write the unrounded numbers", type=Path, metavar="FILE")
     options = parser.parse_args(args)
     check_name(options.name, NAMES, "table")
-    foreign = RUN_FLAGS if options.name == "uea-modern" else FIT_FLAGS
-    for flag in (name for name in foreign if getattr(options, name)):
+    foreign = {"uea-modern": WITHOUT_TRAININGS, "lra-efficiency": WITHOUT_JOBS}.get(options.name, WITHOUT_FITS)
+    for flag in (name for name in foreign if getattr(options, name) not in (None, False, [])):
         raise RunError(f"--{flag.replace('_', '-')} has no meaning for {options.name} (see primal table --help)")
-    if not 0 <= options.holdout < 1:
+    if options.holdout is not None and not 0 <= options.holdout < 1:
         raise RunError(f"--holdout must be at least 0 and below 1 (got {options.holdout:g})")
     if options.any_length and not options.no_run:
         raise RunError("--any-length only shows stored results: add --no-run")
     if options.data is not None and not options.no_run and not options.data.is_dir():
         raise RunError(f"--data {options.data} is not a folder")
+    if options.results.is_file():
+        raise RunError(f"--results {options.results} is not a folder")
     return options
 
 
 def main(args: Sequence[str]) -> int:
     options = read_options(args)
     from primal_attention.report import tables
+    from primal_attention.report.results import ResultIndex, read_summaries
 
     kind, command = tables.table_kinds()[options.name], table_command(args)
-    options.command = command
-    plan, errors = make_plan(kind, options), list[str]()
-    index = read_index(plan, kind, options)
+    plan, errors, trains = make_plan(kind, options), list[str](), kind.source == "runs"
+    index = ResultIndex(plan, read_summaries(options.results), trains=trains)
     if not options.no_run and kind.source != "steps":
-        jobs = missing_jobs(index, kind, options)
+        runs = Path("runs", options.results.name if options.results.is_absolute() else options.results)
+        fit = {"folder": options.data, "threads": options.threads or 2, "command": command}
+        jobs = index.missing_jobs(runs, options.results, options.commit, **fit)
         absent = sets_without_data(plan, {set_of(job) for job in jobs}, kind, options)
         plan = replace(plan, sets=[name for name in plan.sets if name not in absent])
         errors = run_jobs([job for job in jobs if set_of(job) not in absent], kind, options)
-        index = read_index(plan, kind, options)
-    cells = tables.make_cells(kind.benchmark, plan, index.find)
+        index = ResultIndex(plan, read_summaries(options.results), trains=trains)
+    cells = [tables.Cell(kind.benchmark, name, row, {name: index.find(name, row)}) for name, row in plan.cells()]
     shown = {*(options.models or ()), *(cell.variant.name for cell in cells if cell.all_runs)}
     cells = [cell for cell in cells if {cell.variant.name, cell.variant.part} & shown]  # not all models have run yet
     if any(cell.all_runs for cell in cells):
@@ -93,10 +99,11 @@ def main(args: Sequence[str]) -> int:
         if options.csv:
             tables.to_csv(table, options.csv)
     elif not errors:
-        others = f" ({len(index.runs)} with other settings)" if index.runs else ""
+        others = f" ({len(index.runs)} with other settings: one {index.nearest_difference()})" if index.runs else ""
         first = "primal bench lra" if kind.source == "steps" else command
         reason = f"{options.results} has no result of this table{others}"
-        raise RunError(f"{reason}: run '{first}' first, or name another folder with --results")
+        choice = "choose other settings with --set, " if index.runs and trains else ""
+        raise RunError(f"{reason}: run '{first}' first, {choice}or name another folder with --results")
     if errors:
         count = "1 run" if len(errors) == 1 else f"{len(errors)} runs"
         raise RunError(f"{count} failed, the first was {errors[0]}")
@@ -110,13 +117,14 @@ def make_plan(kind: TableKind, options: argparse.Namespace) -> Plan:
     from primal_attention.train.grid import Plan
 
     family = options.recipe or kind.family or kind.benchmark
-    check_name(family, registry.FAMILIES, "family of recipes")
+    families = [name for name, about in registry.FAMILIES.items() if about.source.startswith(f"{kind.benchmark}:")]
+    check_name(family, families, f"recipe family of {kind.benchmark}")
     fields = dict(read_change(item) for item in options.set)
     changes = {**kind.changes, **fields}
     sets, folders = tuple(options.sets or kind.sets), {}
     if kind.source == "fits":
         classifiers.check_parameters(fields)
-        changes["holdout"] = options.holdout
+        changes["holdout"] = options.holdout or 0.0
     elif options.data is not None and kind.benchmark == "lra":
         folders = {name: options.data / name for name in sets}
     elif options.data is not None:
@@ -128,7 +136,7 @@ def make_plan(kind: TableKind, options: argparse.Namespace) -> Plan:
     for name in sets if kind.source == "steps" else ():
         check_name(name, kind.sets, "task")
     for variant in variants if kind.source == "runs" else ():  # fields and values that the recipe does not take
-        ResultIndex(plan, []).cell_key(sets[0], variant)
+        ResultIndex(plan, []).cell_settings(sets[0], variant)
     return plan
 
 
@@ -157,24 +165,6 @@ def read_change(item: str) -> tuple[str, Any]:
     with contextlib.suppress(ValueError):
         return name, json.loads("null" if text.lower() == "none" else text.lower())
     return name, text
-
-
-def read_index(plan: Plan, kind: TableKind, options: argparse.Namespace) -> Any:
-    """The stored results of a plan."""
-    from primal_attention.report import results
-
-    if kind.source == "runs":
-        return results.ResultIndex(plan, results.read_summaries(options.results))
-    return results.SummaryIndex(plan, results.read_summaries(options.results / plan.place))
-
-
-def missing_jobs(index: Any, kind: TableKind, options: argparse.Namespace) -> list[Any]:
-    """The trainings, or the fits, that have no result yet."""
-    if kind.source == "fits":
-        fields = {"folder": options.data, "threads": options.threads, "commit": options.commit}
-        return list(index.missing_fits(options.results, **fields, command=options.command))
-    runs = Path("runs", options.results.name if options.results.is_absolute() else options.results)
-    return list(index.missing_jobs(runs, options.results, options.commit))
 
 
 def set_of(job: Any) -> str:
@@ -212,9 +202,10 @@ def run_jobs(jobs: list[Any], kind: TableKind, options: argparse.Namespace) -> l
     from primal_attention.report.results import in_full
     from primal_attention.train import classifiers, grid
 
-    if kind.is_timed and options.launcher != "local":
+    workers = options.workers or 1
+    if kind.is_timed and options.launcher == "ray":
         raise RunError("times are measured with the local launcher: a cluster's machines may have other work")
-    if kind.is_timed and options.workers > max(1, torch.cuda.device_count()):
+    if kind.is_timed and workers > max(1, torch.cuda.device_count()):
         raise RunError("runs that are timed must not share a device: --workers at most the number of GPUs")
     if kind.source == "fits":
         return classifiers.run_fits(jobs)
@@ -226,7 +217,7 @@ def run_jobs(jobs: list[Any], kind: TableKind, options: argparse.Namespace) -> l
             texts = [f"{name.replace('_', ' ')} {in_full(score)}" for name, score in scores.items()]
             bar.advance(f"{outcome.job.recipe} {outcome.job.run.name}: {outcome.error or '  '.join(texts)}")
 
-        outcomes = grid.run(jobs, workers=options.workers, launcher=options.launcher, report=report) if jobs else []
+        outcomes = grid.run(jobs, workers=workers, launcher=options.launcher or "local", report=report) if jobs else []
     failed = [outcome for outcome in outcomes if outcome.summary is None]
     return [f"{outcome.job.recipe} {outcome.job.run.name}: {outcome.error}" for outcome in failed]
 

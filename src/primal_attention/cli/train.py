@@ -114,8 +114,7 @@ def show(summary: dict[str, Any]) -> None:
 
 
 def evaluate(args: Sequence[str]) -> int:
-    about = "Measure the weights of a finished run on the test set again, or play episodes again (d4rl)."
-    parser = Parser("evaluate", about, "runs/uea/JapaneseVowels/primal-seed0")
+    parser = Parser("evaluate", "runs/uea/JapaneseVowels/primal-seed0")
     parser.flag("run", "folder of the run", type=Path, metavar="RUN")
     parser.flag("--recipes", "file of a recipe class of your own; it is run", type=Path, metavar="FILE.py")
     parser.flag("--episodes", "d4rl: episodes to play (default: the run's, or 100)", type=positive)
@@ -168,15 +167,15 @@ def play(folder: Path, recipe: D4RLRecipe, episodes: int | None) -> int:
 
 
 def recipes(args: Sequence[str]) -> int:
-    parser = Parser("recipes", "List the recipes.", "uea")
+    parser = Parser("recipes", "uea")
     parser.flag("filter", "show recipes whose name contains this", nargs="?", default="", metavar="FILTER")
-    word = parser.parse_args(args).filter
+    word = parser.parse_args(args).filter.lower()
     for name, family in registry.FAMILIES.items():
-        members = [f"{name}/{member}" for member in family.members if word in f"{name}/{member}"]
+        members = [f"{name}/{member}" for member in family.members if word in f"{name}/{member}".lower()]
         if members:
             print(f"{name}: {family.about}", *members, sep="\n  ")
             if family.is_open and not word:
                 print(f"  {name}/…  any other data set of the archive, by its name")
-    if word and not any(word in name for name in registry.names()):
+    if not any(word in name.lower() for name in registry.names()):
         raise RunError(f"no recipe has {word!r} in its name: 'primal recipes' lists them all")
     return 0

@@ -338,16 +338,10 @@ def _read_place(place: Path, content: Collection, *, is_argument: bool) -> None:
     elif fields.get("kind") in ("attention", "generate") and "rows" in fields:
         content.benches.append((place, read_benchmark(place)))
     elif is_argument:
-        raise RunError(f"{place} is neither a run's result nor a benchmark of this library")
+        raise RunError(f"{place} is neither the result of a run nor of primal bench attention or generate")
 
 
 # Finding the runs of a plan
-
-
-def compared_settings(benchmark: str, config: Mapping[str, Any], ignored: frozenset[str]) -> dict[str, Any]:
-    """The settings that identify a run by dotted name; fields that an older result lacks have their defaults."""
-    plain = to_plain(_recipe(benchmark, config).resolved())
-    return {name: v for name, v in flatten(plain) if name not in NOT_COMPARED and name not in ignored}
 
 
 def _recipe(benchmark: str, config: Mapping[str, Any]) -> Recipe:
@@ -358,93 +352,93 @@ def _recipe(benchmark: str, config: Mapping[str, Any]) -> Recipe:
 
 
 class ResultIndex:
-    """The stored runs of a plan by cell and seed. A run belongs to a cell if its settings are the cell's."""
+    """The stored runs of a plan by cell and seed. A run belongs to a cell if its settings are the cell's.
 
-    def __init__(self, plan: Plan, runs: Iterable[Run]) -> None:
-        self.plan = plan
-        recipes = {f"{plan.family}/{name}" for name in plan.sets}
+    The settings of a training are those of its recipe, with defaults for fields that are newer than the run. A fit of a
+    classifier and a timed training step (`trains` is False) have a few settings of their own.
+    """
+
+    def __init__(self, plan: Plan, runs: Iterable[Run], *, trains: bool = True) -> None:
+        self.plan, self.trains = plan, trains
+        self.family = plan.family if trains else plan.place
+        recipes = {f"{self.family}/{name}" for name in plan.sets}
         self.runs = [run for run in runs if run.recipe in recipes]
         self._by_key: dict[tuple[str, str, int], Run] = {}
         for run in self.runs:
             try:
-                key = (run.recipe, self._key(run.benchmark, run.config), run.seed)
+                key = (run.recipe, json.dumps(self._run_settings(run), sort_keys=True), run.seed)
             except RunError:  # settings that this version does not have: no cell has them
                 continue
             # A run folder also holds summaries of its parts: the one with the most scores is the run's.
             if key not in self._by_key or len(run.scores) > len(self._by_key[key].scores):
                 self._by_key[key] = run
 
-    def _key(self, benchmark: str, config: Mapping[str, Any]) -> str:
-        return json.dumps(compared_settings(benchmark, config, self.plan.ignored_fields), sort_keys=True)
+    def _run_settings(self, run: Run) -> dict[str, Any]:
+        if not self.trains:
+            return {"model": run.label, **run.config}
+        return self._compared(_recipe(run.benchmark, run.config))
 
-    def cell_key(self, name: str, variant: Variant) -> str:
-        recipe = override(registry.get(f"{self.plan.family}/{name}"), self.plan.settings(name, variant))
-        return self._key(recipe.benchmark, to_plain(recipe))
+    def _compared(self, recipe: Recipe) -> dict[str, Any]:
+        """The settings that identify a training, by dotted name."""
+        skipped = NOT_COMPARED | self.plan.ignored_fields
+        return {name: value for name, value in flatten(to_plain(recipe.resolved())) if name not in skipped}
+
+    def cell_settings(self, name: str, variant: Variant) -> dict[str, Any]:
+        """The settings of the runs of a cell. Classifiers of aeon have no parameters of PrimalClassifier."""
+        if self.trains:
+            return self._compared(override(registry.get(f"{self.family}/{name}"), self.plan.settings(name, variant)))
+        takes_all = variant.model in classifiers.PRIMAL_PARAMETERS
+        return {"model": variant.model} | {k: v for k, v in self.plan.changes.items() if takes_all or k == "holdout"}
+
+    def _key(self, name: str, variant: Variant) -> tuple[str, str]:
+        return f"{self.family}/{name}", json.dumps(self.cell_settings(name, variant), sort_keys=True)
 
     def find(self, name: str, variant: Variant) -> list[Run]:
-        """The runs of a set and a variant, in the order of the plan's seeds."""
-        recipe, key = f"{self.plan.family}/{name}", self.cell_key(name, variant)
-        return [run for seed in self.plan.seeds if (run := self._by_key.get((recipe, key, seed)))]
+        """The runs of a set and a variant, in the order of the plan's seeds; a refused fit has no scores."""
+        key = self._key(name, variant)
+        return [run for seed in self.plan.seeds if (run := self._by_key.get((*key, seed)))]
 
-    def missing_jobs(self, runs: Path, results: Path, commit: str | None = None) -> list[Job]:
-        """Jobs for the cells without a finished run. Seeds vary slowest: after one pass every cell has a number."""
-        jobs: dict[tuple[str, str, int], Job] = {}
-        keys = {(name, variant.name): self.cell_key(name, variant) for name, variant in self.plan.cells()}
+    def missing_jobs(self, runs: Path, results: Path, commit: str | None = None, **fields: Any) -> list[Job | Fit]:
+        """Jobs for the cells without a finished run; `fields` are further ones of a `Fit`.
+
+        Seeds vary slowest: after one pass every cell has a number.
+        """
+        jobs: dict[tuple[str, str, int], Job | Fit] = {}
+        keys = {(name, variant.name): self._key(name, variant) for name, variant in self.plan.cells()}
         for seed in self.plan.seeds:
             for name, variant in self.plan.cells():
-                key = (f"{self.plan.family}/{name}", keys[name, variant.name], seed)
-                if key in self._by_key and self.plan.is_finished(self._by_key[key].scores):
+                key = (*keys[name, variant.name], seed)
+                stored = self._by_key.get(key)
+                if stored is not None and (not self.trains or self.plan.is_finished(stored.scores)):
                     continue
-                job = self.plan.job(name, variant, seed, runs, results, commit)
-                if job.result.exists():
-                    raise RunError(f"{job.result} {self._difference(job)}: choose another --results, or move it away")
-                jobs.setdefault(key, job)  # two parts of an ablation may need the same run
+                job: Job | Fit
+                if self.trains:
+                    job = self.plan.job(name, variant, seed, runs, results, commit)
+                    file = job.result
+                else:
+                    file = results / self.plan.place / name / f"{variant.model}-seed{seed}.json"
+                    settings = self.cell_settings(name, variant)
+                    job = Fit(name, settings.pop("model"), seed, settings, file, commit=commit, **fields)
+                if file.exists():
+                    in_place = next((run for run in self.runs if run.path == file), None)
+                    reason = self.differences(in_place, name, variant)[0] if in_place else "does not name its settings"
+                    raise RunError(f"{file} {reason}: choose another --results, or move it away")
+                jobs.setdefault(key, job)  # several rows may need the same run
         return list(jobs.values())
 
-    def _difference(self, job: Job) -> str:
-        """Why the file in a job's place is not the job's result."""
-        stored = next((run for run in self.runs if run.path == job.result), None)
-        if stored is None:
-            return "does not name its settings"
-        recipe = override(registry.get(job.recipe), job.changes)
+    def differences(self, run: Run, name: str, variant: Variant) -> list[str]:
+        """Why a stored run is not one of a cell, one text per setting."""
         try:
-            old = compared_settings(stored.benchmark, stored.config, frozenset())
+            old, new = self._run_settings(run), self.cell_settings(name, variant)
         except RunError as error:
-            return f"is of another version ({error})"
-        new = compared_settings(recipe.benchmark, to_plain(recipe), frozenset())
-        name = next((name for name, value in new.items() if old.get(name) != value), "protocol")
-        old, new = {**stored.config, **old}, {"protocol": "last", **job.changes, **new}
-        return f"was run with {name} {old.get(name)}, not {new[name]}"
+            return [f"is of another version ({error})"]
+        if old == new:  # a finished run has all scores of the protocol
+            old, new = ({"protocol": place.get("protocol", "last")} for place in (run.config, self.plan.changes))
+        names = [name for name in new | old if old.get(name) != new.get(name)]
+        return [f"was run with {name} {old.get(name)}, not {new.get(name)}" for name in names]
 
-
-class SummaryIndex:
-    """Stored summaries by set, label and seed: fits of classifiers, and costs of a training step.
-
-    A fit belongs to a cell if its settings are the plan's.
-    """
-
-    def __init__(self, plan: Plan, runs: Iterable[Run]) -> None:
-        self.plan = plan
-        self.runs = {(run.task, run.label, run.seed): run for run in runs}
-
-    def settings(self, model: str) -> dict[str, Any]:
-        """The settings of a fit: those of the plan; classifiers of aeon have no parameters of PrimalClassifier."""
-        return {k: v for k, v in self.plan.changes.items() if model in classifiers.PRIMAL_PARAMETERS or k == "holdout"}
-
-    def find(self, name: str, variant: Variant) -> list[Run]:
-        """The summaries of a set and a variant, in the order of the plan's seeds; a refused fit has no scores."""
-        runs = [run for seed in self.plan.seeds if (run := self.runs.get((name, variant.model, seed)))]
-        return [run for run in runs if run.config == self.settings(variant.model)]
-
-    def missing_fits(self, results: Path, **fields: Any) -> list[Fit]:
-        """Fits of the plan without a file, the first seed of everything first; `fields` are the same for all."""
-        fits: dict[Path, Fit] = {}
-        for seed in self.plan.seeds:
-            for name, variant in self.plan.cells():
-                file = results / self.plan.place / name / f"{variant.model}-seed{seed}.json"
-                run, settings = self.runs.get((name, variant.model, seed)), self.settings(variant.model)
-                if run is not None and run.config != settings:
-                    raise RunError(f"{run.path} was fitted with {run.config}, not {settings}: choose another --results")
-                if run is None:
-                    fits[file] = Fit(name, variant.model, seed, settings, file, **fields)
-        return list(fits.values())
+    def nearest_difference(self) -> str:
+        """The first difference between a stored run and the cell that it is nearest to."""
+        run = self.runs[0]
+        name = run.recipe.partition("/")[2]
+        return min((self.differences(run, name, variant) for variant in self.plan.variants), key=len)[0]

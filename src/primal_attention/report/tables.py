@@ -19,13 +19,12 @@ import pandas as pd
 
 from primal_attention.nn.baselines import attention_names
 from primal_attention.report.results import PROTOCOLS, Difference, Run, Stat
-from primal_attention.train.grid import Plan, Variant
+from primal_attention.train.grid import Variant
 from primal_attention.utils.files import read_yaml, write_text
 
 MISSING = "–"
 AVERAGE = "Average"
 GB = 1e-9
-ETAS = (0.0, 0.1, 0.2, 0.5)
 AUTHORS_CODE = "published"
 """Row of `lra-efficiency`: Primal-Attention as the authors' implementation computes it, on the same device."""
 
@@ -163,22 +162,11 @@ class Cell:
         return str(len({run.seed for run in self.all_runs})) if is_same else "/".join(map(str, counts))
 
 
-def make_cells(benchmark: str, plan: Plan, find: Callable[[str, Variant], Sequence[Run]]) -> list[Cell]:
-    """The cells of a plan, part by part, each with the runs that `find` returns for a set and a variant."""
-    parts = dict.fromkeys(variant.part for variant in plan.variants)
-    order = [(name, variant) for part in parts for name, variant in plan.cells() if variant.part == part]
-    return with_base([Cell(benchmark, name, variant, {name: find(name, variant)}) for name, variant in order])
-
-
 def with_base(cells: Sequence[Cell]) -> list[Cell]:
-    """The cells, each with the one that its part compares it with."""
-    by_name = {(cell.dataset, cell.variant.part, cell.variant.name): cell for cell in cells}
-
-    def find_base(cell: Cell) -> Cell | None:
-        part = cell.variant.part
-        return by_name.get((cell.dataset, part, PARTS[part].base_of(cell.variant)))
-
-    return [replace(cell, base=find_base(cell)) for cell in cells]
+    """The cells of a part, each with the one that it is compared with on the same sets."""
+    by_name = {(cell.dataset, cell.variant.name): cell for cell in cells}
+    bases = [PARTS[cell.variant.part].base_of(cell.variant) for cell in cells]
+    return [replace(cell, base=by_name.get((cell.dataset, base))) for cell, base in zip(cells, bases, strict=True)]
 
 
 def average_cells(cells: Sequence[Cell]) -> list[Cell]:
@@ -188,8 +176,7 @@ def average_cells(cells: Sequence[Cell]) -> list[Cell]:
     sets = [s for s in dict.fromkeys(cell.dataset for cell in cells) if all((name, s) in runs for name in variants)]
     if len(sets) < 2 or not runs:
         return []
-    averages = [replace(c, dataset=AVERAGE, runs={s: runs[n, s] for s in sets}) for n, c in variants.items()]
-    return with_base(averages)
+    return [replace(c, dataset=AVERAGE, runs={s: runs[n, s] for s in sets}) for n, c in variants.items()]
 
 
 @dataclass(frozen=True)
@@ -203,6 +190,8 @@ class Column:
     """None: text."""
     scale: float = 1.0
     form: str = "{}"
+    is_optional: bool = False
+    """Left out where no cell has a value."""
 
     def show(self, value: Any) -> str:
         if value is None:
@@ -276,30 +265,41 @@ def to_markdown(table: Table) -> str:
 
 
 def to_terminal(table: Table) -> None:
-    """Print a table with rich."""
+    """Print a table with rich; in a terminal that is too narrow for its columns, as one paragraph per row."""
     from rich import box
     from rich.console import Console
+    from rich.measure import Measurement
     from rich.table import Table as RichTable
     from rich.text import Text
 
     console = Console()
     if not console.is_terminal:  # files and pipes get the full width: no number is cut
         console = Console(width=200)
-    console.print(Text(table.title, style="bold"))
-    for section in table.sections:
-        title = Text(section.title) if section.title else None
-        grid, rows = RichTable(title=title, box=box.SIMPLE_HEAD, title_justify="left"), section.frame().to_numpy()
-        for i, column in enumerate(section.columns):
-            is_text = column.digits is None
-            width = None if is_text else max(map(len, rows[:, i]), default=1)
-            grid.add_column(column.heading, justify="left" if is_text else "right", overflow="fold", min_width=width)
-        for i, row in enumerate(rows.tolist()):
-            if i and row[0]:
-                grid.add_section()
-            grid.add_row(*map(Text, row))
-        console.print(grid)
-    for note in table.notes:
-        console.print(Text(f"· {note}"), soft_wrap=True)
+    with console.capture() as text:
+        console.print(Text(table.title, style="bold"))
+        for section in table.sections:
+            title = Text(section.title) if section.title else None
+            grid, frame = RichTable(title=title, box=box.SIMPLE_HEAD, title_justify="left"), section.frame()
+            for i, column in enumerate(section.columns):
+                is_text = column.digits is None
+                words = " ".join(frame.iloc[:, i]).split() if is_text else frame.iloc[:, i]
+                width = max(map(len, [*words, *column.heading.split()]))
+                grid.add_column(column.heading, justify="left" if is_text else "right", min_width=width)
+            for i, row in enumerate(frame.to_numpy().tolist()):
+                if i and row[0]:
+                    grid.add_section()
+                grid.add_row(*map(Text, row))
+            if Measurement.get(console, console.options.update(width=1000), grid).minimum <= console.width:
+                console.print(grid)
+                continue
+            console.print(title or "")
+            for cell in section.cells:
+                facts = [(column.heading, column.show(column.value(cell))) for column in section.columns]
+                shown = [f"{heading} {value}" for heading, value in facts if value not in ("", MISSING)]
+                console.print(Text("; ".join(shown) + "\n"))
+        for note in table.notes:
+            console.print(Text(f"· {note}"), soft_wrap=True)
+    print(text.get(), end="")  # not by rich, which ends the process with code 1 when the reader of a pipe has closed it
 
 
 def to_csv(table: Table, file: Path) -> None:
@@ -317,7 +317,8 @@ def make_table(kind: TableKind, title: str, cells: Sequence[Cell], command: str)
         if averages:
             theirs = "" if kind.source == "fits" else "; the paper's is the mean of its numbers on these sets"
             notes.append(f"{AVERAGE}: over {', '.join(averages[0].runs)}{theirs}.")
-        sections.append(Section(PARTS[part].title, kind.columns(own), [*own, *averages]))
+        columns = [c for c in kind.columns(own) if not c.is_optional or any(c.value(cell) is not None for cell in own)]
+        sections.append(Section(PARTS[part].title, columns, with_base([*own, *averages])))
     runs = {(run.path, run.label): run for cell in cells for run in cell.all_runs}.values()
     commits, devices = Counter(short_commit(run.commit) for run in runs), Counter(run.device for run in runs)
     where = f"commit {_count(commits)}; device {_count(devices)}"
@@ -552,12 +553,11 @@ def d4rl_columns(cells: Sequence[Cell]) -> list[Column]:
         std = paper("d4rl")["score"]["deviations"].get(cell.dataset, {}).get(cell.variant.name)
         return None if mean is None else Stat(mean, std, 3)
 
-    best = Column("BEST-ON-TEST", "best_on_test", lambda cell: cell.score("best_on_test", "score"), 1)
     return [
         SET,
         *PARTS[part].columns,
         Column("Paper (on D4RL)", "paper", theirs, 1),
-        *([best] if any(map(best.value, cells)) else []),
+        Column("BEST-ON-TEST", "best_on_test", lambda c: c.score("best_on_test", "score"), 1, is_optional=True),
         Column("LAST", "last", lambda cell: cell.score("last", "score"), 1),
         difference("last", "score"),
         Column("Return", "return", lambda c: None if c.is_average else c.score("last", "return_mean"), 0),
@@ -602,13 +602,12 @@ def language_columns(cells: Sequence[Cell]) -> list[Column]:
     def score(heading: str, name: str, digits: int) -> Column:
         return Column(heading, name, lambda cell: cell.score("last", name), digits)
 
-    theirs = Column("Paper ppl", "paper", lambda cell: cell.paper("perplexity"), 1)
     return [
         replace(SET, heading="Text"),
         Column("MB seen", "bytes_seen", seen, 0, 1e-6),
         replace(MODEL, value=lambda cell: cell.variant.name),
         Column("Parameters M", "parameters", lambda cell: cell.first(lambda run: run.parameters), 2, 1e-6),
-        *([theirs] if any(map(theirs.value, cells)) else []),
+        Column("Paper ppl", "paper", lambda cell: cell.paper("perplexity"), 1, is_optional=True),
         score("Valid ppl", "validation_perplexity", 2),
         score("Test ppl", "perplexity", 2),
         score("Valid bits/byte", "validation_bits_per_byte", 4),
@@ -729,17 +728,12 @@ def extra_variants() -> tuple[Variant, ...]:
 
 def ablation_variants(*parts: str) -> tuple[Variant, ...]:
     """The paper's grids over η and s, data-independent weights (Primal.+), outputs without r, and η = 0."""
-    grid = [(f"primal-s{s}-eta{eta:g}", "primal", {"rank": s, "eta": eta}) for s in (20, 30, 40) for eta in ETAS]
-    dependent = {"independent": False, "dependent": True}
-    models = ("primal", "primal+")
+    models, words = ("primal", "primal+"), ("without", "with")
+    grid = [(s, eta) for s in (20, 30, 40) for eta in (0.0, 0.1, 0.2, 0.5)]
     rows: dict[str, list[tuple[str, str, dict[str, Any]]]] = {
-        "eta-s": grid,
-        "data-dependence": [(f"primal+-{w}", "primal+", {"data_dependent": v}) for w, v in dependent.items()],
-        "r-scores": [
-            (f"{model}-{word}-r", model, {"r_scores": word == "with"})
-            for model in models
-            for word in ("without", "with")
-        ],
+        "eta-s": [(f"primal-s{s}-eta{eta:g}", "primal", {"rank": s, "eta": eta}) for s, eta in grid],
+        "data-dependence": [(f"primal+-{w}dependent", "primal+", {"data_dependent": not w}) for w in ("in", "")],
+        "r-scores": [(f"{m}-{word}-r", m, {"r_scores": word == "with"}) for m in models for word in words],
         "eta": [row for m in models for row in ((f"{m}-eta0", m, {"eta": 0.0}), (m, m, {}))],
         "rank": [(f"primal+-s{s}", "primal+", {"rank": s}) for s in (32, 64, 96)],
     }
