@@ -73,8 +73,7 @@ class LanguageConfig:
         conv: kernel size of a short causal convolution at each Primal layer, in "delta" layers on q, k and h; 0 for
             none, which is the default if `primal_mode` is set.
         conv_place: "beside" adds the convolution to the layer's output, "before" to its input, through SiLU.
-        gate: multiply each Primal layer's output by a gate, in "delta" layers the scores. None is no gate if
-            `primal_mode` is set.
+        gate: gate each Primal layer's output, in "delta" layers the scores; None is False if `primal_mode` is set.
         gate_activation: activation of the gate, "silu" or "sigmoid".
         conv_layers: "primal" adds convolution and gate to the Primal layers only, "all" to all layers. Layers without
             attention ("none") always have them.

@@ -35,8 +35,7 @@ class PrimalAttention(nn.Module):
         embed_dim: width of the tokens, d.
         num_heads: number of heads, H; the head width is p = d / H.
         rank: number of directions of each head's projection scores, s. Use at most p.
-        landmarks: number of input rows from which the data-dependent weights are built, n. Use at most the number of
-            tokens of a typical sequence; rows repeat in shorter ones.
+        landmarks: number of input rows that build the data-dependent weights, n. Use at most the typical length.
         sampling: "even" spaces the landmarks evenly; "random" jitters each by up to half the landmark spacing during
             training, so that the layer cannot memorise sequences by their landmarks.
         data_dependent: build W_{e|X}, W_{r|X} from the landmarks of the input; False uses W_e, W_r as they are.
