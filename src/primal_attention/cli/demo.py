@@ -153,5 +153,5 @@ def draw_figure(file: Path, rows: Sequence[dict[str, Any]], sigma: dict[str, Seq
             right.semilogy(range(1, len(shown) + 1), shown, "o-", label=name)
         right.yaxis.set_major_formatter(lambda x, _: f"{x:.6f}".rstrip("0").rstrip("."))
         right.xaxis.get_major_locator().set_params(integer=True)
-        right.set(xlabel="index i", ylabel="σᵢ / σ₁ (mean over layers and heads)", title="Singular values after training")
+        right.set(xlabel="index i", ylabel="σᵢ / σ₁, mean over layers and heads", title="Trained singular values")
         right.legend(frameon=False)
