@@ -40,12 +40,15 @@ COMPLETE = (
     "README.md",
     "docs/index.md",
     "docs/guide/quickstart.md",
+    "docs/guide/choosing.md",
+    "docs/guide/compatibility.md",
+    "docs/guide/performance.md",
     "docs/guide/time-series.md",
     "docs/guide/masks-and-packing.md",
     "docs/guide/streaming.md",
     "docs/guide/objective.md",
     "docs/guide/kernel-svd.md",
-    "docs/guide/benchmarks/lm.md",
+    "docs/guide/language-models.md",
 )
 
 

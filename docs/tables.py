@@ -113,18 +113,18 @@ def support_table() -> str:
 
 
 def classifier_row() -> list[str]:
-    """The README's row about PrimalClassifier, over the sets that both classifiers accept."""
-    names = ["primal", "multirocket-hydra"]
+    """The README's row about PrimalClassifier, over the sets that all classifiers of the row accept."""
+    names = ["primal", "softmax", "multirocket-hydra"]
     frame = read_table(f"primal table uea-modern --models {' '.join(names)}")
     accuracy = frame.pivot(index="dataset", columns="model", values="accuracy_mean").dropna()
+    primal, softmax, rocket = accuracy.mean()[names]
     seconds = frame.groupby("model")["fit_seconds_mean"].agg(["median", "count"])
-    primal, rocket = accuracy.mean()[names]
-    (own, count), (other, _) = seconds.loc[names].to_numpy().tolist()
+    (own, count), (other, _) = seconds.loc[["primal", "multirocket-hydra"]].to_numpy().tolist()
     return [
-        "your own time series, on a CPU",
-        f"`PrimalClassifier` {primal:.1f} % on average over {len(accuracy)} sets, MultiRocketHydra (aeon) "
-        f"{rocket:.1f} %; median fit {own:.0f} s and {other:.0f} s on {count:.0f} of them (`uea-modern-classifiers`)",
-        "`PrimalClassifier`, or MultiRocketHydra for the fastest fit",
+        f"time-series classifier, mean accuracy over {len(accuracy)} UEA sets",
+        f"{primal:.1f} % (`PrimalClassifier`, fit {own:.0f} s on a CPU, median over {count:.0f} of the sets)",
+        f"{softmax:.1f} % with softmax instead (MultiRocketHydra of aeon: {rocket:.1f} %, {other:.0f} s)",
+        "`PrimalClassifier` with either; MultiRocketHydra for the fastest fit",
     ]
 
 
@@ -329,70 +329,63 @@ def recipe_table() -> str:
 
 
 def situation_table() -> str:
-    """Situations, measured numbers of the stored results, and the choice that follows."""
+    """Tasks, measured numbers of the stored results, and the choice that follows."""
     steps = {(row["model"], row["name"]): 1e3 * row["seconds"] for row in read_json("bench/model.json")["rows"]}
     state = {r["name"]: r["state_bytes"] for r in read_json("bench/decode.json")["rows"] if r["length"] == 2**20}
     bits = read_column("primal table lm --models softmax delta hybrid", "bits_per_byte_mean")
     runs = {run.path.name.removesuffix("-seed0.json"): run for run in read_summaries(ROOT / "results" / "lm-short")}
-    quick = {name: runs[name].score("last", "bits_per_byte") for name in ("primal-mean", "primal-decay", "linear")}
+    names = ("primal-mean", "primal-decay", "softmax", "linear")
+    quick = {name: runs[name].score("last", "bits_per_byte") for name in names}
     short = "primal table lra --recipe lra-short --any-length --sets listops text image pathfinder"
     lra = read_column(f"{short} --models softmax primal primal+ nystrom", "validation_chosen_mean")
     image = read_column("primal table image --set trainer.epochs=12", "validation_chosen_mean")
-
-    def step(situation: str, name: str, otherwise: str = "softmax (SDPA)") -> list[str]:
-        primal, sdpa = (steps[f"{name}-autocast", kind] for kind in ("primal", "sdpa"))
-        measured = f"{primal:.1f} ms per step, SDPA {sdpa:.1f} ms (`bench/model.json`)"
-        return [
-            situation,
-            measured,
-            "either" if abs(primal / sdpa - 1) < 0.02 else "Primal" if primal < sdpa else otherwise,
-        ]
-
     kilobytes, gigabytes = state["primal-fused"] / 1e3, state["sdpa"] / 1e9
-    softmax = f"softmax {bits['softmax']:.3f} (`lm`, one seed)"
+
+    def step(situation: str, name: str, otherwise: str) -> list[str]:
+        primal, sdpa = (steps[f"{name}-autocast", kind] for kind in ("primal", "sdpa"))
+        choice = "either" if abs(primal / sdpa - 1) < 0.02 else "Primal" if primal < sdpa else otherwise
+        return [situation, f"{primal:.1f} ms", f"{sdpa:.1f} ms", choice]
+
     rows = [
-        step("training, 1,024 tokens, compiled (12 layers, width 512)", "512x1024-compile"),
-        step("the same without `torch.compile`", "512x1024-eager", "softmax (SDPA), or compile"),
-        step("training, 197 tokens, without `torch.compile` (12 layers, width 384)", "vit-eager"),
-        step("training, 8,192 tokens, compiled (12 layers, width 768)", "768x8192-compile"),
+        step("training step, 8,192 tokens, compiled", "768x8192-compile", "softmax"),
+        step("training step, 1,024 tokens, compiled", "512x1024-compile", "softmax"),
+        step("training step, 1,024 tokens, eager", "512x1024-eager", "softmax, or compile"),
+        step("training step, 197 tokens, eager", "vit-eager", "softmax"),
+        ["decoding state of one layer after 1M tokens", f"{kilobytes:.1f} kB", f"{gigabytes:.1f} GB", "Primal"],
         [
-            "decoding after 1M tokens (one layer, width 512)",
-            f"state of {kilobytes:.1f} kB, softmax cache of {gigabytes:.1f} GB (`bench/decode.json`)",
-            "Primal",
+            "language model, bits per byte (lower is better, one seed)",
+            f"{bits['delta']:.3f}; {bits['hybrid']:.3f} with one softmax layer in three",
+            f"{bits['softmax']:.3f}",
+            "hybrid",
         ],
         [
-            "language modelling, all layers Primal (`delta`)",
-            f"{bits['delta']:.3f} bits per byte, {softmax}",
+            "the same after a quarter of the text, the paper's causal mode",
+            f"{quick['primal-mean']:.3f}; {quick['primal-decay']:.3f} with decay",
+            f"{quick['softmax']:.3f} (linear attention: {quick['linear']:.3f})",
             "softmax",
         ],
-        ["language modelling, one softmax layer in three", f"{bits['hybrid']:.3f} bits per byte, {softmax}", "hybrid"],
         [
-            "the paper's causal mode (`mean`) against linear attention, short trainings",
-            f"{quick['primal-mean']:.3f} bits per byte, linear {quick['linear']:.3f}, `decay` "
-            f"{quick['primal-decay']:.3f} (`lm-short`, one seed)",
-            "`decay`, or linear",
+            "Long-Range Arena, mean accuracy of four tasks, short runs",
+            f"{lra['primal']:.1f} %; {lra['primal+']:.1f} % in the last layer only",
+            f"{lra['softmax']:.1f} % (Nyströmformer: {lra['nystrom']:.1f} %, one seed)",
+            "Primal in the last layer, softmax or Nyströmformer",
         ],
         [
-            "Long-Range Arena, short trainings, four tasks",
-            f"average accuracy {lra['primal']:.1f} %, with softmax below the last layer {lra['primal+']:.1f} %, "
-            f"softmax {lra['softmax']:.1f} %, Nyströmformer {lra['nystrom']:.1f} % with one seed (`lra-short`)",
-            "last layer only, softmax or Nyströmformer",
-        ],
-        [
-            "Imagenette, 12 epochs, 197 tokens",
-            f"{image['primal+']:.1f} % with a Primal last layer, softmax {image['softmax']:.1f} %, at equal speed "
-            "(`image`)",
+            "Imagenette accuracy, 197 tokens, 12 epochs",
+            f"{image['primal+']:.1f} % in the last layer only",
+            f"{image['softmax']:.1f} %",
             "Primal in the last layer",
         ],
         [
-            "UEA time series, three sets; offline reinforcement learning, 60 tokens",
-            "averages differ by no more than the seeds do, except SOFT (`uea`, `d4rl`)",
-            "any",
+            "UEA time series and offline reinforcement learning",
+            "the same within the noise of the seeds",
+            "the same",
+            "either",
         ],
         classifier_row(),
-        ["arbitrary attention masks, cross-attention, attention weights", "not supported", "softmax"],
+        ["cross-attention, arbitrary masks, attention weights", "not supported", "supported", "softmax"],
     ]
-    return render(["situation", "measured (file in `results/`)", "choose"], rows, left=3)
+    return render(["task", "Primal-Attention", "softmax attention (SDPA)", "choose"], rows, left=4)
 
 
 def read_column(command: str, column: str) -> Mapping[str, float]:

@@ -140,13 +140,13 @@ def draw_figure(file: Path, rows: Sequence[dict[str, Any]], sigma: dict[str, Seq
 
     with new_figure(file, 1, 2) as (figure, ((left, right),)):
         figure.suptitle("Primal-Attention and softmax attention, JapaneseVowels")
-        draw_lengths(left, rows, "seconds", "forward + backward of one layer", "s")
-        left.set_title("Time on this machine, one CPU thread")
+        draw_lengths(left, rows, "seconds", "forward + backward", "s")
+        left.set_title("Time of one layer on one CPU thread")
+        left.legend(frameon=False)
         for name, values in sigma.items():
             shown = [value for value in values if value > 1e-6]  # smaller values are rounding of zero
             right.semilogy(range(1, len(shown) + 1), shown, "o-", label=name)
-        right.yaxis.set_major_formatter("{x:g}")
+        right.yaxis.set_major_formatter(lambda x, _: f"{x:.6f}".rstrip("0").rstrip("."))
         right.xaxis.get_major_locator().set_params(integer=True)
-        right.set(xlabel="index i", ylabel="σᵢ / σ₁ (mean over layers and heads)")
-        right.set_title("Singular values of the trained attention")
+        right.set(xlabel="index i", ylabel="σᵢ / σ₁, mean over layers and heads", title="Trained singular values")
         right.legend(frameon=False)

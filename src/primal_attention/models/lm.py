@@ -61,22 +61,22 @@ class LanguageConfig:
         num_heads: heads of each layer.
         layers: number of layers.
         ffn_dim: hidden width of the MLPs.
-        activation: activation of the MLPs: "gelu", "relu" or "glu" (a gated MLP with a third linear map).
+        activation: activation of the MLPs: "gelu", "relu" or "glu" (a gated MLP with a third linear layer).
         dropout: rate on attention, MLP and embeddings.
         primal_mode: "mean" is the paper's running mean; "landmarks" is causal and data-dependent; "decay" has a
             learned decay per head; "delta" has projection weights that follow the delta rule. None is the setting
             above, except for the values that are set.
-        primal_heads: heads of the Primal layers, for more time scales of decay; None is `num_heads`.
-        rank: directions of the Primal layers; None is 30.
+        primal_heads: heads of the Primal layers; None is `num_heads` if `primal_mode` is set.
+        rank: directions of the Primal layers; None is 30 if `primal_mode` is set.
         landmarks: landmarks of the mode "landmarks".
         max_length: the longest context of the mode "landmarks"; the other modes have no limit.
-        conv: kernel of a short causal convolution at each Primal layer; None and 0 are none. In "delta" layers it is
-            on q, k and h.
+        conv: kernel size of a short causal convolution at each Primal layer, in "delta" layers on q, k and h; 0 for
+            none, which is the default if `primal_mode` is set.
         conv_place: "beside" adds the convolution to the layer's output, "before" to its input, through SiLU.
-        gate: multiply each Primal layer's output by a gate; in "delta" layers the scores. None is no gate.
+        gate: gate each Primal layer's output, in "delta" layers the scores; None is False if `primal_mode` is set.
         gate_activation: activation of the gate, "silu" or "sigmoid".
-        conv_layers: "primal" puts convolution and gate at the Primal layers, "all" at the other layers, too. Layers
-            without attention ("none") always have them.
+        conv_layers: "primal" adds convolution and gate to the Primal layers only, "all" to all layers. Layers without
+            attention ("none") always have them.
         positions: "rotary" in the softmax layers, "sinusoidal" added to the embeddings, or "none". None is "rotary"
             with softmax layers, "none" if decay, the delta rule or a convolution encodes the order of the tokens, and
             "sinusoidal" otherwise.

@@ -25,29 +25,29 @@ from . import checks
 
 
 class PrimalAttention(nn.Module):
-    """Self-attention with a cost that is linear in the sequence length.
+    """Self-attention whose time and memory are linear in the sequence length (Chen et al., NeurIPS 2023).
 
-    The maps `qk_proj`, `score_proj` and `out_proj` may be replaced, wrapped, parametrised or hooked: a map that is not
-    a plain `nn.Linear` is called as a module. With `causal=False`, `data_dependent=False` and no decay the layer does
-    not mix tokens: each output depends on its own token only.
+    The projections `qk_proj`, `score_proj` and `out_proj` may be replaced, wrapped, parametrised or hooked: one that is
+    not a plain `nn.Linear` is called as a module. With `causal=False`, `data_dependent=False` and no decay the layer
+    does not mix tokens: each output depends on its own token only.
 
     Args:
         embed_dim: width of the tokens, d.
         num_heads: number of heads, H; the head width is p = d / H.
-        rank: number of directions of each head's projection scores, s.
-        landmarks: number of input rows that build the data-dependent projection weights, n.
+        rank: number of directions of each head's projection scores, s. Use at most p.
+        landmarks: number of input rows that build the data-dependent weights, n. Use at most the typical length.
         sampling: "even" spaces the landmarks evenly; "random" jitters each by up to half the landmark spacing during
             training, so that the layer cannot memorise sequences by their landmarks.
-        data_dependent: build W_{e|X}, W_{r|X} from the landmarks of the input, or use W_e, W_r as they are.
+        data_dependent: build W_{e|X}, W_{r|X} from the landmarks of the input; False uses W_e, W_r as they are.
         causal: position i depends on positions ≤ i only, and the layer streams (`initial_state`, `step`).
         decay: factor γ of each head per token. None: the paper's running mean. "learned": a parameter in (0, 1),
-            initialised over time scales from one to some hundreds of tokens. A number or one per head fixes it. Causal
+            initialised over time scales from one to a few hundred tokens. A number, or one per head, fixes it. Causal
             modes weight past tokens by γ^(i−j); with `causal=False, data_dependent=False` all tokens by γ^|i−j|.
         feature_map: "cosine", "softmax" (positive random features with D̂), or a callable on (..., head_dim).
-        bias: add a bias in the three linear maps.
+        bias: add a bias to the three projections.
         dropout: rate of the dropout on the projection scores, after the objective.
         backend: "auto", "fused" (Triton kernels), "cpu", "compiled" (torch.compile of the equations) or "reference".
-            "cpu" uses the equations if a map is not a plain `nn.Linear`.
+            "cpu" uses the equations if a projection is not a plain `nn.Linear`.
         recompute: save x only and recompute the layer in the backward pass: less memory, more time.
         max_length: length of the landmark grid; required if both `causal` and `data_dependent`.
         objective_form: "mean" averages the energies in J over the tokens, "sum" is the paper's J.
@@ -186,8 +186,8 @@ class PrimalAttention(nn.Module):
     def reset_parameters(self) -> None:
         """Initialise all parameters and buffers, also after `to_empty`.
 
-        W_e and W_r have orthonormal heads (each flattened to one row), √Λ is uniform in [0, 1), the linear maps start
-        as in torch, a fixed decay and the random features of the softmax map are restored.
+        W_e and W_r have orthonormal heads (each flattened to one row), √Λ is uniform in [0, 1), and the projections are
+        initialised as in torch. A fixed decay and the random features of the softmax map are restored.
         """
         for linear in (self.qk_proj, self.score_proj, self.out_proj):
             linear.reset_parameters()

@@ -30,7 +30,7 @@ def context_parallel(model: Model, mesh: DeviceMesh | None, dim_name: str | None
     """Make a model work on shards of its sequences, in place.
 
     Args:
-        model: the model. A layer that mixes tokens and cannot work on a shard is refused.
+        model: the model. A layer that mixes tokens and cannot work on a shard raises an error.
         mesh: the ranks of a sequence, or None to make the model work on complete sequences again.
         dim_name: the dimension of `mesh` that shards the tokens, if it has several.
 
