@@ -454,7 +454,9 @@ class PrimalHF(Replacement):
         dropout: applied to the output, if the replaced attention had one.
     """
 
-    plain_name = ""  # of the weight that keeps the plain model from loading this layer; see `primalize`
+    # The name of a weight of the replaced attention, under which one number is saved. `from_pretrained` of the plain model
+    # ignores names that it does not know and draws missing weights at random; a weight of another shape is an error.
+    plain_name = ""
     is_loading = False  # its weights are being read: that weight is left out
 
     def __init__(self, primal: PrimalAttention, layer_idx: int | None = None, dropout: nn.Module | None = None) -> None:
@@ -462,6 +464,15 @@ class PrimalHF(Replacement):
         self.layer_idx = layer_idx
         self.is_causal = primal.causal
         self.dropout = dropout or nn.Identity()
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.plain_name and not self.is_loading:  # from_pretrained would look for the module of that name
+            destination[prefix + self.plain_name] = torch.zeros(1)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        state_dict.pop(prefix + self.plain_name, None)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def tokens(
         self, hidden_states: Tensor, attention_mask: Any = None, past_key_values: Any = None, **kwargs: Any
@@ -473,15 +484,17 @@ class PrimalHF(Replacement):
     def forward(
         self, hidden_states: Tensor, attention_mask: Any = None, past_key_values: Any = None, **kwargs: Any
     ) -> tuple[Tensor, None]:
+        slot = None
+        if past_key_values is not None and self.primal.causal:
+            from .hf_cache import find_slot
+
+            slot = find_slot(past_key_values, self.layer_idx)
         x, padding = self.tokens(hidden_states, attention_mask=attention_mask, **kwargs)
         rotation = self.positions(kwargs)
-        if past_key_values is None or not self.primal.causal:
+        if slot is None:
             return self.dropout(self.primal(x, padding, **rotation)), None
-        from .hf_cache import find_slot
-
-        cached = find_slot(past_key_values, self.layer_idx)
-        y, cached.state = self.primal(x, padding, state=cached.state, return_state=True, **rotation)
-        cached.length += x.shape[1]
+        y, slot.state = self.primal(x, padding, state=slot.state, return_state=True, **rotation)
+        slot.length += x.shape[1]
         return self.dropout(y), None
 
 

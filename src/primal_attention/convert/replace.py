@@ -140,7 +140,7 @@ def primalize(model: nn.Module, layers: Layers = "last", *, copy: bool = False, 
         replacement = site.wrap(layer)
         replacement.train(site.module.training)
         if isinstance(replacement, PrimalHF):
-            _refuse_plain_loading(site.module, replacement)
+            replacement.plain_name = next(name for name, p in site.module.named_parameters() if p.ndim == 2)
         _replace_module(model, site.module, replacement)
         _record(model, site.name, arguments)
         key_width = projections.embed_dim // projections.num_heads * projections.key_heads
@@ -243,25 +243,6 @@ def _record(model: nn.Module, name: str, arguments: dict[str, Any]) -> None:
             recorded[".".join(parts[depth:])] = {key: _to_json(value) for key, value in arguments.items()}
             setattr(config, CONFIG_KEY, recorded)
             return
-
-
-def _refuse_plain_loading(old: nn.Module, new: PrimalHF) -> None:
-    """Save one number under the name of a weight of the replaced attention.
-
-    `from_pretrained` of the plain model ignores names that it does not know and draws missing weights at random. A
-    weight of another shape is an error.
-    """
-    new.plain_name = next(name for name, p in old.named_parameters() if p.ndim == 2)
-
-    def add_number(module: PrimalHF, state: dict[str, Any], prefix: str, _: Any) -> None:
-        if not module.is_loading:  # from_pretrained would look for the module of that name
-            state[f"{prefix}{module.plain_name}"] = torch.zeros(1)
-
-    def drop_number(module: PrimalHF, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        state.pop(f"{prefix}{module.plain_name}", None)
-
-    new.register_state_dict_post_hook(add_number)
-    new.register_load_state_dict_pre_hook(drop_number)
 
 
 def _to_json(value: Any) -> Any:
