@@ -277,3 +277,24 @@ def test_torch_encoder_layers_train_and_evaluate(mode: str, depth: int | None) -
     assert all(p.grad is not None for p in encoder.parameters())
     with torch.no_grad():
         assert_close(encoder.eval()(x, **keywords)[~mask], y[~mask], SAME)
+
+
+def test_torch_encoders_whose_attention_is_assigned_make_no_nested_tensors() -> None:
+    options = {"dim_feedforward": 8, "dropout": 0.0, "batch_first": True, "dtype": torch.float64}
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4 * HEADS, 2, **options), 2)
+    for block in encoder.layers:
+        block.self_attn = make("data_dependent")
+    x, mask = inputs(2, 9), torch.arange(9) >= torch.tensor([[9], [5]])
+    expected = encoder(x, src_key_padding_mask=mask)
+    for has_grad in (True, False):
+        with torch.set_grad_enabled(has_grad):
+            assert_close(encoder.eval()(x, src_key_padding_mask=mask)[~mask], expected[~mask], SAME)
+
+
+def test_a_parametrised_layer_is_copied_after_a_forward_pass() -> None:
+    layer, x = make("data_dependent"), inputs(2, 9)
+    nn.utils.parametrizations.orthogonal(layer, "w_e")
+    y = layer(x)
+    other = copy.deepcopy(layer)
+    assert other.objective is None
+    assert torch.equal(other(x), y)
