@@ -454,8 +454,8 @@ class PrimalHF(Replacement):
         dropout: applied to the output, if the replaced attention had one.
     """
 
-    # The name of a weight of the replaced attention, under which one number is saved. `from_pretrained` of the plain model
-    # ignores names that it does not know and draws missing weights at random; a weight of another shape is an error.
+    # Of a weight of the replaced attention, under which one number is saved: `from_pretrained` of the plain model ignores
+    # names that it does not know and draws missing weights at random, but a weight of another shape is an error.
     plain_name = ""
     is_loading = False  # its weights are being read: that weight is left out
 

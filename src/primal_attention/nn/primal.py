@@ -46,7 +46,8 @@ class PrimalAttention(nn.Module):
         sampling: "even" spaces the landmarks evenly; "random" jitters each by up to half the landmark spacing during
             training, so that the layer cannot memorise sequences by their landmarks.
         data_dependent: build W_{e|X}, W_{r|X} from the landmarks of the input, or use W_e, W_r as they are.
-        causal: position i depends on positions ≤ i only, and the layer streams (`initial_state`, `step`).
+        causal: position i depends on positions ≤ i only, and the layer streams (`initial_state`, `step`). A NaN in a
+            token does not change earlier outputs, but earlier gradients become NaN, as in torch's attention.
         decay: factor γ of each head per token. None: the paper's running mean. "learned": a parameter in (0, 1),
             initialised over time scales from one to some hundreds of tokens. A number or one per head fixes it. Causal
             modes weight past tokens by γ^(i−j); with `causal=False, data_dependent=False` all tokens by γ^|i−j|.
