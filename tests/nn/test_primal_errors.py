@@ -80,7 +80,7 @@ BAD_CALLS: list[tuple[str, Any, dict[str, Any], str]] = [
     ("plain", inputs(2, 0), {}, "x must have at least one token (got 0)"),
     ("plain", X.tolist(), {}, "x must be a tensor (got list)"),
     ("plain", X.to("meta"), {}, "x must be on the device of the layer, cpu (got meta)"),
-    ("plain", torch.nested.nested_tensor([X[0]]), {}, "x must be padded or packed (got a nested tensor; an enc"),
+    ("plain", torch.nested.nested_tensor([X[0]]), {}, "x must be padded or packed (got a nested tensor; enc"),
     ("plain", torch.nested.nested_tensor([X[0]], layout=torch.jagged), {}, "x must be padded or packed (got a nested"),
     ("plain", X.float(), {}, "x must have the dtype of the layer's parameters, torch.float64 (got torch.float32)"),
     ("plain", X, {"key_padding_mask": X[..., 0].long()}, f"{MASK} be a bool tensor, True at padding (got torch.int64)"),

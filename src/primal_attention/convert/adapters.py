@@ -454,7 +454,7 @@ class PrimalHF(Replacement):
         dropout: applied to the output, if the replaced attention had one.
     """
 
-    # Of a weight of the replaced attention, under which one number is saved: `from_pretrained` of the plain model ignores
+    # Of a weight of the replaced attention; one number is saved under it. `from_pretrained` of the plain model ignores
     # names that it does not know and draws missing weights at random, but a weight of another shape is an error.
     plain_name = ""
     is_loading = False  # its weights are being read: that weight is left out

@@ -55,7 +55,7 @@ def rank(rank: int, head_dim: int, landmarks: int | None) -> None:
 
 def tokens(x: Tensor, embed_dim: int, packed: bool) -> None:
     if x.is_nested:
-        raise ValueError("x must be padded or packed (got a nested tensor; an encoder needs enable_nested_tensor=False)")
+        raise ValueError("x must be padded or packed (got a nested tensor; encoders need enable_nested_tensor=False)")
     shape, ndim = ("(total, embed_dim)", 2) if packed else ("(batch, tokens, embed_dim)", 3)
     if x.ndim != ndim or x.shape[-1] != embed_dim:
         raise ValueError(f"x must have shape {shape} with embed_dim={embed_dim} (got {tuple(x.shape)})")

@@ -25,12 +25,6 @@ from ..ops.types import LandmarkState, Mode, Output, RunningState, State, Weight
 from . import checks
 
 
-class OverridesTorch:
-    """An object for which `torch.overrides.has_torch_function` is True."""
-
-    __torch_function__ = None
-
-
 class PrimalAttention(nn.Module):
     """Self-attention with a cost that is linear in the sequence length.
 
@@ -78,11 +72,9 @@ class PrimalAttention(nn.Module):
     context: Any = None
     """Exchange with the ranks of the other shards of the sequences; set by `primal_attention.context_parallel`."""
 
-    # Read by torch's encoders. They compute softmax attention themselves unless there is no `in_proj_bias`, and convert
-    # padded input to nested tensors unless a weight overrides torch functions.
+    # Read by nn.TransformerEncoderLayer. Without `in_proj_bias` it does not take its softmax fast path.
     batch_first = True
     in_proj_bias = None
-    in_proj_weight = OverridesTorch()
     _qkv_same_embed_dim = True
 
     def __init__(
@@ -218,6 +210,11 @@ class PrimalAttention(nn.Module):
                 self.decay_logit.copy_(torch.linspace(-1.0, 6.0, heads) if heads > 1 else torch.tensor([2.5]))
             if self.frequencies is not None:
                 self.frequencies.normal_()
+
+    @property
+    def in_proj_weight(self) -> Tensor:
+        """The weight of `qk_proj`; nn.TransformerEncoder reads this name."""
+        return self.qk_proj.weight
 
     @property
     def mode(self) -> Mode:
