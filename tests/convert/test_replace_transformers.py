@@ -3,8 +3,10 @@
 import pickle
 import re
 
+import peft
 import pytest
 import torch
+import torchao.quantization as torchao
 import transformers as hf
 
 from closeness import assert_close
@@ -21,6 +23,17 @@ EXACT = 2e-5  # float32, another order of sums
 def replaced(kind, layers="all", **keywords):
     """A model with Primal-Attention layers."""
     return primalize(make(kind), layers, **SMALL, **keywords).model
+
+
+def adapted(kind, maps):
+    """A model with LoRA on the maps of these names."""
+    return peft.get_peft_model(make(kind), peft.LoraConfig(r=2, target_modules=maps)).base_model.model
+
+
+def quantised(kind):
+    """A model with int8 weights."""
+    torchao.quantize_(model := make(kind), torchao.Int8WeightOnlyConfig())
+    return model
 
 
 @pytest.mark.parametrize("kind", ALL)
@@ -171,7 +184,17 @@ def test_a_saved_folder_loads_unchanged_and_the_plain_classes_refuse_it(kind, ke
             plain.from_pretrained(tmp_path)
     if kind == "bert":
         with_head = load_primalized(hf.BertForSequenceClassification, tmp_path).eval()
-        assert_close(output(with_head.bert, **call), output(model, **call), EXACT)
+        with_head.save_pretrained(tmp_path / "head")
+        for one in (with_head.bert, load_primalized(hf.BertModel, tmp_path / "head")):
+            assert_close(output(one, **call), output(model, **call), EXACT)
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "electra"])
+def test_lora_by_name_finds_linear_maps_only(kind) -> None:
+    model = replaced(kind)
+    names = [name for name, _ in model.named_modules() if name.endswith("dense")]
+    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["dense", "qk_proj"]), model)
+    assert sum("lora_A" in name for name, _ in model.named_parameters()) == len(names) + 3
 
 
 def test_a_checkpoint_that_does_not_fit_is_one_line(tmp_path) -> None:
@@ -243,6 +266,8 @@ REFUSED = [
         lambda: primalize(hf.Qwen3Model(hf.Qwen3Config(**TEXT, num_key_value_heads=2, head_dim=8))),
         "no adapter supports Qwen3Attention",
     ),
+    (lambda: primalize(adapted("bert", ["query"]), "all"), r"a map of peft.*: merge adapters before primalize"),
+    (lambda: primalize(quantised("llama"), "all"), "a weight of Int8Tensor: quantise or shard after primalize"),
     (lambda: primalize(make("bert"), causal=True), r"causal=True contradicts encoder\.layer\.2"),
     (lambda: primalize(make("bert"), decay=0.9), r"encoder\.layer\.2\.attention: decay needs causal=True"),
     (lambda: replaced("gpt2").generate(**inputs("gpt2"), **STATIC), "needs a dynamic cache"),

@@ -201,9 +201,15 @@ def find_site(name: str, module: nn.Module, parent: nn.Module | None) -> Site | 
 
 def read_linear(module: nn.Module) -> Map:
     """Return weight and bias of an nn.Linear, or of GPT-2's Conv1D, which stores the transposed weight."""
+    is_transposed = type(module).__name__ == "Conv1D"
+    if not isinstance(module, nn.Linear) and not is_transposed:  # its weight is not what it computes
+        kind = type(module)
+        raise UnsupportedError(f"it has a map of {kind.__module__}.{kind.__name__}: merge adapters before primalize")
     weight: Tensor = module.weight  # type: ignore[assignment]
+    if type(weight) not in (nn.Parameter, Tensor):
+        raise UnsupportedError(f"it has a weight of {type(weight).__name__}: quantise or shard after primalize")
     bias: Tensor | None = module.bias  # type: ignore[assignment]
-    return (weight if isinstance(module, nn.Linear) else weight.T), bias
+    return (weight.T if is_transposed else weight), bias
 
 
 def read_maps(q: nn.Module, k: nn.Module, out: nn.Module) -> tuple[Map, Map, Map]:
@@ -499,16 +505,16 @@ class PrimalHF(Replacement):
 
 
 class PrimalBert(PrimalHF):
-    """Replaces BertAttention: self-attention, then `output`, whose linear map is now `out_proj`."""
+    """Replaces BertAttention: self-attention, then dropout and LayerNorm of `output`; its linear map is `out_proj`."""
 
     def __init__(self, primal: PrimalAttention, layer_idx: int | None, output: nn.Module) -> None:
         super().__init__(primal, layer_idx)
         self.output = output
-        self.output.dense = nn.Identity()
+        del self.output.dense
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         y, _ = super().forward(hidden_states, *args, **kwargs)
-        return self.output(y, hidden_states), None
+        return self.output.LayerNorm(self.output.dropout(y) + hidden_states), None  # type: ignore[operator]
 
 
 # Masks. Primal-Attention has no pairs of tokens: a mask must be padding, the causal order, or both. Others are refused.

@@ -273,6 +273,7 @@ def load_primalized(model_class: Any, folder: str | Path, **from_pretrained_kwar
 
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
             super().__init__(config, *args, **kwargs)
+            setattr(self.config, CONFIG_KEY, None)  # primalize records the names in this class
             with torch.device("cpu"):  # from_pretrained builds on the meta device, where values cannot be checked
                 for name, arguments in settings.items():
                     place = _find_module(self, name)
@@ -292,8 +293,10 @@ def load_primalized(model_class: Any, folder: str | Path, **from_pretrained_kwar
     for module in model.modules():
         if isinstance(module, PrimalHF):
             module.is_loading = False
-    missing = [n for n in sorted(info["missing_keys"]) if any(part in n for part in ("primal.", "attention", "attn"))]
-    wrong = [*missing, *sorted(info["unexpected_keys"]), *sorted(info["mismatched_keys"])]
+    # Only of attentions: a head may be new, and the head of another task is ignored, as by from_pretrained.
+    names = [*sorted(info["missing_keys"]), *sorted(info["unexpected_keys"])]
+    wrong = [name for name in names if any(part in name for part in ("primal.", "attention", "attn"))]
+    wrong += sorted(info["mismatched_keys"])
     if wrong:
         raise ValueError(
             f"the weights in {folder} do not fit {model_class.__name__}: {len(wrong)} names, first {wrong[0]}"
