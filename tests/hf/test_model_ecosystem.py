@@ -115,18 +115,14 @@ def test_a_block_on_the_disk_gives_the_same_logits_and_text(mode: str, tmp_path:
     places = {"model.embedding": "cpu", "model.blocks.0": "cpu", "model.blocks.1": "disk", "model.norm": "cpu"}
 
     def load() -> Any:
-        options: Any = {"device_map": places, "offload_folder": tmp_path / "blocks"}
-        return hf.AutoModelForCausalLM.from_pretrained(tmp_path, **options).eval()
+        return PrimalForCausalLM.from_pretrained(tmp_path, device_map=places, offload_folder=tmp_path / "blocks").eval()
 
+    settings: Any = {"attention_mask": mask, "max_new_tokens": 3, "pad_token_id": 0, "do_sample": False}
     called = []
     offloaded = load()
     offloaded.model.blocks[0].register_forward_hook(lambda *_: called.append(0))
     torch.testing.assert_close(offloaded(tokens, mask).logits, model(tokens, mask).logits)
-    drawn, expected = (
-        one.generate(input_ids=tokens, attention_mask=mask, max_new_tokens=3, pad_token_id=0, do_sample=False)
-        for one in (offloaded, model)
-    )
-    assert torch.equal(drawn, expected)
+    assert torch.equal(offloaded.generate(tokens, **settings), model.generate(tokens, **settings))
     assert len(called) == 4  # hooks of blocks run with and without a cache
     places["model.embedding"] = "disk"
     with pytest.raises(ValueError, match=r"device_map must not offload model\.embedding"):

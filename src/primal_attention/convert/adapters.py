@@ -548,15 +548,15 @@ def padding_from_pairs(visible: Tensor, causal: bool) -> Tensor:
     if queries > keys:
         raise ValueError(f"the attention mask has fewer keys than queries ({keys} and {queries}): {OTHER_MASK}")
     valid = visible[:, -1]  # the last token sees everything but padding, causal or not
-    own = valid[:, keys - queries :]
+    new_keys = valid[:, keys - queries :]
     if _can_check(visible):
         full = valid[:, None].expand_as(visible)
         order = torch.ones(queries, keys, dtype=torch.bool, device=visible.device).tril(keys - queries)
-        is_padding = ~own[:, :, None]  # rows of padding may see anything
+        is_padding = ~new_keys[:, :, None]  # rows of padding may see anything
         if not bool(((full & order if causal else full) == visible).logical_or(is_padding).all()):
             is_causal = not causal and bool(((full & order) == visible).logical_or(is_padding).all())
             raise ValueError(CAUSAL_MASK if is_causal else OTHER_MASK)
-    return ~own
+    return ~new_keys
 
 
 def padding_from_transformers(mask: Any, tokens: int, causal: bool) -> Tensor | None:

@@ -72,9 +72,10 @@ class PrimalAttention(nn.Module):
     context: Any = None
     """Exchange with the ranks of the other shards of the sequences; set by `primal_attention.context_parallel`."""
 
-    # Read by nn.TransformerEncoderLayer. Without `in_proj_bias` it does not take its softmax fast path.
+    # Read by torch's encoders. Without `in_proj_bias` their layers do not take the softmax fast path.
     batch_first = True
     in_proj_bias = None
+    in_proj_weight = property(lambda self: self.qk_proj.weight)
     _qkv_same_embed_dim = True
 
     def __init__(
@@ -210,11 +211,6 @@ class PrimalAttention(nn.Module):
                 self.decay_logit.copy_(torch.linspace(-1.0, 6.0, heads) if heads > 1 else torch.tensor([2.5]))
             if self.frequencies is not None:
                 self.frequencies.normal_()
-
-    @property
-    def in_proj_weight(self) -> Tensor:
-        """The weight of `qk_proj`; nn.TransformerEncoder reads this name."""
-        return self.qk_proj.weight
 
     @property
     def mode(self) -> Mode:
