@@ -1,9 +1,12 @@
 """primalize on transformers: weights kept, masks obeyed, generation, saving."""
 
+import pickle
 import re
 
+import peft
 import pytest
 import torch
+import torchao.quantization as torchao
 import transformers as hf
 
 from closeness import assert_close
@@ -20,6 +23,17 @@ EXACT = 2e-5  # float32, another order of sums
 def replaced(kind, layers="all", **keywords):
     """A model with Primal-Attention layers."""
     return primalize(make(kind), layers, **SMALL, **keywords).model
+
+
+def adapted(kind, maps):
+    """A model with LoRA on the maps of these names."""
+    return peft.get_peft_model(make(kind), peft.LoraConfig(r=2, target_modules=maps)).base_model.model
+
+
+def quantised(kind):
+    """A model with int8 weights."""
+    torchao.quantize_(model := make(kind), torchao.Int8WeightOnlyConfig())
+    return model
 
 
 @pytest.mark.parametrize("kind", ALL)
@@ -163,13 +177,24 @@ def test_a_saved_folder_loads_unchanged_and_the_plain_classes_refuse_it(kind, ke
     model.save_pretrained(tmp_path)
     loaded = load_primalized(type(model), tmp_path)
     assert type(loaded) is type(model)
-    assert_close(output(loaded, **call), output(model, **call), EXACT)
+    for copied in (loaded, pickle.loads(pickle.dumps(model))):
+        assert_close(output(copied, **call), output(model, **call), EXACT)
     for plain in (type(model), hf.AutoModel):
         with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
             plain.from_pretrained(tmp_path)
     if kind == "bert":
         with_head = load_primalized(hf.BertForSequenceClassification, tmp_path).eval()
-        assert_close(output(with_head.bert, **call), output(model, **call), EXACT)
+        with_head.save_pretrained(tmp_path / "head")
+        for one in (with_head.bert, load_primalized(hf.BertModel, tmp_path / "head")):
+            assert_close(output(one, **call), output(model, **call), EXACT)
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "electra"])
+def test_lora_by_name_finds_linear_maps_only(kind) -> None:
+    model = replaced(kind)
+    names = [name for name, _ in model.named_modules() if name.endswith("dense")]
+    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["dense", "qk_proj"]), model)
+    assert sum("lora_A" in name for name, _ in model.named_parameters()) == len(names) + 3
 
 
 def test_a_checkpoint_that_does_not_fit_is_one_line(tmp_path) -> None:
@@ -225,7 +250,8 @@ def test_layers_with_a_window_are_replaced_after_the_window_is_switched_off(kind
 
 T5 = {"vocab_size": 50, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
 WINDOW = torch.ones(2, 1, 9, 9, dtype=torch.bool).tril().triu(-3)
-STATIC = {"max_new_tokens": 2, "cache_implementation": "static", "pad_token_id": 0}
+LEFT = torch.ones(2, 9, dtype=torch.int64).index_fill(1, torch.tensor([0]), 0)  # padding at the left
+STATIC = {"max_new_tokens": 2, "cache_implementation": "static", "pad_token_id": 0, "attention_mask": LEFT}
 REFUSED = [
     (
         lambda: primalize(make("bert", is_decoder=True, add_cross_attention=True), lambda name, _: "cross" in name),
@@ -240,6 +266,8 @@ REFUSED = [
         lambda: primalize(hf.Qwen3Model(hf.Qwen3Config(**TEXT, num_key_value_heads=2, head_dim=8))),
         "no adapter supports Qwen3Attention",
     ),
+    (lambda: primalize(adapted("bert", ["query"]), "all"), r"a map of peft.*: merge adapters before primalize"),
+    (lambda: primalize(quantised("llama"), "all"), "a weight of Int8Tensor: quantise or shard after primalize"),
     (lambda: primalize(make("bert"), causal=True), r"causal=True contradicts encoder\.layer\.2"),
     (lambda: primalize(make("bert"), decay=0.9), r"encoder\.layer\.2\.attention: decay needs causal=True"),
     (lambda: replaced("gpt2").generate(**inputs("gpt2"), **STATIC), "needs a dynamic cache"),

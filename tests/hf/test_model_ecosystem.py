@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -105,6 +106,27 @@ def test_a_folder_loads_without_importing_the_library(tmp_path: Path) -> None:
         assert not {"model.py", "configuration.py"} & files  # no copy of the library's source
     assert last.startswith("ImportError: this model needs the library primal-attention")
     assert "pip install 'primal-attention[hf]'" in last
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_block_on_the_disk_gives_the_same_logits_and_text(mode: str, tmp_path: Path) -> None:
+    model, (tokens, mask) = make(mode), batch()
+    model.save_pretrained(tmp_path)
+    places = {"model.embedding": "cpu", "model.blocks.0": "cpu", "model.blocks.1": "disk", "model.norm": "cpu"}
+
+    def load() -> Any:
+        return PrimalForCausalLM.from_pretrained(tmp_path, device_map=places, offload_folder=tmp_path / "blocks").eval()
+
+    settings: Any = {"attention_mask": mask, "max_new_tokens": 3, "pad_token_id": 0, "do_sample": False}
+    called = []
+    offloaded = load()
+    offloaded.model.blocks[0].register_forward_hook(lambda *_: called.append(0))
+    torch.testing.assert_close(offloaded(tokens, mask).logits, model(tokens, mask).logits)
+    assert torch.equal(offloaded.generate(tokens, **settings), model.generate(tokens, **settings))
+    assert len(called) == 4  # hooks of blocks run with and without a cache
+    places["model.embedding"] = "disk"
+    with pytest.raises(ValueError, match=r"device_map must not offload model\.embedding"):
+        load()(tokens)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -277,3 +277,27 @@ def test_torch_encoder_layers_train_and_evaluate(mode: str, depth: int | None) -
     assert all(p.grad is not None for p in encoder.parameters())
     with torch.no_grad():
         assert_close(encoder.eval()(x, **keywords)[~mask], y[~mask], SAME)
+
+
+def test_torch_encoders_with_an_assigned_layer_refuse_nested_tensors_in_one_line() -> None:
+    options = {"dim_feedforward": 8, "dropout": 0.0, "batch_first": True, "dtype": torch.float64}
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(EMBED, 2, **options), 2)
+    for block in encoder.layers:
+        block.self_attn = make("data_dependent")
+    x, mask = inputs(2, 9), torch.arange(9) >= torch.tensor([[9], [5]])
+    expected = encoder(x, src_key_padding_mask=mask)
+    assert_close(encoder.eval()(x, src_key_padding_mask=mask), expected, SAME)
+    with torch.no_grad():
+        with pytest.raises(ValueError, match="nested tensor; encoders need enable_nested_tensor=False"):
+            encoder(x, src_key_padding_mask=mask)
+        encoder.use_nested_tensor = False
+        assert_close(encoder(x, src_key_padding_mask=mask), expected, SAME)
+
+
+def test_a_parametrised_layer_is_copied_after_a_forward_pass() -> None:
+    layer, x = make("data_dependent"), inputs(2, 9)
+    nn.utils.parametrizations.orthogonal(layer, "w_e")
+    y = layer(x)
+    other = copy.deepcopy(layer)
+    assert other.objective is None
+    assert torch.equal(other(x), y)

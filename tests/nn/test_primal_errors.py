@@ -24,6 +24,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"landmarks": 0}, "landmarks must be at least 1 (got 0)"),
     ({"dropout": 1.0}, "dropout must be in [0, 1) (got 1.0)"),
     ({"dropout": -0.1}, "dropout must be in [0, 1) (got -0.1)"),
+    ({"dropout": "0.1"}, "dropout must be in [0, 1) (got '0.1')"),
     ({"causal": "no"}, "causal must be True or False (got 'no')"),
     ({"backend": "lean"}, "backend='lean' is now called 'cpu'"),
     ({"backend": "gpu"}, "backend must be one of 'auto', 'reference', 'compiled', 'cpu', 'fused' (got 'gpu')"),
@@ -42,6 +43,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"decay": 0.9}, "decay needs causal=True or data_dependent=False (got decay=0.9)"),
     ({"decay": 1e-50, "data_dependent": False}, "decay underflows in float32 (got 1e-50): use at least 1.2e-38"),
     ({"decay": "fast", **CAUSAL_SUM}, "decay must be one of 'learned' (got 'fast')"),
+    ({"decay": True, **CAUSAL_SUM}, "decay must be one of 'learned' (got True)"),
     ({"decay": 1.5, **CAUSAL_SUM}, "decay must lie in (0, 1] (got 1.5)"),
     ({"decay": [0.5, 0.9], **CAUSAL_SUM}, "decay must be one number or num_heads=3 numbers (got [0.5, 0.9])"),
     ({"causal": True}, "max_length is required when causal and data_dependent: the landmark grid spans it"),
@@ -72,26 +74,34 @@ CROSS = "key and value must be the same tensor as x: cross-attention is not defi
 MASK = "key_padding_mask must"
 PACKED, HIDDEN, X = bounds(0, 4, 9), torch.ones(5, 5).triu(1).bool(), inputs(2, 5)
 # (mode, x, keywords, start of the message)
-BAD_CALLS: list[tuple[str, Tensor, dict[str, Any], str]] = [
+BAD_CALLS: list[tuple[str, Any, dict[str, Any], str]] = [
     ("plain", torch.zeros(2, 5, 11).double(), {}, f"{SHAPE} (got (2, 5, 11))"),
     ("plain", inputs(5), {}, f"{SHAPE} (got (5, 12))"),
     ("plain", inputs(2, 0), {}, "x must have at least one token (got 0)"),
+    ("plain", X.tolist(), {}, "x must be a tensor (got list)"),
+    ("plain", X.to("meta"), {}, "x must be on the device of the layer, cpu (got meta)"),
+    ("plain", torch.nested.nested_tensor([X[0]]), {}, "x must be padded or packed (got a nested tensor; enc"),
+    ("plain", torch.nested.nested_tensor([X[0]], layout=torch.jagged), {}, "x must be padded or packed (got a nested"),
     ("plain", X.float(), {}, "x must have the dtype of the layer's parameters, torch.float64 (got torch.float32)"),
     ("plain", X, {"key_padding_mask": X[..., 0].long()}, f"{MASK} be a bool tensor, True at padding (got torch.int64)"),
     ("plain", X, {"key_padding_mask": X[..., 0]}, f"{MASK} be bool, or −inf at padding and 0 elsewhere"),
     ("plain", X, {"key_padding_mask": HIDDEN[:2, :4]}, f"{MASK} have shape (2, 5), as x (got (2, 4))"),
+    ("plain", X, {"key_padding_mask": HIDDEN[:2].to("meta")}, f"{MASK} be on the device of the layer, cpu (got meta)"),
     ("plain", inputs(1, 9), {"cu_seqlens": PACKED}, "x must have shape (total, embed_dim) with embed_dim=12 (got (1,"),
     ("plain", inputs(9), {"cu_seqlens": PACKED, "key_padding_mask": HIDDEN}, "key_padding_mask and cu_seqlens exclude"),
     ("plain", inputs(9), {"cu_seqlens": bounds(1, 9)}, "cu_seqlens must start at 0 (got 1)"),
     ("plain", inputs(9), {"cu_seqlens": bounds(0, 5, 4, 9)}, "cu_seqlens must not decrease (got 4 after 5)"),
     ("plain", inputs(9), {"cu_seqlens": bounds(0, 8)}, "cu_seqlens must end at the number of tokens, 9 (got 8)"),
     ("plain", inputs(9), {"cu_seqlens": PACKED.float()}, f"{BOUNDARIES} (got torch.float32, shape (3,))"),
+    ("plain", inputs(9), {"cu_seqlens": [0, 9]}, "cu_seqlens must be a tensor (got list)"),
+    ("plain", inputs(9), {"cu_seqlens": PACKED.to("meta")}, "cu_seqlens must be on the device of the layer, cpu (got"),
     ("plain", inputs(9), {"cu_seqlens": bounds(0)}, f"{BOUNDARIES} (got torch.int32, shape (1,))"),
     ("plain", inputs(9), {"cu_seqlens": PACKED, "max_seqlen": 4}, "max_seqlen must be at least 5, the longest of cu_s"),
     ("plain", X, {"max_seqlen": 5}, "max_seqlen=5 is used only with cu_seqlens"),
     ("plain", X, {"return_state": True}, STREAMS),
     ("plain", X, {"state": make("causal").initial_state(2)}, STREAMS),
     ("causal", inputs(9), {"cu_seqlens": PACKED, "return_state": True}, "state and cu_seqlens exclude each other"),
+    ("causal", inputs(9), {"cu_seqlens": PACKED, "state": make("causal").initial_state(2)}, "state and cu_seqlens exc"),
     ("plain", X, {"key": X + 1}, CROSS),
     ("plain", X, {"value": X + 1}, CROSS),
     ("plain", X, {"need_weights": True}, "need_weights=True is not supported: the layer forms no N×N matrix"),
@@ -104,7 +114,7 @@ BAD_CALLS: list[tuple[str, Tensor, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("mode", "x", "keywords", "message"), BAD_CALLS, ids=[call[-1][:50] for call in BAD_CALLS])
-def test_a_bad_call_is_refused(mode: str, x: Tensor, keywords: dict[str, Any], message: str) -> None:
+def test_a_bad_call_is_refused(mode: str, x: Any, keywords: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=rf"^{re.escape(message)}.*\Z"):
         make(mode)(x, **keywords)
 

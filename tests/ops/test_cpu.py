@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.autograd import gradcheck
+from torch.utils.checkpoint import checkpoint
 
 import kernel_cases
 from closeness import assert_close, rms_ratio
@@ -112,6 +114,21 @@ def test_gradients_of_one_tensor_and_of_the_objective_alone(mode: str) -> None:
         each.append(grads)
     for expected, actual in zip(*each, strict=True):
         assert_close(actual, expected, SAME[torch.float64])
+
+
+@pytest.mark.supports("checkpointing", "cpu")
+@every_mode
+def test_recomputation_has_the_same_gradients(mode: str) -> None:
+    """By `recompute=True` and by activation checkpointing; dropout is drawn once."""
+    layer = make(mode, dropout=0.3)
+    x, each = tokens(layer, 2, 30), []
+    for recompute, call in ((False, layer), (True, layer), (False, partial(checkpoint, layer, use_reentrant=False))):
+        torch.manual_seed(0)
+        layer.recompute = recompute
+        rows = x.clone().requires_grad_()
+        each.append([*gradients(layer, rows, call(rows).square().sum() + ksvd_loss(layer)).values()])
+    for expected, *others in zip(*each, strict=True):
+        assert all(torch.equal(other, expected) for other in others)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -100,7 +100,8 @@ def device_mesh(group: None) -> DeviceMesh:
 def test_the_collectives_and_their_gradients_run_on_the_device(device_mesh):
     group, x = device_mesh.get_group(), torch.randn(5, 3, device=DEVICE, requires_grad=True)
     # Call the functions directly: a group of one rank is not reduced.
-    y = context._Sum.apply(x, group).sum() + context._Gather.apply(x, group).square().sum()
+    total, rows = (context._Collective.apply(x, group, name) for name in ("sum", "gather"))
+    y = total.sum() + rows.square().sum()
     y.backward()
     torch.testing.assert_close(x.grad, 1 + 2 * x.detach())
     assert torch.equal(context.OPS.wait_tensor(context.OPS.all_reduce(x.detach(), "max", group.group_name)), x)

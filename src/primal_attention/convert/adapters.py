@@ -201,9 +201,15 @@ def find_site(name: str, module: nn.Module, parent: nn.Module | None) -> Site | 
 
 def read_linear(module: nn.Module) -> Map:
     """Return weight and bias of an nn.Linear, or of GPT-2's Conv1D, which stores the transposed weight."""
+    is_transposed = type(module).__name__ == "Conv1D"
+    if not isinstance(module, nn.Linear) and not is_transposed:  # its weight is not what it computes
+        kind = type(module)
+        raise UnsupportedError(f"it has a map of {kind.__module__}.{kind.__name__}: merge adapters before primalize")
     weight: Tensor = module.weight  # type: ignore[assignment]
+    if type(weight) not in (nn.Parameter, Tensor):
+        raise UnsupportedError(f"it has a weight of {type(weight).__name__}: quantise or shard after primalize")
     bias: Tensor | None = module.bias  # type: ignore[assignment]
-    return (weight if isinstance(module, nn.Linear) else weight.T), bias
+    return (weight.T if is_transposed else weight), bias
 
 
 def read_maps(q: nn.Module, k: nn.Module, out: nn.Module) -> tuple[Map, Map, Map]:
@@ -454,7 +460,9 @@ class PrimalHF(Replacement):
         dropout: applied to the output, if the replaced attention had one.
     """
 
-    plain_name = ""  # of the weight that keeps the plain model from loading this layer; see `primalize`
+    # Of a weight of the replaced attention; one number is saved under it. `from_pretrained` of the plain model ignores
+    # names that it does not know and draws missing weights at random, but a weight of another shape is an error.
+    plain_name = ""
     is_loading = False  # its weights are being read: that weight is left out
 
     def __init__(self, primal: PrimalAttention, layer_idx: int | None = None, dropout: nn.Module | None = None) -> None:
@@ -462,6 +470,15 @@ class PrimalHF(Replacement):
         self.layer_idx = layer_idx
         self.is_causal = primal.causal
         self.dropout = dropout or nn.Identity()
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.plain_name and not self.is_loading:  # from_pretrained would look for the module of that name
+            destination[prefix + self.plain_name] = torch.zeros(1)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        state_dict.pop(prefix + self.plain_name, None)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def tokens(
         self, hidden_states: Tensor, attention_mask: Any = None, past_key_values: Any = None, **kwargs: Any
@@ -473,29 +490,31 @@ class PrimalHF(Replacement):
     def forward(
         self, hidden_states: Tensor, attention_mask: Any = None, past_key_values: Any = None, **kwargs: Any
     ) -> tuple[Tensor, None]:
+        slot = None
+        if past_key_values is not None and self.primal.causal:
+            from .hf_cache import find_slot
+
+            slot = find_slot(past_key_values, self.layer_idx)
         x, padding = self.tokens(hidden_states, attention_mask=attention_mask, **kwargs)
         rotation = self.positions(kwargs)
-        if past_key_values is None or not self.primal.causal:
+        if slot is None:
             return self.dropout(self.primal(x, padding, **rotation)), None
-        from .hf_cache import find_slot
-
-        cached = find_slot(past_key_values, self.layer_idx)
-        y, cached.state = self.primal(x, padding, state=cached.state, return_state=True, **rotation)
-        cached.length += x.shape[1]
+        y, slot.state = self.primal(x, padding, state=slot.state, return_state=True, **rotation)
+        slot.length += x.shape[1]
         return self.dropout(y), None
 
 
 class PrimalBert(PrimalHF):
-    """Replaces BertAttention: self-attention, then `output`, whose linear map is now `out_proj`."""
+    """Replaces BertAttention: self-attention, then dropout and LayerNorm of `output`; its linear map is `out_proj`."""
 
     def __init__(self, primal: PrimalAttention, layer_idx: int | None, output: nn.Module) -> None:
         super().__init__(primal, layer_idx)
         self.output = output
-        self.output.dense = nn.Identity()
+        del self.output.dense
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         y, _ = super().forward(hidden_states, *args, **kwargs)
-        return self.output(y, hidden_states), None
+        return self.output.LayerNorm(self.output.dropout(y) + hidden_states), None  # type: ignore[operator]
 
 
 # Masks. Primal-Attention has no pairs of tokens: a mask must be padding, the causal order, or both. Others are refused.
@@ -529,15 +548,15 @@ def padding_from_pairs(visible: Tensor, causal: bool) -> Tensor:
     if queries > keys:
         raise ValueError(f"the attention mask has fewer keys than queries ({keys} and {queries}): {OTHER_MASK}")
     valid = visible[:, -1]  # the last token sees everything but padding, causal or not
-    own = valid[:, keys - queries :]
+    new_keys = valid[:, keys - queries :]
     if _can_check(visible):
         full = valid[:, None].expand_as(visible)
         order = torch.ones(queries, keys, dtype=torch.bool, device=visible.device).tril(keys - queries)
-        is_padding = ~own[:, :, None]  # rows of padding may see anything
+        is_padding = ~new_keys[:, :, None]  # rows of padding may see anything
         if not bool(((full & order if causal else full) == visible).logical_or(is_padding).all()):
             is_causal = not causal and bool(((full & order) == visible).logical_or(is_padding).all())
             raise ValueError(CAUSAL_MASK if is_causal else OTHER_MASK)
-    return ~own
+    return ~new_keys
 
 
 def padding_from_transformers(mask: Any, tokens: int, causal: bool) -> Tensor | None:

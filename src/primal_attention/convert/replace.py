@@ -140,7 +140,7 @@ def primalize(model: nn.Module, layers: Layers = "last", *, copy: bool = False, 
         replacement = site.wrap(layer)
         replacement.train(site.module.training)
         if isinstance(replacement, PrimalHF):
-            _refuse_plain_loading(site.module, replacement)
+            replacement.plain_name = next(name for name, p in site.module.named_parameters() if p.ndim == 2)
         _replace_module(model, site.module, replacement)
         _record(model, site.name, arguments)
         key_width = projections.embed_dim // projections.num_heads * projections.key_heads
@@ -245,25 +245,6 @@ def _record(model: nn.Module, name: str, arguments: dict[str, Any]) -> None:
             return
 
 
-def _refuse_plain_loading(old: nn.Module, new: PrimalHF) -> None:
-    """Save one number under the name of a weight of the replaced attention.
-
-    `from_pretrained` of the plain model ignores names that it does not know and draws missing weights at random. A
-    weight of another shape is an error.
-    """
-    new.plain_name = next(name for name, p in old.named_parameters() if p.ndim == 2)
-
-    def add_number(module: PrimalHF, state: dict[str, Any], prefix: str, _: Any) -> None:
-        if not module.is_loading:  # from_pretrained would look for the module of that name
-            state[f"{prefix}{module.plain_name}"] = torch.zeros(1)
-
-    def drop_number(module: PrimalHF, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        state.pop(f"{prefix}{module.plain_name}", None)
-
-    new.register_state_dict_post_hook(add_number)
-    new.register_load_state_dict_pre_hook(drop_number)
-
-
 def _to_json(value: Any) -> Any:
     """Convert an argument; a function is written by its name and cannot be read again."""
     if isinstance(value, (torch.Tensor, tuple)):
@@ -292,6 +273,7 @@ def load_primalized(model_class: Any, folder: str | Path, **from_pretrained_kwar
 
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
             super().__init__(config, *args, **kwargs)
+            setattr(self.config, CONFIG_KEY, None)  # primalize records the names in this class
             with torch.device("cpu"):  # from_pretrained builds on the meta device, where values cannot be checked
                 for name, arguments in settings.items():
                     place = _find_module(self, name)
@@ -311,8 +293,10 @@ def load_primalized(model_class: Any, folder: str | Path, **from_pretrained_kwar
     for module in model.modules():
         if isinstance(module, PrimalHF):
             module.is_loading = False
-    missing = [n for n in sorted(info["missing_keys"]) if any(part in n for part in ("primal.", "attention", "attn"))]
-    wrong = [*missing, *sorted(info["unexpected_keys"]), *sorted(info["mismatched_keys"])]
+    # Only of attentions: a head may be new, and the head of another task is ignored, as by from_pretrained.
+    names = [*sorted(info["missing_keys"]), *sorted(info["unexpected_keys"])]
+    wrong = [name for name in names if any(part in name for part in ("primal.", "attention", "attn"))]
+    wrong += sorted(info["mismatched_keys"])
     if wrong:
         raise ValueError(
             f"the weights in {folder} do not fit {model_class.__name__}: {len(wrong)} names, first {wrong[0]}"

@@ -248,7 +248,10 @@ class PrimalForCausalLM(PrimalPreTrainedModel, GenerationMixin):
             hidden = hidden[:, logits_to_keep]
         elif logits_to_keep:
             hidden = hidden[:, -logits_to_keep:]
-        return F.linear(hidden, self.model.embedding.weight)
+        weight = self.model.embedding.weight
+        if weight.is_meta and not hidden.is_meta:  # the product would have undefined values
+            raise ValueError("the embeddings are also the output map: device_map must not offload model.embedding")
+        return F.linear(hidden.to(weight.device), weight)
 
     def prepare_inputs_for_generation(  # type: ignore[override]
         self, input_ids: Tensor, inputs_embeds: Tensor | None = None, **kwargs: Any

@@ -368,7 +368,7 @@ class LanguageModel(nn.Module):
             if inputs is not None:
                 inputs.append(x)
             if is_streaming:
-                x, block_state = block.resume(x, padding_mask, past)  # type: ignore[operator]
+                x, block_state = block(x, padding_mask, past, return_state=True)
                 new_states.append(block_state)
             elif self.gradient_checkpointing and self.training:
                 x = checkpoint(block, x, padding_mask, use_reentrant=False)

@@ -119,7 +119,7 @@ class CausalConv(nn.Module):
         return y
 
     def _with_past(self, x: Tensor, state: Tensor | None) -> Tensor:
-        past = self.initial_state(x.shape[0]) if state is None else state
+        past = x.new_zeros(len(x), self.kernel_size - 1, self.embed_dim) if state is None else state
         return torch.cat([past.to(x.dtype), x], dim=1)
 
     def last_inputs(self, x: Tensor, state: Tensor | None = None, lengths: Tensor | None = None) -> Tensor:
@@ -326,10 +326,16 @@ class DecoderBlock(EncoderBlock):
         conv = None if self.conv is None else self.conv.last_inputs(x, past.conv, lengths)
         return y, BlockState(attention, conv)
 
-    def resume(
-        self, x: Tensor, key_padding_mask: Tensor | None = None, state: BlockState | None = None
-    ) -> tuple[Tensor, BlockState]:
-        """Return the output for the tokens that follow `state`, and the state after them."""
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        key_padding_mask: Tensor | None = None,
+        state: BlockState | None = None,
+        return_state: bool = False,
+    ) -> Any:
+        """Return the output; with `return_state`, for the tokens that follow `state`, and the state after them."""
+        if not return_state:
+            return super().forward(x, key_padding_mask)
         mixed, state = self.mix(self.norm1(x), key_padding_mask, state, return_state=True)
         x = x + mixed
         return x + self.feed_forward(self.norm2(x)), state

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -31,8 +32,8 @@ def widths(embed_dim: int, num_heads: int) -> None:
 
 
 def probability(name: str, value: float) -> None:
-    if not 0.0 <= value < 1.0:
-        raise ValueError(f"{name} must be in [0, 1) (got {value})")
+    if not isinstance(value, Real) or not 0.0 <= value < 1.0:
+        raise ValueError(f"{name} must be in [0, 1) (got {value!r})")
 
 
 def one_of(name: str, value: object, choices: Sequence[object]) -> None:
@@ -53,11 +54,20 @@ def rank(rank: int, head_dim: int, landmarks: int | None) -> None:
 
 
 def tokens(x: Tensor, embed_dim: int, packed: bool) -> None:
+    if x.is_nested:
+        raise ValueError("x must be padded or packed (got a nested tensor; encoders need enable_nested_tensor=False)")
     shape, ndim = ("(total, embed_dim)", 2) if packed else ("(batch, tokens, embed_dim)", 3)
     if x.ndim != ndim or x.shape[-1] != embed_dim:
         raise ValueError(f"x must have shape {shape} with embed_dim={embed_dim} (got {tuple(x.shape)})")
     if not packed and x.shape[1] == 0:
         raise ValueError("x must have at least one token (got 0)")
+
+
+def device(name: str, tensor: Tensor, expected: torch.device) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a tensor (got {type(tensor).__name__})")
+    if tensor.device != expected:
+        raise ValueError(f"{name} must be on the device of the layer, {expected} (got {tensor.device})")
 
 
 def dtype(x: Tensor, expected: torch.dtype) -> None:
@@ -67,6 +77,7 @@ def dtype(x: Tensor, expected: torch.dtype) -> None:
 
 def padding_mask(mask: Tensor, x: Tensor) -> Tensor:
     """Return the mask as bool; a float mask has −inf at padding and 0 elsewhere, as torch's encoder layers pass it."""
+    device("key_padding_mask", mask, x.device)
     if mask.shape != x.shape[:2]:
         raise ValueError(f"key_padding_mask must have shape {tuple(x.shape[:2])}, as x (got {tuple(mask.shape)})")
     if mask.dtype == torch.bool:

@@ -182,7 +182,7 @@ class DeltaPrimalAttention(PrimalAttention):
         """Return κ(x_i, x_j) = φ(q_i)·φ(k_j) γ_{j+1} ⋯ γ_i for j ≤ i, else 0, so that e = κ h̃. (B, H, N, N)."""
         if key_padding_mask is not None:
             raise ValueError("kernel_matrix of a delta layer takes sequences without padding")
-        checks.tokens(x, self.embed_dim, packed=False)
+        self._check_input(x, None)
         phi, _ = self._features(self._projections(x), None, False)
         phi_q, phi_k = phi.permute(2, 0, 3, 1, 4)
         total = self._log_decay(x).transpose(1, 2).cumsum(dim=-1)

@@ -7,6 +7,7 @@ The cost is linear in the number of tokens: the N×N kernel matrix is never form
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -39,7 +40,8 @@ class PrimalAttention(nn.Module):
         sampling: "even" spaces the landmarks evenly; "random" jitters each by up to half the landmark spacing during
             training, so that the layer cannot memorise sequences by their landmarks.
         data_dependent: build W_{e|X}, W_{r|X} from the landmarks of the input; False uses W_e, W_r as they are.
-        causal: position i depends on positions ≤ i only, and the layer streams (`initial_state`, `step`).
+        causal: position i depends on positions ≤ i only, and the layer streams (`initial_state`, `step`). A NaN in a
+            token does not change earlier outputs, but earlier gradients become NaN, as in torch's attention.
         decay: factor γ of each head per token. None: the paper's running mean. "learned": a parameter in (0, 1),
             initialised over time scales from one to a few hundred tokens. A number, or one per head, fixes it. Causal
             modes weight past tokens by γ^(i−j); with `causal=False, data_dependent=False` all tokens by γ^|i−j|.
@@ -70,9 +72,10 @@ class PrimalAttention(nn.Module):
     context: Any = None
     """Exchange with the ranks of the other shards of the sequences; set by `primal_attention.context_parallel`."""
 
-    # Read by nn.TransformerEncoderLayer. Without `in_proj_bias` it does not take its softmax fast path.
+    # Read by torch's encoders. Without `in_proj_bias` their layers do not take the softmax fast path.
     batch_first = True
     in_proj_bias = None
+    in_proj_weight = property(lambda self: self.qk_proj.weight)
     _qkv_same_embed_dim = True
 
     def __init__(
@@ -157,7 +160,7 @@ class PrimalAttention(nn.Module):
             raise ValueError(f"decay needs causal=True or data_dependent=False (got decay={decay!r})")
         if decay is None:
             self.decay_logit = None
-        elif isinstance(decay, str):
+        elif isinstance(decay, (str, bool)):
             checks.one_of("decay", decay, ("learned",))
             self.decay_logit = nn.Parameter(torch.empty(self.num_heads, **factory))
         else:
@@ -425,6 +428,7 @@ class PrimalAttention(nn.Module):
         return_state: bool = False,
     ) -> Tensor | None:
         """Raise for invalid input; return the padding mask as bool."""
+        checks.device("x", x, self.sqrt_lambda.device)
         checks.tokens(x, self.embed_dim, packed=cu_seqlens is not None)
         checks.dtype(x, self.sqrt_lambda.dtype)
         if mask is not None:
@@ -434,14 +438,15 @@ class PrimalAttention(nn.Module):
         streams = state is not None or return_state
         if streams and not self.causal:
             raise ValueError("state needs a causal layer (causal=False): only the causal modes stream")
-        if state is not None:
-            checks.state(state, self._state_type, x.shape[0], self._state_label())
         if cu_seqlens is not None:
+            checks.device("cu_seqlens", cu_seqlens, x.device)
             padding.check_boundaries(cu_seqlens, x.shape[0], max_seqlen)
             if streams:
                 raise ValueError("state and cu_seqlens exclude each other: stream padded batches instead")
         elif max_seqlen is not None:
             raise ValueError(f"max_seqlen={max_seqlen} is used only with cu_seqlens")
+        if state is not None:
+            checks.state(state, self._state_type, x.shape[0], self._state_label())
         if streams or cu_seqlens is not None:
             self._check_not_sharded("state" if streams else "cu_seqlens")
         if self.max_length is None:
@@ -542,6 +547,12 @@ class PrimalAttention(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # The objective belongs to one forward pass and its graph; a copy of the layer starts without it.
         return {**self.__dict__, "_objective": None, "_last_call": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PrimalAttention:
+        # torch's parametrisations would copy a layer without `__getstate__`, which they also override.
+        memo[id(self)] = other = type(self).__new__(type(self))
+        other.__dict__ = copy.deepcopy(PrimalAttention.__getstate__(self), memo)
+        return other
 
 
 class RecordedCall:

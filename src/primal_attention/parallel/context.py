@@ -286,49 +286,34 @@ def _nearest_tokens(edges: Tensor, counts: Tensor, order: Tensor, width: int) ->
 OPS = torch.ops._c10d_functional
 
 
-class _Sum(torch.autograd.Function):
+ADJOINTS = {"sum": "sum", "gather": "scatter", "scatter": "gather"}
+
+
+class _Collective(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, t: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return reduce(t, group, "sum")
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _Sum.apply(grad, ctx.group), None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, t: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        gathered = OPS.all_gather_into_tensor(t.contiguous(), group.size(), group.group_name)
-        return OPS.wait_tensor(gathered).view(group.size(), *t.shape)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _Scatter.apply(grad, ctx.group), None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, t: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, t: Tensor, group: ProcessGroup, name: str) -> Tensor:
+        ctx.group, ctx.adjoint = group, ADJOINTS[name]
+        if name == "sum":
+            return reduce(t, group, "sum")
+        if name == "gather":
+            gathered = OPS.all_gather_into_tensor(t.contiguous(), group.size(), group.group_name)
+            return OPS.wait_tensor(gathered).view(group.size(), *t.shape)
         shard = OPS.reduce_scatter_tensor(t.contiguous(), "sum", group.size(), group.group_name)
         return OPS.wait_tensor(shard).view(t.shape[1:])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _Gather.apply(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _Collective.apply(grad, ctx.group, ctx.adjoint), None, None
 
 
 def sum_over(t: Tensor, group: ProcessGroup) -> Tensor:
     """Return Σ over the ranks, the same on all of them."""
-    return t if group.size() == 1 else _Sum.apply(t, group)  # type: ignore[no-any-return]
+    return t if group.size() == 1 else _Collective.apply(t, group, "sum")  # type: ignore[no-any-return]
 
 
 def gather(t: Tensor, group: ProcessGroup) -> Tensor:
     """Return the tensors of all ranks, which must have one shape: (…) → (ranks, …)."""
-    return t[None] if group.size() == 1 else _Gather.apply(t, group)  # type: ignore[no-any-return]
+    return t[None] if group.size() == 1 else _Collective.apply(t, group, "gather")  # type: ignore[no-any-return]
 
 
 @torch.no_grad()

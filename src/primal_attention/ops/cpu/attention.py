@@ -184,8 +184,9 @@ class Layer(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError("a fast path cannot be differentiated twice: build the layer with backend='reference'")
-        with _no_autocast(ctx.saved_tensors[2].device.type):
-            backward = _Backward(ctx.call, ctx.saved_tensors, ctx.needs_input_grad[3:], grads)
+        saved = ctx.saved_tensors  # activation checkpointing allows one access
+        with _no_autocast(saved[2].device.type):
+            backward = _Backward(ctx.call, saved, ctx.needs_input_grad[3:], grads)
             return None, None, None, *backward.run()
 
 
