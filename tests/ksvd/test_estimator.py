@@ -3,6 +3,7 @@
 import pickle
 
 import numpy as np
+import pandas as pd
 import pytest
 from sklearn.exceptions import NotFittedError
 from sklearn.utils.estimator_checks import parametrize_with_checks
@@ -84,6 +85,9 @@ X = np.random.default_rng(0).normal(size=(12, 3))
         ({"kernel": lambda A, B: np.full((len(A), len(B)), np.nan)}, ValueError, "kernel returned values that are not"),
         ({"kernel": (lambda A: A.sum(), lambda B: B)}, ValueError, r"kernel's query feature map returned shape \(\)"),
         ({"kernel": (lambda A: A, lambda B: B[:, :2])}, ValueError, r"same width \(query 3, key 2\)"),
+        ({"kernel": (lambda A: A * 1j, lambda B: B)}, ValueError, "query feature map returned values .*complex128"),
+        ({"kernel": (lambda A: A, lambda B: B.astype(str))}, ValueError, "key feature map returned values"),
+        ({"kernel": (lambda A: A * np.nan, lambda B: B)}, ValueError, "query feature map returned values"),
     ],
 )
 def test_bad_arguments(arguments, error, message) -> None:
@@ -106,3 +110,15 @@ def test_bad_keys_and_new_points() -> None:
         ksvd.transform(X[:, :2])
     with pytest.raises(ValueError, match="Z has 2 features, but KernelSVD was fitted on keys with 3"):
         ksvd.transform_keys(X[:, :2])
+
+
+def test_a_table_of_keys_has_the_columns_of_the_queries_in_their_order() -> None:
+    table = pd.DataFrame(X, columns=["a", "b", "c"])
+    other = table[["c", "b", "a"]]
+    ksvd = KernelSVD(2).fit(table, Z=table.copy())
+    for call in (ksvd.transform_keys, lambda Z: KernelSVD(2).fit(table, Z=Z), lambda Z: ksvd.partial_fit(table, Z=Z)):
+        with pytest.raises(ValueError, match="feature names should match"):
+            call(other)
+    with pytest.raises(ValueError, match="feature names should match"):
+        KernelSVD(2, kernel="rbf", solver="nystrom").fit(table, Z=table.copy()).error_bound(table, Z=other)
+    KernelSVD(2, kernel=(np.tanh, np.tanh)).fit(table, Z=other)  # feature maps of one's own may take other columns
