@@ -215,6 +215,8 @@ def test_statistics_are_those_of_all_training_steps_with_ddof_1():
     steps = np.concatenate(series)
     np.testing.assert_allclose(standard.mean, steps.mean(0))
     np.testing.assert_allclose(standard.std, steps.std(0, ddof=1))
+    scaled = Standardizer.fit([1e-15 * s for s in series])  # such as magnetic fields in tesla
+    np.testing.assert_allclose(scaled(1e-15 * series[0]), standard(series[0]))
     flat = [np.array([[1.0, 7.0, nan], [3.0, 7.0, nan]])]
     assert (Standardizer.fit(flat)(flat[0])[:, 1:] == 0).all(), "constant and absent channels become zero"
 

@@ -105,8 +105,8 @@ class Standardizer:
         mean = np.where(known, steps, 0.0).sum(axis=0) / np.maximum(count, 1)
         square = np.where(known, steps - mean, 0.0) ** 2
         std = np.sqrt(square.sum(axis=0) / np.maximum(count - 1, 1))
-        # A constant channel keeps its scale, to avoid a division by zero.
-        flat = std <= 1e-12 * np.maximum(np.abs(mean), 1.0)
+        # A constant channel keeps its scale, to avoid a division by zero. Channels may have small units, such as tesla.
+        flat = std <= 1e-12 * np.abs(mean)
         return cls(mean, np.where(flat, 1.0, std))
 
     def __call__(self, series: np.ndarray) -> np.ndarray:

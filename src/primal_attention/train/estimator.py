@@ -60,6 +60,7 @@ SAVED = {
 T = TypeVar("T")
 EVALUATED_SAMPLES = 256  # in one batch
 STEPS, MIN_EPOCHS = 400, 15  # of each network, unless `epochs` is given
+MAX_DEVIATION = 1e6  # of a value from the mean, in standard deviations
 USUAL_WEIGHTS = {"networks": 0.6, "features": 2.5}  # of the parts, if there are few samples to choose them
 
 
@@ -198,28 +199,31 @@ class PrimalClassifier(BaseClassifier):
             seed: Seed of all random numbers.
             samples: Number of training samples, from which `epochs=None` follows.
         """
-        base = modern_recipe("")
+        base, given = modern_recipe(""), self._plain_parameters()
         names = ("embed_dim", "num_heads", "layers", "rank", "landmarks", "tokens", "dropout")
-        shared: dict[str, Any] = {name: getattr(self, name) for name in names}
-        accelerator: Any = self.device
-        epochs = self.epochs
+        shared = {name: given[name] for name in names}
+        epochs = given["epochs"]
         if epochs is None:
             epochs = max(MIN_EPOCHS, round(STEPS / -(-samples // self.batch_size)))
         return replace(
             base,
             seed=seed,
-            eta=self.eta,
+            eta=given["eta"],
             model=replace(base.model, attention=(self.attention,), ffn_dim=2 * self.embed_dim, **shared),
             augment=base.augment if self.augment else AugmentConfig(label_smoothing=base.augment.label_smoothing),
-            optim=replace(base.optim, lr=self.learning_rate),
+            optim=replace(base.optim, lr=given["learning_rate"]),
             trainer=replace(
                 base.trainer,
                 epochs=epochs,
-                batch_size=self.batch_size,
-                accelerator=accelerator,
+                batch_size=given["batch_size"],
+                accelerator=self.device,  # type: ignore[arg-type]
                 progress=self.verbose,
             ),
         )
+
+    def _plain_parameters(self) -> dict[str, Any]:
+        """The parameters with numbers of Python for those of numpy, as a search over arrays sets them."""
+        return {n: value.item() if isinstance(value, np.generic) else value for n, value in self.get_params().items()}
 
     def _fit(self, X: Sequence[np.ndarray], y: np.ndarray) -> PrimalClassifier:
         if self.networks < 0 or self.networks == 1 or not (self.networks or self.features):
@@ -255,7 +259,8 @@ class PrimalClassifier(BaseClassifier):
         return self
 
     def _standardise(self, part: str, series: Sequence[np.ndarray]) -> list[np.ndarray]:
-        return [self.standard_[part](s) for s in series]
+        # Larger values would overflow float32 in the networks.
+        return [self.standard_[part](s).clip(-MAX_DEVIATION, MAX_DEVIATION) for s in series]
 
     def _fit_networks(self, series: list[np.ndarray], labels: np.ndarray, seed: int) -> np.ndarray:
         """Train one network per fold; return the log-probabilities of the samples by the network of their fold."""
@@ -356,7 +361,7 @@ class PrimalClassifier(BaseClassifier):
         from safetensors.numpy import save
 
         self._check_is_fitted()
-        parameters = self.get_params()
+        parameters = self._plain_parameters()
         if not isinstance(parameters["random_state"], (int, type(None))):
             parameters["random_state"] = None
         about = {
@@ -368,7 +373,7 @@ class PrimalClassifier(BaseClassifier):
             "classes_dtype": self.classes_.dtype.str,
             "n_channels": self.n_channels_,
             "max_length": self.max_length_,
-            "networks": self.networks,
+            "networks": int(self.networks),
             "combination": self.combination_,
             "features": None,
         }
