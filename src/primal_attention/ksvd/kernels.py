@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -73,16 +74,6 @@ class ExplicitKernel:
 
     def __call__(self, X: Array, Z: Array, /) -> Array:
         return self.query_features(X) @ self.key_features(Z).T
-
-
-@dataclass(frozen=True)
-class RBFKernel:
-    """κ(x, z) = exp(−γ‖x − z‖²)."""
-
-    gamma: float
-
-    def __call__(self, X: Array, Z: Array, /) -> Array:
-        return rbf_kernel(X, Z, gamma=self.gamma)
 
 
 @dataclass(frozen=True)
@@ -190,7 +181,7 @@ def make_kernel(kernel: Any, *, gamma: float, keys: Array, transformation: Array
         phi_q, phi_k = kernel
         return ExplicitKernel(CheckedMap(phi_q, "query"), CheckedMap(phi_k, "key"), transformation)
     if kernel == "rbf":
-        return RBFKernel(gamma)
+        return partial(rbf_kernel, gamma=gamma)
     if kernel == "sne":
         return SNEKernel(gamma, keys)
     return CallableKernel(kernel)

@@ -111,11 +111,7 @@ def _by_blocks(scores: Callable[[Array], Array], rows: Array, width: int) -> Arr
 def _feature_sum(features: FeatureMap, points: Array, coefficients: Array) -> Array:
     """Σ_j φ(x_j) h_jᵀ over row blocks."""
     blocks = row_blocks(len(points), points.shape[1])
-    first = next(blocks)
-    total = features(points[first]).T @ coefficients[first]
-    for block in blocks:
-        total += features(points[block]).T @ coefficients[block]
-    return total
+    return sum(features(points[block]).T @ coefficients[block] for block in blocks)
 
 
 @dataclass(frozen=True)

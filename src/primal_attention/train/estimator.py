@@ -24,10 +24,12 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from aeon.classification.base import BaseClassifier
+from scipy.special import softmax
+from scipy.stats import entropy
 from sklearn.utils import check_random_state
 
 from primal_attention.data.uea import CompressedChannels, PrincipalChannels, folds, interpolate_missing, pad
-from primal_attention.models.convolution_features import ConvolutionFeatures, RidgeHead, fit_weights, log_softmax
+from primal_attention.models.convolution_features import ConvolutionFeatures, RidgeHead, fit_weights
 from primal_attention.models.uea import ScorePosterior, pooled_scores
 from primal_attention.train import distributed, loop
 from primal_attention.train.batches import Batches, derive_seed
@@ -318,7 +320,8 @@ class PrimalClassifier(BaseClassifier):
         return self.classes_[self._predict_proba(X).argmax(axis=1)]
 
     def _predict_proba(self, X: Sequence[np.ndarray]) -> np.ndarray:
-        return np.exp(log_softmax(sum(self.combination_[part] * scores for part, scores in self._parts(X).items())))
+        scores = sum(self.combination_[part] * scores for part, scores in self._parts(X).items())
+        return softmax(scores, axis=1)
 
     def _parts(self, X: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
         """Scores (samples, classes) of the networks and of the features, as in `held_out_`."""
@@ -349,8 +352,7 @@ class PrimalClassifier(BaseClassifier):
         X = self._preprocess_collection(X, store_metadata=False)
         log_p = np.log(self._predict_proba(X).clip(min=1e-300))
         variance = self.posterior_(self._scores(self._check_series(X)))
-        log_p = log_softmax(log_p / np.sqrt(1 + np.pi / 8 * variance)[:, None])
-        return -(np.exp(log_p) * log_p).sum(axis=1)
+        return entropy(softmax(log_p / np.sqrt(1 + np.pi / 8 * variance)[:, None], axis=1), axis=1)
 
     def save(self, file: str | Path) -> Path:
         """Write the fitted classifier to one safetensors file: arrays and a description, no code.
