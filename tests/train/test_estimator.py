@@ -91,6 +91,7 @@ def test_numbers_of_numpy_are_parameters_as_those_of_python_are(waves, tmp_path:
     model = PrimalClassifier(**{**SMALL, **settings, "features": False, "random_state": np.int64(3)}).fit(*waves)
     again = PrimalClassifier.load(model.save(tmp_path / "model.safetensors"))
     assert again.get_params() == model.get_params()
+    again.set_params(networks=3)  # of the next fit
     np.testing.assert_array_equal(again.predict_proba(waves[0]), model.predict_proba(waves[0]))
 
 
@@ -137,6 +138,7 @@ def test_the_same_seed_gives_the_same_model_and_leaves_the_callers_generator_alo
         ({"epochs": 0}, "at least 1"),
         ({"dropout": 1.5}, "dropout"),
         ({"attention": "x"}, "unknown"),
+        ({"attention": ["softmax", "primal"]}, "attention must be one name"),
         ({"networks": 1}, "networks must be at least 2"),
         ({"networks": 0, "features": False}, "networks must be at least 2"),
     ],

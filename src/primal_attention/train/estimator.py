@@ -230,13 +230,15 @@ class PrimalClassifier(BaseClassifier):
     def _fit(self, X: Sequence[np.ndarray], y: np.ndarray) -> PrimalClassifier:
         if self.networks < 0 or self.networks == 1 or not (self.networks or self.features):
             raise ValueError(f"networks must be at least 2, or 0 with features=True (networks={self.networks})")
+        if not isinstance(self.attention, str):
+            raise ValueError(f"attention must be one name for all networks (attention={self.attention!r})")
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         _checked(self.recipe, seed)
         labels = np.array([self._class_dictionary[label] for label in y], dtype=np.int64)
         series = to_series(X)
         self.n_channels_, self.max_length_ = series[0].shape[1], max(len(s) for s in series)
         self.standard_ = {"networks": CompressedChannels.fit(series), "features": PrincipalChannels.fit(series)}
-        self.network_ = self.recipe().model
+        self.network_, self.n_networks_ = self.recipe().model, int(self.networks)
         self.weights_: dict[str, np.ndarray] = {}
         self.history_: list[dict[str, Any]] = []
         self.held_out_: dict[str, np.ndarray] = {}
@@ -308,7 +310,7 @@ class PrimalClassifier(BaseClassifier):
     def _scores(self, series: Sequence[np.ndarray]) -> np.ndarray:
         """Pooled projection scores of the Primal layers of each network, (networks, samples, scores)."""
         inputs = self._standardise("networks", series)
-        return np.stack([self._apply(i, inputs, pooled_scores) for i in range(self.networks)])
+        return np.stack([self._apply(i, inputs, pooled_scores) for i in range(self.n_networks_)])
 
     def _check_series(self, X: Sequence[np.ndarray]) -> list[np.ndarray]:
         series = to_series(X)
@@ -326,9 +328,9 @@ class PrimalClassifier(BaseClassifier):
     def _parts(self, X: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
         """Scores (samples, classes) of the networks and of the features, as in `held_out_`."""
         series, parts = self._check_series(X), {}
-        if self.networks:
+        if self.n_networks_:
             inputs = self._standardise("networks", series)
-            parts["networks"] = np.mean([self._apply(i, inputs) for i in range(self.networks)], axis=0)
+            parts["networks"] = np.mean([self._apply(i, inputs) for i in range(self.n_networks_)], axis=0)
         if self.features_ is not None and self.ridge_ is not None:
             parts["features"] = self.ridge_(self.features_(self._standardise("features", series)))
         return parts
@@ -375,7 +377,7 @@ class PrimalClassifier(BaseClassifier):
             "classes_dtype": self.classes_.dtype.str,
             "n_channels": self.n_channels_,
             "max_length": self.max_length_,
-            "networks": int(self.networks),
+            "networks": self.n_networks_,
             "combination": self.combination_,
             "features": None,
         }
@@ -425,7 +427,9 @@ class PrimalClassifier(BaseClassifier):
         self.classes_ = np.array(about["classes"], dtype=about["classes_dtype"])
         self.n_classes_ = len(self.classes_)
         self._class_dictionary = {label: i for i, label in enumerate(self.classes_)}
-        self.n_channels_, self.max_length_ = about["n_channels"], about["max_length"]
+        self.n_channels_, self.max_length_, self.n_networks_ = (
+            about[name] for name in ("n_channels", "max_length", "networks")
+        )
         self.combination_, self.held_out_ = about["combination"], {}
         self.standard_ = {
             "networks": CompressedChannels(**parts["standard_networks"]),
