@@ -33,12 +33,15 @@ def row_blocks(n_rows: int, width: int, *, entries: int = BLOCK_ENTRIES) -> Iter
 
 def unit_rows(X: Array) -> Array:
     """φ(x) = x / ‖x‖, the paper's choice; a zero row stays zero, so that its kernel values are zero."""
-    # Divide by a power of two first, which is exact: squares of very large or small values would over- or underflow.
-    _, exponent = np.frexp(np.abs(X).max(axis=1, keepdims=True))
-    X = np.ldexp(X, -exponent)
-    norms = np.sqrt(np.einsum("ij,ij->i", X, X))
-    norms[norms == 0] = 1
-    return X / norms[:, None]
+    X = np.asarray(X, dtype=np.result_type(X, np.float32))
+    squares, limits = np.einsum("ij,ij->i", X, X), np.finfo(X.dtype)
+    if not ((squares > limits.tiny / limits.eps) & (squares < np.inf)).all():
+        # Squares of very large or small values over- or underflow. Division by a power of two is exact.
+        _, exponent = np.frexp(np.abs(X).max(axis=1, keepdims=True))
+        X = np.ldexp(X, -exponent)
+        squares = np.einsum("ij,ij->i", X, X)
+    squares[squares == 0] = 1
+    return X / np.sqrt(squares)[:, None]
 
 
 @dataclass(frozen=True)
