@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
+import pyarrow.parquet
 import pytest
 
 from hostile_data import TS_HEADER, save_columns
@@ -160,9 +162,18 @@ def test_arrays_without_channels_have_one(tmp_path: Path):
     assert series[0].shape == (4, 1)
 
 
+def test_row_numbers_of_pandas_are_no_channel_and_bytes_are_text(tmp_path: Path):
+    table = pd.read_parquet(write_parquet(tmp_path / "x.parquet"))
+    table[table.time < 3].to_parquet(tmp_path / "y.parquet")
+    assert "__index_level_0__" in pyarrow.parquet.read_schema(tmp_path / "y.parquet").names
+    assert uea.load_file(tmp_path / "y.parquet").channels == 2
+    assert uea.load_file(write_npz(tmp_path / "x.npz", y=np.repeat([b"a", b"b"], 5))).classes == ("a", "b")
+
+
 NPZ, LONG = ("x.npz", write_npz), ("x.parquet", write_parquet)
 BAD_FILES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no time": (NPZ, {"X": np.zeros((10, 2, 0))}, "sample 1 has no values"),
+    "empty label": (NPZ, {"y": np.repeat(["", "b"], 5)}, r"label of sample 1 is missing \(empty text\)"),
     "NaN label": (NPZ, {"y": np.array([1.0, nan] * 5)}, "label of sample 2 is missing"),
     "one sample per class": (NPZ, {"y": np.arange(10)}, "every class has one sample only"),
     "no label column": (LONG, {"label": None}, "lacks the column 'label'"),
@@ -171,7 +182,9 @@ BAD_FILES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "text channel": (LONG, {"left": ["x"] * 35}, "column 'left' must hold numbers"),
     "null label": (LONG, {"label": [None] * 35}, "label of sample 1 is missing"),
     "null sample": (LONG, {"sample": [None] * 35}, "'sample' and 'time' must have a value"),
+    "NaN sample": (LONG, {"sample": [nan, *range(34)]}, "'sample' and 'time' must have a value"),
     "null time": (LONG, {"time": [None, *range(34)]}, "'sample' and 'time' must have a value"),
+    "text time": (LONG, {"time": [str(i) for i in range(35)]}, "'time' must hold numbers or times"),
     "labels differ": (LONG, {"label": [*"ab"] * 17 + ["a"]}, "has more than one label"),
     "time repeats": (LONG, {"time": [0] * 35}, "has two rows with time 0"),
     "list samples": (LONG, {"sample": [[1]] * 35}, "not a parquet file"),
@@ -215,6 +228,8 @@ def test_statistics_are_those_of_all_training_steps_with_ddof_1():
     steps = np.concatenate(series)
     np.testing.assert_allclose(standard.mean, steps.mean(0))
     np.testing.assert_allclose(standard.std, steps.std(0, ddof=1))
+    scaled = Standardizer.fit([1e-15 * s for s in series])  # such as magnetic fields in tesla
+    np.testing.assert_allclose(scaled(1e-15 * series[0]), standard(series[0]))
     flat = [np.array([[1.0, 7.0, nan], [3.0, 7.0, nan]])]
     assert (Standardizer.fit(flat)(flat[0])[:, 1:] == 0).all(), "constant and absent channels become zero"
 

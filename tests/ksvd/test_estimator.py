@@ -3,6 +3,7 @@
 import pickle
 
 import numpy as np
+import pandas as pd
 import pytest
 from sklearn.exceptions import NotFittedError
 from sklearn.utils.estimator_checks import parametrize_with_checks
@@ -25,27 +26,23 @@ def test_scikit_learn_checks(estimator, check) -> None:
     check(estimator)
 
 
-@pytest.fixture
-def points() -> tuple[np.ndarray, np.ndarray]:
-    rng = np.random.default_rng(0)
-    return rng.normal(size=(30, 5)), rng.normal(size=(20, 5))
+X = np.random.default_rng(0).normal(size=(12, 3))
 
 
 @pytest.mark.parametrize("kernel", ["cosine", "sne", (np.tanh, np.exp)])
-def test_pickles_and_overwritten_data_keep_the_scores(points, kernel) -> None:
-    X, Z = (A.copy() for A in points)
-    ksvd = KernelSVD(2, kernel=kernel).fit(X, Z=Z)
-    before = ksvd.transform(points[0]), ksvd.transform_keys(points[1])
-    X[:], Z[:] = 0, 0
+def test_pickles_and_overwritten_data_keep_the_scores(kernel) -> None:
+    queries, keys = X.copy(), X[:7].copy()
+    ksvd = KernelSVD(2, kernel=kernel).fit(queries, Z=keys)
+    before = ksvd.transform(X), ksvd.transform_keys(X)
+    queries[:], keys[:] = 0, 0
     for model in (ksvd, pickle.loads(pickle.dumps(ksvd))):
-        np.testing.assert_array_equal(model.transform(points[0]), before[0])
-        np.testing.assert_array_equal(model.transform_keys(points[1]), before[1])
+        np.testing.assert_array_equal(model.transform(X), before[0])
+        np.testing.assert_array_equal(model.transform_keys(X), before[1])
 
 
-def test_primal_weights_exist_for_explicit_features_alone(points) -> None:
-    X, _ = points
+def test_primal_weights_exist_for_explicit_features_alone() -> None:
     explicit, implicit = KernelSVD(2).fit(X), KernelSVD(2, kernel="rbf").fit(X)
-    assert explicit.primal_weights_.w_e.shape == (5, 2)
+    assert explicit.primal_weights_.w_e.shape == (3, 2)
     assert list(explicit.get_feature_names_out()) == ["kernelsvd0", "kernelsvd1"]
     assert not hasattr(KernelSVD(2), "primal_weights_")
     with pytest.raises(AttributeError, match=r"primal weights need explicit features \(kernel='rbf'\)"):
@@ -54,8 +51,6 @@ def test_primal_weights_exist_for_explicit_features_alone(points) -> None:
 
 
 # Bad input: one line that names the argument, the value and what is accepted
-
-X = np.random.default_rng(0).normal(size=(12, 3))
 
 
 @pytest.mark.parametrize(
@@ -84,6 +79,9 @@ X = np.random.default_rng(0).normal(size=(12, 3))
         ({"kernel": lambda A, B: np.full((len(A), len(B)), np.nan)}, ValueError, "kernel returned values that are not"),
         ({"kernel": (lambda A: A.sum(), lambda B: B)}, ValueError, r"kernel's query feature map returned shape \(\)"),
         ({"kernel": (lambda A: A, lambda B: B[:, :2])}, ValueError, r"same width \(query 3, key 2\)"),
+        ({"kernel": (lambda A: A * 1j, lambda B: B)}, ValueError, "query feature map returned values .*complex128"),
+        ({"kernel": (lambda A: A, lambda B: B.astype(str))}, ValueError, "key feature map returned values"),
+        ({"kernel": (lambda A: A * np.nan, lambda B: B)}, ValueError, "query feature map returned values"),
     ],
 )
 def test_bad_arguments(arguments, error, message) -> None:
@@ -106,3 +104,13 @@ def test_bad_keys_and_new_points() -> None:
         ksvd.transform(X[:, :2])
     with pytest.raises(ValueError, match="Z has 2 features, but KernelSVD was fitted on keys with 3"):
         ksvd.transform_keys(X[:, :2])
+
+
+def test_a_table_of_keys_has_the_columns_of_the_queries_in_their_order() -> None:
+    table = pd.DataFrame(X, columns=["a", "b", "c"])
+    other = table[["c", "b", "a"]]
+    ksvd = KernelSVD(2).fit(table, Z=table.copy())
+    for call in (ksvd.transform_keys, lambda Z: KernelSVD(2).fit(table, Z=Z), lambda Z: ksvd.partial_fit(table, Z=Z)):
+        with pytest.raises(ValueError, match="feature names should match"):
+            call(other)
+    KernelSVD(2, kernel=(np.tanh, np.tanh)).fit(table, Z=other)  # feature maps of one's own may take other columns

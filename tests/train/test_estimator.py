@@ -50,6 +50,9 @@ def test_unequal_lengths_gaps_and_longer_series(fitted, waves):
     assert fitted.predict([np.random.default_rng(1).standard_normal((2, 80))]).shape == (1,)
     with pytest.raises(ValueError, match="channels"):
         fitted.predict([np.zeros((3, 20))])
+    huge = [1e30 * s for s in series]
+    assert np.isfinite(fitted.predict_proba(huge)).all()
+    assert np.isfinite(fitted.predict_uncertainty(huge)).all()
 
 
 def test_series_of_an_unknown_class_are_more_uncertain_than_by_their_entropy(waves):
@@ -81,6 +84,15 @@ def test_saved_and_loaded_it_predicts_the_same(fitted, waves, tmp_path: Path):
         np.testing.assert_array_equal(getattr(again, name)(waves[0]), getattr(fitted, name)(waves[0]))
     assert again.classes_.tolist() == fitted.classes_.tolist()
     assert again.get_params() == fitted.get_params()
+
+
+def test_numbers_of_numpy_are_parameters_as_those_of_python_are(waves, tmp_path: Path):
+    settings = {"networks": np.int64(2), "epochs": np.int64(1), "rank": np.int64(3), "eta": np.float32(0.5)}
+    model = PrimalClassifier(**{**SMALL, **settings, "features": False, "random_state": np.int64(3)}).fit(*waves)
+    again = PrimalClassifier.load(model.save(tmp_path / "model.safetensors"))
+    assert again.get_params() == model.get_params()
+    again.set_params(networks=3)  # of the next fit
+    np.testing.assert_array_equal(again.predict_proba(waves[0]), model.predict_proba(waves[0]))
 
 
 @pytest.mark.parametrize(
@@ -126,6 +138,7 @@ def test_the_same_seed_gives_the_same_model_and_leaves_the_callers_generator_alo
         ({"epochs": 0}, "at least 1"),
         ({"dropout": 1.5}, "dropout"),
         ({"attention": "x"}, "unknown"),
+        ({"attention": ["softmax", "primal"]}, "attention must be one name"),
         ({"networks": 1}, "networks must be at least 2"),
         ({"networks": 0, "features": False}, "networks must be at least 2"),
     ],

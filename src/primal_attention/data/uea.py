@@ -105,8 +105,8 @@ class Standardizer:
         mean = np.where(known, steps, 0.0).sum(axis=0) / np.maximum(count, 1)
         square = np.where(known, steps - mean, 0.0) ** 2
         std = np.sqrt(square.sum(axis=0) / np.maximum(count - 1, 1))
-        # A constant channel keeps its scale, to avoid a division by zero.
-        flat = std <= 1e-12 * np.maximum(np.abs(mean), 1.0)
+        # A constant channel keeps its scale, to avoid a division by zero. Channels may have small units, such as tesla.
+        flat = std <= 1e-12 * np.abs(mean)
         return cls(mean, np.where(flat, 1.0, std))
 
     def __call__(self, series: np.ndarray) -> np.ndarray:
@@ -370,13 +370,16 @@ def _read_parquet(file: Path) -> tuple[list[np.ndarray], list[Any]]:
         for key in ("label", "sample", "time"):
             if key not in table.column_names:
                 raise DataError(f"{file}: lacks the column {key!r} (has {_shorten(table.column_names)})")
-        columns = {name: table[name] for name in table.column_names if name not in ("sample", "time", "label")}
+        others = [name for name in table.column_names if name not in ("sample", "time", "label")]
+        columns = {name: table[name] for name in others if not name.startswith("__index_level_")}  # pandas' row numbers
         if not columns or len(table) == 0:
             raise DataError(f"{file}: no values: expected columns of numbers beside {_shorten(table.column_names)}")
         channels = [column.to_numpy() for column in columns.values()]
         for name, channel in zip(columns, channels, strict=True):
             if channel.dtype.kind not in "fiu":
                 raise DataError(f"{file}: column {name!r} must hold numbers (got {columns[name].type})")
+        if "string" in str(table["time"].type):
+            raise DataError(f"{file}: column 'time' must hold numbers or times: text has another order")
         values, labels = np.stack(channels, axis=1).astype(np.float64), table["label"].to_pylist()
         return _split_rows(values, labels, table["sample"].to_pylist(), table["time"].to_numpy(), file)
 
@@ -385,7 +388,8 @@ def _split_rows(
     values: np.ndarray, labels: list[Any], samples: list[Any], time: np.ndarray, file: Path
 ) -> tuple[list[np.ndarray], list[Any]]:
     """Cut the rows of a table into samples, each ordered by time."""
-    if None in samples or np.any(time != time):  # NaN and NaT differ from themselves
+    has_gaps = any(sample is None or sample != sample for sample in samples)  # NaN and NaT differ from themselves
+    if has_gaps or np.any(time != time):
         raise DataError(f"{file}: the columns 'sample' and 'time' must have a value in every row")
     groups: dict[Any, list[int]] = {}
     for row in np.argsort(time, kind="stable"):
@@ -410,7 +414,10 @@ def _label_names(values: Sequence[Any], file: Path) -> list[str]:
         if value is None or (isinstance(value, float) and not math.isfinite(value)):
             raise DataError(f"{file}: the label of sample {i + 1} is missing ({value})")
         is_integer = isinstance(value, float) and value.is_integer()
-        names.append(str(int(value) if is_integer else value).strip())
+        name = value.decode(errors="replace") if isinstance(value, bytes) else str(int(value) if is_integer else value)
+        if not name.strip():
+            raise DataError(f"{file}: the label of sample {i + 1} is missing (empty text)")
+        names.append(name.strip())
     return names
 
 

@@ -22,10 +22,9 @@ from primal_attention.ksvd.kernels import (
     make_kernel,
     row_blocks,
 )
-from primal_attention.ksvd.nystrom import ErrorBound, Sample, bound_errors, draw_samples, nystrom
+from primal_attention.ksvd.nystrom import ErrorBound, Sample, bound_errors, nystrom
 from primal_attention.ksvd.objective import (
     DualRepresentation,
-    PrecomputedRepresentation,
     PrimalRepresentation,
     PrimalWeights,
     Representation,
@@ -48,6 +47,7 @@ Array = NDArray[Any]
 
 FLOATS = (np.float64, np.float32)
 ALL = slice(None)
+ROWS_OF_VALUES = ExplicitKernel(np.asarray, np.asarray)  # the features of a precomputed kernel
 
 
 def _has_explicit_features(estimator: KernelSVD) -> bool:
@@ -253,6 +253,7 @@ class KernelSVD(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
                 f"Z has {keys.shape[1]} features, but {type(self).__name__} was fitted on keys with "
                 f"{self.n_features_keys_}"
             )
+        self._check_names(Z)
         return self._representation.r(keys)
 
     @available_if(_has_explicit_features)
@@ -267,7 +268,7 @@ class KernelSVD(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
         Parameters
         ----------
         X : array of shape (n, d)
-            Some of the queries. The first blocks need `n_components` rows in all.
+            Some of the queries. The first block needs at least `n_components` rows.
         y : ignored
         Z : array of shape (m, d), default=None
             Some of the keys; X itself when absent. The blocks of the two sources may differ in length.
@@ -281,7 +282,7 @@ class KernelSVD(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
             raise ValueError("transformation must be an array in partial_fit: a callable needs all rows of X at once")
         stream: StreamedQR | None = getattr(self, "_stream", None)
         queries = validate_data(self, X, dtype=FLOATS, reset=stream is None)
-        keys = queries if Z is None or Z is X else check_keys(Z, queries, self.kernel, copy=False)
+        keys = self._check_keys(Z, X, queries)
         if stream is None:
             for name in ("left_vectors_", "right_vectors_"):
                 self.__dict__.pop(name, None)
@@ -291,8 +292,7 @@ class KernelSVD(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
             raise ValueError(f"Z has {keys.shape[1]} features, but earlier blocks had {self.n_features_keys_}")
         kernel = self.kernel_
         assert isinstance(kernel, ExplicitKernel)
-        stream = stream or StreamedQR.empty(kernel.query_map(queries[:1]).shape[1], queries.dtype)
-        stream = stream.add(kernel, queries, keys)
+        stream = (stream or StreamedQR()).add(kernel, queries, keys)
         check_size(self.n_components, stream.shape)
         query_sums, values, key_sums = stream.solve(kernel, self.n_components)
         self._stream, self.singular_values_ = stream, values
@@ -325,7 +325,7 @@ class KernelSVD(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
         if self.solver_ != "nystrom":
             raise ValueError(f"error_bound needs solver='nystrom' (solver_={self.solver_!r})")
         queries = validate_data(self, X, dtype=FLOATS, reset=False)
-        keys = queries if Z is None or Z is X else check_keys(Z, queries, self.kernel, copy=False)
+        keys = self._check_keys(Z, X, queries)
         shape = self._shape(queries, keys)
         fitted = len(self.left_vectors_), len(self.right_vectors_)
         if shape != fitted:
@@ -360,11 +360,12 @@ class KernelSVD(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
 
     def _primal(self) -> PrimalRepresentation:
         check_is_fitted(self)
-        if not isinstance(self._representation, PrimalRepresentation):
+        if not isinstance(self.kernel_, ExplicitKernel):
             raise AttributeError(
                 f"primal weights need explicit features (kernel={self.kernel!r}); use 'cosine', 'linear' or a pair "
                 "of feature maps"
             )
+        assert isinstance(self._representation, PrimalRepresentation)
         return self._representation
 
     def _fit(self, X: ArrayLike, Z: ArrayLike | None) -> Array:
@@ -378,9 +379,25 @@ class KernelSVD(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
                 raise ValueError("Z must be absent when kernel='precomputed': X already holds every κ(x_i, z_j)")
             self.kernel_, self.transformation_, self.n_features_keys_ = None, None, len(queries)
             return self._solve(queries, queries)
-        keys = queries if Z is None or Z is X else check_keys(Z, queries, self.kernel, copy=stores_points)
+        keys = self._check_keys(Z, X, queries, copy=stores_points)
         self._set_kernel(queries, keys)
         return self._solve(queries, keys)
+
+    def _check_keys(self, Z: ArrayLike | None, X: ArrayLike, queries: Array, *, copy: bool = False) -> Array:
+        """Return Z as a matrix, or the queries if Z is absent or X itself."""
+        if Z is None or Z is X:
+            return queries
+        keys = check_array(Z, dtype=queries.dtype, copy=copy, input_name="Z")
+        if isinstance(self.kernel, str) and keys.shape[1] != queries.shape[1]:
+            shapes = f"(X {queries.shape}, Z {keys.shape})"
+            raise ValueError(f"Z must have as many columns as X for kernel={self.kernel!r} {shapes}")
+        self._check_names(Z)
+        return keys
+
+    def _check_names(self, Z: ArrayLike) -> None:
+        """Check that a table of keys has the columns of X in the same order: named kernels compare them one by one."""
+        if isinstance(self.kernel, str) and not self._is_precomputed:
+            validate_data(self, Z, reset=False, skip_check_array=True)
 
     def _set_kernel(self, X: Array, Z: Array) -> None:
         """Set the attributes that follow from the kernel and the data."""
@@ -393,13 +410,19 @@ class KernelSVD(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
     def _solve(self, X: Array, Z: Array) -> Array:
         """Decompose the kernel between X and Z and return the e-scores of X; X is K when precomputed."""
         shape, kernel = self._shape(X, Z), self.kernel_
-        self.solver_ = self._choose_solver(shape)
+        check_size(self.n_components, shape)
+        self.solver_ = self.solver
+        if self.solver == "auto":
+            explicit = isinstance(kernel, ExplicitKernel)
+            self.solver_ = choose_solver(shape, self.n_components, explicit=explicit, precomputed=kernel is None)
         rng = check_random_state(self.random_state)
         if self.solver_ == "nystrom":
-            is_paired = X is Z and shape[0] == shape[1]
             size = max(100, 4 * self.n_components) if self.n_landmarks is None else self.n_landmarks
-            self._samples = draw_samples(shape, size, rng, paired=is_paired)
-            rows, columns = (sample.landmarks for sample in self._samples)
+            queries = keys = Sample.draw(shape[0], size, rng)
+            if X is not Z or shape[0] != shape[1]:
+                # One data source is sampled once: a local kernel has its large entries on the diagonal.
+                keys = Sample.draw(shape[1], size, rng)
+            self._samples, rows, columns = (queries, keys), queries.landmarks, keys.landmarks
             C, R, core = self._sampled_parts(X, Z)
             triplets, for_queries, for_keys = nystrom(C, R, core, self._samples, self.n_components, rng)
             representation = self._represent(X, rows, for_queries, Z, columns, for_keys)
@@ -431,7 +454,7 @@ class KernelSVD(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
 
     def _values(self, X: Array, Z: Array, rows: Any, columns: Any) -> Array:
         """K[rows, columns]; X is K when precomputed."""
-        return X[rows][:, columns] if self.kernel_ is None else self.kernel_(X[rows], Z[columns])
+        return X[rows][:, columns] if self.kernel_ is None else self.kernel_(take(X, rows), take(Z, columns))
 
     def _sampled_parts(self, X: Array, Z: Array) -> tuple[Array, Array, Array]:
         """C = K[:, J], R = K[I, :] and K[I', J'] of Nyström."""
@@ -452,13 +475,6 @@ class KernelSVD(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
         signs = choose_signs(left)
         return left * signs, values, right * signs
 
-    def _choose_solver(self, shape: tuple[int, int]) -> str:
-        check_size(self.n_components, shape)
-        if self.solver != "auto":
-            return self.solver
-        explicit, precomputed = is_explicit(self.kernel), self._is_precomputed
-        return choose_solver(shape, self.n_components, explicit=explicit, precomputed=precomputed)
-
     def _represent(
         self, X: Array, rows: Any, query_coefficients: Array, Z: Array, columns: Any, key_coefficients: Array
     ) -> Representation:
@@ -467,8 +483,9 @@ class KernelSVD(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
         if kernel is None:  # rows of values at all points; the coefficients of the others are zero
             coefficients = [np.zeros((n, self.n_components), X.dtype) for n in shape]
             coefficients[0][rows], coefficients[1][columns] = query_coefficients, key_coefficients
-            return PrecomputedRepresentation(*coefficients)
-        args = (X[rows], query_coefficients, Z[columns], key_coefficients)
+            weights = PrimalWeights(w_e=coefficients[1], w_r=coefficients[0])
+            return PrimalRepresentation(ROWS_OF_VALUES, weights, weights)
+        args = (take(X, rows), query_coefficients, take(Z, columns), key_coefficients)
         if isinstance(kernel, ExplicitKernel):
             return PrimalRepresentation.from_dual(kernel, *args)
         return DualRepresentation(kernel, *args)
@@ -479,7 +496,7 @@ class KernelSVD(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
         """Store the representation, and evaluate the objective on the scores."""
         self._representation = representation
         positive = positive_singular_values(self.singular_values_, shape)
-        if isinstance(representation, PrimalRepresentation):
+        if isinstance(representation, PrimalRepresentation) and self.kernel_ is not None:
             couplings = np.einsum("ps,ps->s", *representation.weights)  # the diagonal of W_eᵀ W_r
         else:
             couplings = np.einsum("is,is->s", e_scores, self.left_vectors_)  # that of H_eᵀ K H_r
@@ -489,6 +506,11 @@ class KernelSVD(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
             lam=1 / self.singular_values_[positive],
             coupling=couplings[positive].sum(),
         )
+
+
+def take(A: Array, rows: Any) -> Array:
+    """A[rows]; for all rows A itself, by which the SNE kernel recognises its keys."""
+    return A if rows is ALL else A[rows]
 
 
 # Checks. A message names the argument, its value and the accepted values in one line.
@@ -543,14 +565,6 @@ def check_size(n_components: int, shape: tuple[int, int]) -> None:
             f"n_components must be at most {min(shape)}, the smaller side of the kernel matrix "
             f"(n_components={n_components}, n_samples={shape[0]}, keys={shape[1]})"
         )
-
-
-def check_keys(Z: ArrayLike, queries: Array, kernel: object, *, copy: bool) -> Array:
-    """Return Z as a matrix. Named kernels compare a query with a key, so both need the same width."""
-    keys = check_array(Z, dtype=queries.dtype, copy=copy, input_name="Z")
-    if isinstance(kernel, str) and keys.shape[1] != queries.shape[1]:
-        raise ValueError(f"Z must have as many columns as X for kernel={kernel!r} (X {queries.shape}, Z {keys.shape})")
-    return keys
 
 
 def check_features(kernel: Kernel, X: Array, Z: Array) -> None:

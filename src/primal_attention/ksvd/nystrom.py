@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.linalg import svd
 
-from primal_attention.ksvd.solvers import Triplets, choose_signs, complete_basis
+from primal_attention.ksvd.solvers import Triplets, choose_signs, complete_basis, dense
 
 Array = NDArray[Any]
 
@@ -64,18 +64,6 @@ class ErrorBound(NamedTuple):
     vectors: Array  # (s,), of √(‖u_i − û_i‖² + ‖v_i − v̂_i‖²); 2 where the bound does not separate the triplet
 
 
-def draw_samples(
-    shape: tuple[int, int], size: int, rng: np.random.RandomState, *, paired: bool
-) -> tuple[Sample, Sample]:
-    """Draw samples of the queries and of the keys.
-
-    `paired` (one data source) takes the same points on both sides: a local kernel has its large entries on the
-    diagonal, which two independent samples would miss.
-    """
-    queries = Sample.draw(shape[0], size, rng)
-    return queries, queries if paired else Sample.draw(shape[1], size, rng)
-
-
 def nystrom(
     C: Array, R: Array, core: Array, samples: tuple[Sample, Sample], n_components: int, rng: np.random.RandomState
 ) -> tuple[Triplets, Array, Array]:
@@ -88,13 +76,9 @@ def nystrom(
     right_basis, to_right = _range(R.T)
     left_inverse = np.linalg.pinv(left_basis[samples[0].core], rcond=MIN_SAMPLED_NORM)
     right_inverse = np.linalg.pinv(right_basis[samples[1].core], rcond=MIN_SAMPLED_NORM)
-    small_left, values, small_right_t = svd(
-        left_inverse @ core @ right_inverse.T, full_matrices=False, check_finite=False
-    )
-    count = min(n_components, len(values))
-    small_left, values, small_right = small_left[:, :count], values[:count], small_right_t[:count].T
+    small_left, values, small_right = dense(left_inverse @ core @ right_inverse.T, n_components)
     left, right = left_basis @ small_left, right_basis @ small_right
-    missing = n_components - count
+    missing = n_components - len(values)
     left, right = complete_basis(left, n_components, rng), complete_basis(right, n_components, rng)
     # K̂ H_r = H_e Σ, and the columns of H_e are C @ to_left @ small_left: completed columns have Σ = 0.
     key_coefficients = np.pad(to_left @ (small_left * values), ((0, 0), (0, missing)))

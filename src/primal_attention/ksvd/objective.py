@@ -111,16 +111,15 @@ def _by_blocks(scores: Callable[[Array], Array], rows: Array, width: int) -> Arr
 def _feature_sum(features: FeatureMap, points: Array, coefficients: Array) -> Array:
     """Σ_j φ(x_j) h_jᵀ over row blocks."""
     blocks = row_blocks(len(points), points.shape[1])
-    first = next(blocks)
-    total = features(points[first]).T @ coefficients[first]
-    for block in blocks:
-        total += features(points[block]).T @ coefficients[block]
-    return total
+    return sum(features(points[block]).T @ coefficients[block] for block in blocks)
 
 
 @dataclass(frozen=True)
 class PrimalRepresentation:
-    """Scores by feature maps: O(p·s) per point, whatever the number of fitted points."""
+    """Scores by feature maps: O(p·s) per point, whatever the number of fitted points.
+
+    A row of precomputed kernel values is its own feature vector, and the coefficients are the projection weights.
+    """
 
     kernel: ExplicitKernel
     weights: PrimalWeights  # W_e, W_r: (m, s) for F of shape (m, p), (p, s) without F
@@ -177,18 +176,4 @@ class DualRepresentation:
         return 0 if isinstance(self.kernel, CallableKernel) else len(anchors)
 
 
-@dataclass(frozen=True)
-class PrecomputedRepresentation:
-    """Scores of rows of kernel values: κ(x, z_1), …, κ(x, z_M) for a query, κ(x_1, z), …, κ(x_N, z) for a key."""
-
-    query_coefficients: Array
-    key_coefficients: Array
-
-    def e(self, X: Array) -> Array:
-        return X @ self.key_coefficients
-
-    def r(self, Z: Array) -> Array:
-        return Z @ self.query_coefficients
-
-
-Representation = PrimalRepresentation | DualRepresentation | PrecomputedRepresentation
+Representation = PrimalRepresentation | DualRepresentation

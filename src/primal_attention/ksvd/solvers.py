@@ -119,16 +119,14 @@ def primal(kernel: ExplicitKernel, X: Array, Z: Array, n_components: int, rng: n
     queries = TallQR(kernel.query_features, X)
     is_symmetric = X is Z and kernel.query_map is kernel.key_map
     keys = queries if is_symmetric else TallQR(kernel.key_features, Z)
-    small_left, values, small_right_t = svd(queries.R @ keys.R.T, full_matrices=False, check_finite=False)
-    count = min(n_components, len(values))
-    small_left, small_right = small_left[:, :count], small_right_t[:count].T
+    small_left, values, small_right = dense(queries.R @ keys.R.T, n_components)
     if is_symmetric:  # one pass over the data for both sides
         left, right = np.hsplit(queries.apply(np.hstack([small_left, small_right])), 2)
     else:
         left, right = queries.apply(small_left), keys.apply(small_right)
     left, right = complete_basis(left, n_components, rng), complete_basis(right, n_components, rng)
     signs = choose_signs(left)
-    return left * signs, np.pad(values[:count], (0, n_components - count)), right * signs
+    return left * signs, np.pad(values, (0, n_components - len(values))), right * signs
 
 
 class TallQR:
@@ -172,14 +170,9 @@ class StreamedQR:
     The factor of [Φ; Φ_new] is that of [R; Φ_new]. With H_e = Q_q Û the sums Φ_qᵀ H_e = R_qᵀ Û need no row again.
     """
 
-    query_triangle: Array  # (≤ p, p)
-    key_triangle: Array  # the same object while both sides have the same features
-    shape: tuple[int, int]  # rows read
-
-    @classmethod
-    def empty(cls, width: int, dtype: Any) -> StreamedQR:
-        triangle = np.empty((0, width), dtype=dtype)
-        return cls(triangle, triangle, (0, 0))
+    query_triangle: Any = None  # (≤ p, p), None before the first rows
+    key_triangle: Any = None  # the same object while both sides have the same features
+    shape: tuple[int, int] = (0, 0)  # rows read
 
     def add(self, kernel: ExplicitKernel, X: Array, Z: Array) -> StreamedQR:
         """The factors with the rows of X and Z added."""
@@ -194,17 +187,17 @@ class StreamedQR:
         """Φ_qᵀ H_e, Σ and Φ_kᵀ H_r. The largest entry of each column of the first is positive."""
         queries, keys = self.query_triangle, self.key_triangle
         core = kernel.fold_features(queries) @ kernel.fold_features(keys).T
-        small_left, values, small_right_t = svd(core, full_matrices=False, check_finite=False)
-        count = min(n_components, len(values))
-        padding = (0, n_components - count)
-        query_sums = np.pad(queries.T @ small_left[:, :count], ((0, 0), padding))
-        key_sums = np.pad(keys.T @ small_right_t[:count].T, ((0, 0), padding))
+        small_left, values, small_right = dense(core, n_components)
+        padding = (0, n_components - len(values))
+        query_sums = np.pad(queries.T @ small_left, ((0, 0), padding))
+        key_sums = np.pad(keys.T @ small_right, ((0, 0), padding))
         signs = choose_signs(query_sums)
-        return query_sums * signs, np.pad(values[:count], padding), key_sums * signs
+        return query_sums * signs, np.pad(values, padding), key_sums * signs
 
 
-def _extend(triangle: Array, features: Callable[[Array], Array], rows: Array) -> Array:
-    return np.asarray(np.linalg.qr(np.vstack([triangle, TallQR(features, rows).R]), mode="r"))
+def _extend(triangle: Array | None, features: Callable[[Array], Array], rows: Array) -> Array:
+    added = TallQR(features, rows).R
+    return added if triangle is None else np.asarray(np.linalg.qr(np.vstack([triangle, added]), mode="r"))
 
 
 def _in_parallel(work: Callable[[Any], T], tasks: list[Any]) -> list[T]:

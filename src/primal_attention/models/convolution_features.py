@@ -40,6 +40,8 @@ class ConvolutionFeatures:
     Series of other lengths are resampled to the longest training series.
     """
 
+    scales: dict[str, np.ndarray]
+
     def __init__(self, shape: tuple[int, int], kernels: int, seed: int) -> None:
         from aeon.transformations.collection.convolution_based import HydraTransformer, MultiRocket
 
@@ -58,7 +60,7 @@ class ConvolutionFeatures:
         self._fit_transforms(values)
         hydra, rocket = self._transform(values)
         zeros = (hydra == 0).mean(axis=0) ** 4
-        self.scales = {  # type: ignore
+        self.scales = {
             "hydra_mean": hydra.mean(axis=0),
             "hydra_scale": hydra.std(axis=0, ddof=min(1, len(series) - 1)) + zeros + 1e-8,
             "rocket_mean": rocket.mean(axis=0),
@@ -69,7 +71,7 @@ class ConvolutionFeatures:
     def __call__(self, series: Sequence[np.ndarray]) -> np.ndarray:
         """Scaled features, (samples, features) float32."""
         hydra, rocket = self._transform(self._stack(series))
-        scales = self.scales  # type: ignore
+        scales = self.scales
         hydra = (hydra - scales["hydra_mean"]) * (hydra != 0) / scales["hydra_scale"]
         rocket = (rocket - scales["rocket_mean"]) / scales["rocket_scale"]
         return np.concatenate([hydra, rocket], axis=1).astype(np.float32)
@@ -96,7 +98,7 @@ class ConvolutionFeatures:
     def arrays(self) -> dict[str, np.ndarray]:
         """All fitted arrays, for a file."""
         fitted = {"base": self.rocket.parameter, "difference": self.rocket.parameter1}
-        return self.scales | {f"{key}/{i}": array for key, tup in fitted.items() for i, array in enumerate(tup)}  # type: ignore
+        return self.scales | {f"{key}/{i}": array for key, tup in fitted.items() for i, array in enumerate(tup)}
 
     @classmethod
     def restore(cls, arrays: Mapping[str, np.ndarray], **settings: Any) -> ConvolutionFeatures:
@@ -109,7 +111,7 @@ class ConvolutionFeatures:
             return tuple(np.array(arrays[f"{name}/{i}"]) for i in range(count))  # writable, as numba compiled them
 
         self.rocket.parameter, self.rocket.parameter1 = group("base"), group("difference")
-        self.scales = {name: array for name, array in arrays.items() if "/" not in name}  # type: ignore
+        self.scales = {name: array for name, array in arrays.items() if "/" not in name}
         return self
 
 
@@ -176,24 +178,19 @@ def fit_weights(scores: Sequence[np.ndarray], labels: np.ndarray, usual: Sequenc
         usual: Weight of each classifier without data.
     """
     from scipy.optimize import minimize
+    from scipy.special import log_softmax
 
     stacked, start = np.stack(scores), np.asarray(usual)  # (classifiers, samples, classes), (classifiers,)
     targets = np.eye(stacked.shape[2])[labels]
 
     def loss(weights: np.ndarray) -> tuple[float, np.ndarray]:
-        log_p = log_softmax(np.tensordot(weights, stacked, axes=1))
+        log_p = log_softmax(np.tensordot(weights, stacked, axes=1), axis=1)
         change = weights / start - 1
         gradient = np.einsum("nc,mnc->m", np.exp(log_p) - targets, stacked) + 2 * PRIOR * change / start
         return float(PRIOR * np.square(change).sum() - (targets * log_p).sum()), gradient
 
     bounds = [(0.1 * weight, None) for weight in start]  # positive, so that the largest score decides
     return minimize(loss, start, jac=True, bounds=bounds, method="L-BFGS-B").x
-
-
-def log_softmax(scores: np.ndarray) -> np.ndarray:
-    """Log-probabilities over the last axis."""
-    shifted = scores - scores.max(axis=-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
 
 def calibration_error(probabilities: np.ndarray, labels: np.ndarray, bins: int = 15) -> float:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
 from primal_attention.nn.baselines import make_attention
@@ -492,13 +493,11 @@ def pad(prompts: Sequence[Sequence[int]], device: torch.device | None = None) ->
     """Return prompts as rows of one tensor, padded on the left, and the mask; None if all have the same length."""
     if not prompts or not all(prompts):
         raise ValueError("every prompt must have at least one token" if prompts else "prompts must not be empty")
-    lengths = [len(prompt) for prompt in prompts]
-    tokens = torch.zeros(len(prompts), max(lengths), dtype=torch.int64)
-    mask = torch.ones_like(tokens, dtype=torch.bool)
-    for row, padding, prompt in zip(tokens, mask, prompts, strict=True):
-        row[-len(prompt) :] = torch.as_tensor(prompt)
-        padding[-len(prompt) :] = False
-    return tokens.to(device), mask.to(device) if mask.any() else None
+    rows = [torch.as_tensor(prompt) for prompt in prompts]
+    tokens = pad_sequence(rows, batch_first=True, padding_side="left").to(device)
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    mask = torch.arange(tokens.shape[1], 0, -1, device=device) > lengths[:, None]
+    return tokens, mask if mask.any() else None
 
 
 @torch.no_grad()

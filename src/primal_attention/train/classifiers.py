@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from primal_attention.data import uea
-from primal_attention.models.convolution_features import calibration_error, fit_weights, log_softmax
+from primal_attention.models.convolution_features import calibration_error, fit_weights
 from primal_attention.utils.errors import check_name
 from primal_attention.utils.files import write_json
 from primal_attention.utils.progress import Progress
@@ -145,12 +145,14 @@ def score_parts(
     classifier: Any, series: Any, labels: np.ndarray, train_labels: np.ndarray, prefix: str
 ) -> dict[str, dict[str, float]]:
     """Return the scores of each part of a fitted PrimalClassifier alone, calibrated by its own cross-fitted scores."""
+    from scipy.special import softmax
+
     from primal_attention.train.estimator import USUAL_WEIGHTS
 
     scores = {}
     for part, values in classifier._parts(series).items():
         weight = fit_weights([classifier.held_out_[part]], train_labels, [USUAL_WEIGHTS[part]])
-        scores[part] = score_probabilities(np.exp(log_softmax(weight * values)), labels, prefix)
+        scores[part] = score_probabilities(softmax(weight * values, axis=1), labels, prefix)
         scores[part]["fit_seconds"] = classifier.fit_seconds_[part]
     return scores
 

@@ -24,10 +24,12 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from aeon.classification.base import BaseClassifier
+from scipy.special import softmax
+from scipy.stats import entropy
 from sklearn.utils import check_random_state
 
 from primal_attention.data.uea import CompressedChannels, PrincipalChannels, folds, interpolate_missing, pad
-from primal_attention.models.convolution_features import ConvolutionFeatures, RidgeHead, fit_weights, log_softmax
+from primal_attention.models.convolution_features import ConvolutionFeatures, RidgeHead, fit_weights
 from primal_attention.models.uea import ScorePosterior, pooled_scores
 from primal_attention.train import distributed, loop
 from primal_attention.train.batches import Batches, derive_seed
@@ -60,6 +62,7 @@ SAVED = {
 T = TypeVar("T")
 EVALUATED_SAMPLES = 256  # in one batch
 STEPS, MIN_EPOCHS = 400, 15  # of each network, unless `epochs` is given
+MAX_DEVIATION = 1e6  # of a value from the mean, in standard deviations
 USUAL_WEIGHTS = {"networks": 0.6, "features": 2.5}  # of the parts, if there are few samples to choose them
 
 
@@ -198,39 +201,44 @@ class PrimalClassifier(BaseClassifier):
             seed: Seed of all random numbers.
             samples: Number of training samples, from which `epochs=None` follows.
         """
-        base = modern_recipe("")
+        base, given = modern_recipe(""), self._plain_parameters()
         names = ("embed_dim", "num_heads", "layers", "rank", "landmarks", "tokens", "dropout")
-        shared: dict[str, Any] = {name: getattr(self, name) for name in names}
-        accelerator: Any = self.device
-        epochs = self.epochs
+        shared = {name: given[name] for name in names}
+        epochs = given["epochs"]
         if epochs is None:
             epochs = max(MIN_EPOCHS, round(STEPS / -(-samples // self.batch_size)))
         return replace(
             base,
             seed=seed,
-            eta=self.eta,
+            eta=given["eta"],
             model=replace(base.model, attention=(self.attention,), ffn_dim=2 * self.embed_dim, **shared),
             augment=base.augment if self.augment else AugmentConfig(label_smoothing=base.augment.label_smoothing),
-            optim=replace(base.optim, lr=self.learning_rate),
+            optim=replace(base.optim, lr=given["learning_rate"]),
             trainer=replace(
                 base.trainer,
                 epochs=epochs,
-                batch_size=self.batch_size,
-                accelerator=accelerator,
+                batch_size=given["batch_size"],
+                accelerator=self.device,  # type: ignore[arg-type]
                 progress=self.verbose,
             ),
         )
 
+    def _plain_parameters(self) -> dict[str, Any]:
+        """The parameters with numbers of Python for those of numpy, as a search over arrays sets them."""
+        return {n: value.item() if isinstance(value, np.generic) else value for n, value in self.get_params().items()}
+
     def _fit(self, X: Sequence[np.ndarray], y: np.ndarray) -> PrimalClassifier:
         if self.networks < 0 or self.networks == 1 or not (self.networks or self.features):
             raise ValueError(f"networks must be at least 2, or 0 with features=True (networks={self.networks})")
+        if not isinstance(self.attention, str):
+            raise ValueError(f"attention must be one name for all networks (attention={self.attention!r})")
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         _checked(self.recipe, seed)
         labels = np.array([self._class_dictionary[label] for label in y], dtype=np.int64)
         series = to_series(X)
         self.n_channels_, self.max_length_ = series[0].shape[1], max(len(s) for s in series)
         self.standard_ = {"networks": CompressedChannels.fit(series), "features": PrincipalChannels.fit(series)}
-        self.network_ = self.recipe().model
+        self.network_, self.n_networks_ = self.recipe().model, int(self.networks)
         self.weights_: dict[str, np.ndarray] = {}
         self.history_: list[dict[str, Any]] = []
         self.held_out_: dict[str, np.ndarray] = {}
@@ -255,7 +263,8 @@ class PrimalClassifier(BaseClassifier):
         return self
 
     def _standardise(self, part: str, series: Sequence[np.ndarray]) -> list[np.ndarray]:
-        return [self.standard_[part](s) for s in series]
+        # Larger values would overflow float32 in the networks.
+        return [self.standard_[part](s).clip(-MAX_DEVIATION, MAX_DEVIATION) for s in series]
 
     def _fit_networks(self, series: list[np.ndarray], labels: np.ndarray, seed: int) -> np.ndarray:
         """Train one network per fold; return the log-probabilities of the samples by the network of their fold."""
@@ -301,7 +310,7 @@ class PrimalClassifier(BaseClassifier):
     def _scores(self, series: Sequence[np.ndarray]) -> np.ndarray:
         """Pooled projection scores of the Primal layers of each network, (networks, samples, scores)."""
         inputs = self._standardise("networks", series)
-        return np.stack([self._apply(i, inputs, pooled_scores) for i in range(self.networks)])
+        return np.stack([self._apply(i, inputs, pooled_scores) for i in range(self.n_networks_)])
 
     def _check_series(self, X: Sequence[np.ndarray]) -> list[np.ndarray]:
         series = to_series(X)
@@ -313,14 +322,15 @@ class PrimalClassifier(BaseClassifier):
         return self.classes_[self._predict_proba(X).argmax(axis=1)]
 
     def _predict_proba(self, X: Sequence[np.ndarray]) -> np.ndarray:
-        return np.exp(log_softmax(sum(self.combination_[part] * scores for part, scores in self._parts(X).items())))
+        scores = sum(self.combination_[part] * scores for part, scores in self._parts(X).items())
+        return softmax(scores, axis=1)
 
     def _parts(self, X: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
         """Scores (samples, classes) of the networks and of the features, as in `held_out_`."""
         series, parts = self._check_series(X), {}
-        if self.networks:
+        if self.n_networks_:
             inputs = self._standardise("networks", series)
-            parts["networks"] = np.mean([self._apply(i, inputs) for i in range(self.networks)], axis=0)
+            parts["networks"] = np.mean([self._apply(i, inputs) for i in range(self.n_networks_)], axis=0)
         if self.features_ is not None and self.ridge_ is not None:
             parts["features"] = self.ridge_(self.features_(self._standardise("features", series)))
         return parts
@@ -344,8 +354,7 @@ class PrimalClassifier(BaseClassifier):
         X = self._preprocess_collection(X, store_metadata=False)
         log_p = np.log(self._predict_proba(X).clip(min=1e-300))
         variance = self.posterior_(self._scores(self._check_series(X)))
-        log_p = log_softmax(log_p / np.sqrt(1 + np.pi / 8 * variance)[:, None])
-        return -(np.exp(log_p) * log_p).sum(axis=1)
+        return entropy(softmax(log_p / np.sqrt(1 + np.pi / 8 * variance)[:, None], axis=1), axis=1)
 
     def save(self, file: str | Path) -> Path:
         """Write the fitted classifier to one safetensors file: arrays and a description, no code.
@@ -356,7 +365,7 @@ class PrimalClassifier(BaseClassifier):
         from safetensors.numpy import save
 
         self._check_is_fitted()
-        parameters = self.get_params()
+        parameters = self._plain_parameters()
         if not isinstance(parameters["random_state"], (int, type(None))):
             parameters["random_state"] = None
         about = {
@@ -368,7 +377,7 @@ class PrimalClassifier(BaseClassifier):
             "classes_dtype": self.classes_.dtype.str,
             "n_channels": self.n_channels_,
             "max_length": self.max_length_,
-            "networks": self.networks,
+            "networks": self.n_networks_,
             "combination": self.combination_,
             "features": None,
         }
@@ -418,7 +427,9 @@ class PrimalClassifier(BaseClassifier):
         self.classes_ = np.array(about["classes"], dtype=about["classes_dtype"])
         self.n_classes_ = len(self.classes_)
         self._class_dictionary = {label: i for i, label in enumerate(self.classes_)}
-        self.n_channels_, self.max_length_ = about["n_channels"], about["max_length"]
+        self.n_channels_, self.max_length_, self.n_networks_ = (
+            about[name] for name in ("n_channels", "max_length", "networks")
+        )
         self.combination_, self.held_out_ = about["combination"], {}
         self.standard_ = {
             "networks": CompressedChannels(**parts["standard_networks"]),
