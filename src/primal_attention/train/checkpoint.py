@@ -270,18 +270,11 @@ class State:
     logger_ids: dict[str, str] = field(default_factory=dict)
 
 
-def save(
-    folder: Path,
-    module: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    progress: Mapping[str, Any],
-    *,
-    sharded: bool = False,
-) -> None:
+def save(folder: Path, module: torch.nn.Module, optimizer: torch.optim.Optimizer, progress: Mapping[str, Any]) -> None:
     """Write last.ckpt and rename the one before to previous.ckpt; all processes call this together."""
     rank, last, previous = dist.get_rank() if dist.is_initialized() else 0, folder / LAST, folder / PREVIOUS
     tensors = {"state_dict": module.state_dict(), "optimizer_states": [optimizer.state_dict()]}
-    if not sharded:
+    if not any(hasattr(parameter, "to_local") for parameter in module.parameters()):
         if rank == 0:
             write_checkpoint(last, {**tensors, **progress}, keep=previous)
         return

@@ -6,6 +6,7 @@ resumes from its last intact checkpoint.
 
 from __future__ import annotations
 
+import signal
 import time
 import warnings
 from contextlib import nullcontext
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from primal_attention.data.storage import one_line
 from primal_attention.nn.baselines.random_buffers import draw_counts, restore_draw_counts
@@ -20,9 +22,8 @@ from primal_attention.train import checkpoint, distributed
 from primal_attention.train.batches import derive_seed
 from primal_attention.train.checkpoint import State, load_weights, read_summary
 from primal_attention.train.config import Recipe
-from primal_attention.train.cuda_graph import GATHERED, TrainingStep, records_steps
 from primal_attention.train.logs import Row, RunLog, Summary, check_loggers, summarize
-from primal_attention.train.optimizer import learning_rate, make_optimizer
+from primal_attention.train.step import GATHERED, TrainingStep, learning_rate, make_optimizer, records_steps
 from primal_attention.train.task import Experiment, compile_failure
 from primal_attention.utils.errors import Preempted, RunError
 from primal_attention.utils.files import write_csv, write_json, write_text, write_weights
@@ -128,7 +129,7 @@ class Training:
             experiment.watched = {name: batches for name, batches in experiment.watched.items() if name != "test"}
         self.schedule_epochs = schedule_epochs or self.config.epochs
         self.state = State()
-        self.stop = distributed.StopRequest()
+        self.got_sigterm = False
         self.step: Any = None
         self.log: RunLog | None = None  # of the main process
         self.title = title
@@ -140,12 +141,13 @@ class Training:
             self.set_up()
             self.resume()
             self.start()
-            with nullcontext() if self.folder is None else self.stop.listen():
+            with nullcontext() if self.folder is None else distributed.handle_signal(signal.SIGTERM, self.request_stop):
                 while not self.is_finished:
                     self.finish_epoch(self.train_epoch())
         except BaseException as error:
             if not isinstance(error, Preempted):  # the other ranks would wait for this one
-                distributed.kill_children(self.fabric)
+                for process in getattr(self.fabric.strategy.launcher, "procs", ()):
+                    process.kill()
             if isinstance(error, Exception) and (reason := compile_failure(error)) is not None:
                 message = f"torch.compile cannot compile this model here ({reason}): add --trainer.compile off"
                 raise RunError(message) from error
@@ -155,6 +157,10 @@ class Training:
             self.step = None  # the recordings hold the memory of a step
             if self.log is not None:
                 self.log.close(finished=self.is_finished)
+
+    def request_stop(self, *signal: Any) -> None:
+        """Save and stop after this batch."""
+        self.got_sigterm = True
 
     # Build and resume
 
@@ -167,7 +173,8 @@ class Training:
         module.to(self.device).train()
         module.global_rank = fabric.global_rank
         if fabric.world_size > 1:
-            module.adopt(distributed.make_mesh(self.device.type, fabric.world_size, config.context))
+            shape = fabric.world_size // config.context, config.context
+            module.adopt(init_device_mesh(self.device.type, shape, mesh_dim_names=("data", "context")))
         if config.strategy == "fsdp":
             for model in (module.model, module.averaged):
                 if model is not None:
@@ -286,15 +293,15 @@ class Training:
             "precision": self.fabric.strategy.precision.state_dict(),
             "run": vars(self.state),
         }
-        is_sharded = self.config.strategy == "fsdp"
-        checkpoint.save(self.folder / "checkpoints", self.module, self.optimizer, progress, sharded=is_sharded)
+        checkpoint.save(self.folder / "checkpoints", self.module, self.optimizer, progress)
         self.fabric.barrier()
 
     def save_within_epoch(self, done: int) -> None:
         """Save after a batch of the epoch, or of its evaluation, if a checkpoint is due or SIGTERM came."""
         if self.folder is None:
             return
-        every, stops = self.config.checkpoint_steps, self.stop.anywhere(self.device)
+        every = self.config.checkpoint_steps
+        stops = self.fabric.strategy.reduce_boolean_decision(self.got_sigterm, all=False)  # asks all processes
         if not stops and not (every and done % every == 0 and done < len(self.batches)):
             return
         states: list[Any] = [self.module.epoch_state()]

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 
 from primal_attention.data.storage import one_line
 from primal_attention.nn.objective import ksvd_loss, primal_layers
-from primal_attention.train import distributed
 from primal_attention.train.batches import Batches, derive_seed
 from primal_attention.train.config import Recipe, TrainerConfig
 from primal_attention.utils.errors import DivergedError, RunError
@@ -100,13 +99,26 @@ class TrainingModule(nn.Module):
     # Several processes
 
     def adopt(self, mesh: DeviceMesh) -> None:
-        """Share batches, and sequences if the mesh splits them, with the other processes."""
+        """Share batches, their statistics, and sequences if the mesh splits them, with the other processes."""
+        from primal_attention.models.uea import MaskedBatchNorm
+        from primal_attention.parallel import Context, context_parallel
+
         self.mesh = mesh
         if self.sequence is not None and not self.splits_sequences:
             raise RunError(f"trainer.context must be 1: {self.recipe.benchmark} trains on whole sequences only")
+        assert torch.distributed.group.WORLD is not None
+        everyone = Context(torch.distributed.group.WORLD)
         for model in (self.model, self.averaged):
-            if model is not None:
-                distributed.adapt(model, mesh)
+            if model is None:
+                continue
+            if self.sequence is not None:
+                try:
+                    context_parallel(model, self.sequence)
+                except ValueError as error:
+                    raise RunError(f"trainer.context {self.sequence.size()}: {error}") from error
+            for layer in model.modules():
+                if isinstance(layer, MaskedBatchNorm):
+                    layer.context = everyone
 
     @property
     def share(self) -> tuple[int, int]:
