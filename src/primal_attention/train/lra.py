@@ -275,18 +275,11 @@ def build_from(recipe: LRARecipe, data: TokenData) -> Experiment:
 
 
 class SequenceModule(TrainingModule):
-    """A classifier of token sequences in training.
-
-    padded: token 0 is padding; else the model gets no mask. any_length: the batches come in several lengths.
-    """
+    """A classifier of token sequences in training; token 0 is padding if there is any."""
 
     splits_sequences: ClassVar[bool] = True
     ksvd_reduction: ClassVar[Literal["sample", "batch"]] = "batch"
     evaluates_compiled: ClassVar[bool] = False
-
-    def __init__(self, model: nn.Module, recipe: Recipe, *, padded: bool, any_length: bool = False) -> None:
-        super().__init__(model, recipe, any_length=any_length)
-        self.padded = padded
 
     def inputs(self, batch: Batch) -> tuple[Any, ...]:
         *sequences, _ = batch

@@ -46,6 +46,8 @@ class TrainingModule(nn.Module):
     Args:
         model: The model.
         recipe: The resolved recipe.
+        padded: False if no sequence has padding. The model then gets no mask, since a mask that hides nothing would
+            keep softmax attention from its faster kernels.
         compile_options: Arguments of the model's `compile`.
     """
 
@@ -58,10 +60,11 @@ class TrainingModule(nn.Module):
     evaluates_compiled: ClassVar[bool] = True
     """False if evaluation batches have many shapes: a compiled model is then evaluated eagerly."""
 
-    def __init__(self, model: nn.Module, recipe: Recipe, **compile_options: Any) -> None:
+    def __init__(self, model: nn.Module, recipe: Recipe, *, padded: bool = True, **compile_options: Any) -> None:
         super().__init__()
         self.model = model
         self.recipe = recipe
+        self.padded = padded
         self.has_primal = bool(primal_layers(model))
         # Copied before the first forward pass, while no layer holds an autograd graph.
         self.averaged = copy.deepcopy(model).requires_grad_(False) if recipe.trainer.ema else None
