@@ -34,13 +34,14 @@ from torch.utils._pytree import tree_map
 
 import primal_attention
 from primal_attention.data.storage import one_line
+from primal_attention.train import distributed
 from primal_attention.train.config import FORMAT, Recipe, flatten, from_plain, to_plain
-from primal_attention.train.distributed import load_full, split_like
 from primal_attention.utils import files
 from primal_attention.utils.errors import RunError
 from primal_attention.utils.provenance import collect
 
 LOCK = ".lock"
+FOLDER = "PRIMAL_RUN_FOLDER"
 LAST, PREVIOUS, DAMAGED = "last.ckpt", "previous.ckpt", ".damaged"
 ROWS = "rows"  # key of a process's rows of a tensor that FSDP splits
 MAX_CONFIG_BYTES = 2**20  # the YAML parser needs seconds per megabyte
@@ -79,9 +80,15 @@ ENDS_AT_ZERO = ("onecycle", "onecycle-linear")  # schedules that a run cannot co
 # Names of run folders
 
 
-def default_folder(name: str, recipe: Recipe, root: Path = Path("runs")) -> Path:
-    """Return runs/<recipe>/<variant>-seed<n>."""
-    return root / name / f"{recipe.label()}-seed{recipe.seed}"
+def default_folder(name: str, recipe: Recipe, *, resume: bool) -> Path:
+    """Return runs/<recipe>/<variant>-seed<n>, numbered if it is taken; with `resume` the last one."""
+    if distributed.launched():
+        raise RunError("several processes start at once and each would pick a folder: name it with --out FOLDER")
+    place = Path("runs", name, f"{recipe.label()}-seed{recipe.seed}")
+    place = newest_folder(place) if resume else unused_folder(place)
+    if distributed.is_main():
+        os.environ[FOLDER] = str(place)  # for the processes that Fabric starts
+    return Path(os.environ.get(FOLDER, place))
 
 
 def unused_folder(folder: Path) -> Path:
@@ -314,12 +321,12 @@ def _is_split(value: Any) -> bool:
 def restore(place: Path, content: Mapping[str, Any], module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Load the weights and the optimizer state of a checkpoint, written by any number of processes."""
     try:
-        load_full(module, content["state_dict"])
+        distributed.load_full(module, content["state_dict"])
         state = content["optimizer_states"][0]
         params = [p for group in optimizer.param_groups for p in group["params"]]
         for index, entries in state["state"].items():
             shape = params[index].shape
-            entries |= {key: split_like(params[index], t) for key, t in entries.items() if t.shape == shape}
+            entries |= {key: distributed.split_like(params[index], t) for key, t in entries.items() if t.shape == shape}
         optimizer.load_state_dict(state)
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:
         raise RunError(f"{place} does not fit the recipe of its config.yaml ({one_line(error)})") from error

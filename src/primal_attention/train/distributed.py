@@ -19,7 +19,6 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +31,6 @@ from primal_attention.nn.blocks import EncoderBlock
 from primal_attention.train.config import TrainerConfig, require
 from primal_attention.utils.errors import RunError
 
-FOLDER = "PRIMAL_RUN_FOLDER"
 EXIT_CODE = 128 + signal.SIGTERM  # 143, as shells report it
 
 
@@ -74,22 +72,6 @@ def rejoin(device: torch.device) -> None:
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.PrefixStore(f"attempt-{attempt}", store), rank=rank(), world_size=world)
-
-
-def agree_on_folder(folder: Path, *, named: bool = True) -> Path:
-    """Return the main process's run folder.
-
-    Args:
-        folder: This process's own choice.
-        named: The user named the folder, so all processes have the same one.
-    """
-    if named:
-        return folder
-    if launched():
-        raise RunError("several processes start at once and each would pick a folder: name it with --out FOLDER")
-    if is_main():
-        os.environ[FOLDER] = str(folder)
-    return Path(os.environ.get(FOLDER, folder))
 
 
 def machines(config: TrainerConfig) -> tuple[int, int]:
