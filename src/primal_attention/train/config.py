@@ -198,7 +198,7 @@ class NetworkConfig:
 
 def to_plain(value: Any) -> Any:
     """Convert dataclasses to dicts, tuples to lists and paths to strings, for YAML and JSON."""
-    return json.loads(json.dumps(value, default=lambda v: str(v) if isinstance(v, Path) else vars(v)))
+    return json.loads(json.dumps(value, default=lambda v: vars(v) if dataclasses.is_dataclass(v) else str(v)))
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

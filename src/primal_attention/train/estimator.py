@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -57,6 +57,7 @@ SAVED = {
     "networks": int,
     "features": (dict, None),
 }
+T = TypeVar("T")
 EVALUATED_SAMPLES = 256  # in one batch
 STEPS, MIN_EPOCHS = 400, 15  # of each network, unless `epochs` is given
 USUAL_WEIGHTS = {"networks": 0.6, "features": 2.5}  # of the parts, if there are few samples to choose them
@@ -224,12 +225,11 @@ class PrimalClassifier(BaseClassifier):
         if self.networks < 0 or self.networks == 1 or not (self.networks or self.features):
             raise ValueError(f"networks must be at least 2, or 0 with features=True (networks={self.networks})")
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
-        self.recipe(seed)  # raises for parameters out of range
+        self.network_ = _checked(self.recipe, seed).model
         labels = np.array([self._class_dictionary[label] for label in y], dtype=np.int64)
         series = to_series(X)
         self.n_channels_, self.max_length_ = series[0].shape[1], max(len(s) for s in series)
         self.standard_ = {"networks": CompressedChannels.fit(series), "features": PrincipalChannels.fit(series)}
-        self.network_ = self.recipe().model
         self.weights_: dict[str, np.ndarray] = {}
         self.history_: list[dict[str, Any]] = []
         self.held_out_: dict[str, np.ndarray] = {}
@@ -239,7 +239,7 @@ class PrimalClassifier(BaseClassifier):
             # The result does not depend on the caller's random generator, and leaves it unchanged.
             with torch.random.fork_rng():
                 inputs = self._standardise("networks", series)
-                self.held_out_["networks"] = self._fit_networks(inputs, labels, seed)
+                self.held_out_["networks"] = _checked(self._fit_networks, inputs, labels, seed)
         middle = time.perf_counter()
         if self.features:
             inputs = self._standardise("features", series)
@@ -391,26 +391,29 @@ class PrimalClassifier(BaseClassifier):
         Args:
             file: path of the file, or the name of a classifier that the package includes.
         """
+        path = pretrained_path(file)
+        return _checked(cls._load, path / WEIGHTS if path.is_dir() else path)
+
+    @classmethod
+    def _load(cls, file: Path) -> PrimalClassifier:
         from safetensors import safe_open
 
-        path = pretrained_path(file)
-        path = path / WEIGHTS if path.is_dir() else path
-        arrays = {name: t.numpy() for name, t in read_weights(path).items()}
-        with safe_open(path, "np") as opened:
+        arrays = {name: t.numpy() for name, t in read_weights(file).items()}
+        with safe_open(file, "np") as opened:
             about = json.loads((opened.metadata() or {}).get("primal_attention", "{}"))
         if about.get("kind") != "PrimalClassifier" or about.get("format") != FORMAT:
-            raise RunError(f"{path} is not a PrimalClassifier of format {FORMAT} (got format {about.get('format')})")
-        check(about, SAVED, path)
+            raise RunError(f"{file} is not a PrimalClassifier of format {FORMAT} (got format {about.get('format')})")
+        check(about, SAVED, file)
         parts: dict[str, dict[str, np.ndarray]] = {}
         for name, array in arrays.items():
             part, _, rest = name.partition("/")
             parts.setdefault(part, {})[rest] = array
         plain = {"mean": ..., "std": ..., "basis": ...}
         compressed = plain | {"median": ..., "deviation": ...}
-        check(parts, {"standard_networks": compressed, "standard_features": plain}, path)
+        check(parts, {"standard_networks": compressed, "standard_features": plain}, file)
         known = inspect.signature(cls.__init__).parameters
         self = cls(**{name: value for name, value in about["parameters"].items() if name in known})
-        self.network_ = from_plain(ClassifierConfig, about["network"], f"{path}: network.")
+        self.network_ = from_plain(ClassifierConfig, about["network"], f"{file}: network.")
         self.classes_ = np.array(about["classes"], dtype=about["classes_dtype"])
         self.n_classes_ = len(self.classes_)
         self._class_dictionary = {label: i for i, label in enumerate(self.classes_)}
@@ -443,6 +446,14 @@ class PrimalClassifier(BaseClassifier):
             "landmarks": 4,
             "device": "cpu",
         }
+
+
+def _checked(function: Callable[..., T], *args: Any) -> T:
+    """Call a function; its errors become ValueErrors, as callers of an estimator expect."""
+    try:
+        return function(*args)
+    except RunError as error:
+        raise ValueError(str(error)) from error
 
 
 def to_series(X: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -21,7 +21,7 @@ from typing import Any
 
 from primal_attention.train import registry
 from primal_attention.train.config import override
-from primal_attention.utils.errors import RunError
+from primal_attention.utils.errors import DataError, RunError
 from primal_attention.utils.files import read_json, write_json
 
 PROTOCOL_SCORES = {
@@ -128,7 +128,7 @@ def run_job(job: Job) -> Outcome:
         summary = loop.train(recipe, job.run, name=job.recipe, resume=True, command=job.command, commit=job.commit)
         write_json(job.result, summary)
         return Outcome(job, summary=summary)
-    except RunError as error:
+    except (RunError, DataError) as error:
         return Outcome(job, error=str(error))
     except Exception as error:
         traceback.print_exc()

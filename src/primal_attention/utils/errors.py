@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from typing import Any
 
 
-class RunError(ValueError):
-    """An input of the user is not valid: a recipe, a flag, a run folder or data."""
+class RunError(Exception):
+    """A recipe, a flag or a run folder is not valid."""
 
 
 class DivergedError(RunError):
@@ -23,11 +23,11 @@ class Preempted(Exception):  # noqa: N818 - not an error
     """The process received SIGTERM and has saved a checkpoint."""
 
 
-class DataError(RunError):
+class DataError(ValueError):
     """Data cannot be used; the message names the file or folder."""
 
 
-class FileError(DataError):
+class FileError(RunError, DataError):
     """A file or folder cannot be read, or has other content than expected."""
 
 
