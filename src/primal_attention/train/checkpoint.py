@@ -204,9 +204,8 @@ def read_run(folder: Path) -> tuple[dict[str, Any], Recipe]:
         raise _not_a_run(folder)
     if file.stat().st_size > MAX_CONFIG_BYTES:
         raise RunError(f"{file} is not a run's configuration: it has more than {MAX_CONFIG_BYTES} bytes")
-    text = files.read_yaml(file, {"format": ...})
-    check_format(text, file)
-    files.check(text, {"config": dict, "schedule_epochs?": files.COUNT, "extended_by?": list}, file)
+    text = files.read_yaml(file)
+    check_content(text, {"config": dict, "schedule_epochs?": files.COUNT, "extended_by?": list}, file)
     kind = recipe_type(str(text.get("benchmark")))
     if kind is None:
         name, version = one_line(text.get("benchmark"), 60), primal_attention.__version__
@@ -440,9 +439,8 @@ def read_summary(folder: Path) -> dict[str, Any]:
         if not (folder / "config.yaml").exists():
             raise _not_a_run(folder)
         raise RunError(f"{path} is missing: the run has not finished; 'primal train RECIPE … --resume' continues it")
-    content = files.read_json(path, {"format": ...})
-    check_format(content, path)
-    files.check(content, SUMMARY, path)
+    content = files.read_json(path)
+    check_content(content, SUMMARY, path)
     return content
 
 
@@ -468,8 +466,9 @@ def read_weights(path: Path) -> dict[str, Any]:
         raise RunError(f"{path} is not a safetensors file ({one_line(error)})") from error
 
 
-def check_format(content: Mapping[str, Any], path: Path) -> None:
-    """Raise if a file was written in another format than this version reads."""
+def check_content(content: Any, schema: files.Schema, path: Path) -> None:
+    """Raise if a file was written in another format than this version reads, or does not match its schema."""
+    files.check(content, {"format": ...}, path)
     number, version = content.get("format"), primal_attention.__version__
     if number != FORMAT or isinstance(number, bool):
         writer = one_line(content.get("version", "unknown"), 60)
@@ -477,3 +476,4 @@ def check_format(content: Mapping[str, Any], path: Path) -> None:
             f"{path} was written by version {writer} in format {one_line(number, 60)}; this is version {version} and "
             f"reads format {FORMAT}: use the version that wrote it"
         )
+    files.check(content, schema, path)
