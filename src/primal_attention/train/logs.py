@@ -8,20 +8,17 @@ import statistics
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 import primal_attention
 from primal_attention.data.storage import one_line
 from primal_attention.nn.objective import primal_layers
-from primal_attention.train.config import FORMAT
+from primal_attention.train.checkpoint import State
+from primal_attention.train.config import FORMAT, Recipe
+from primal_attention.train.task import Experiment
 from primal_attention.utils.errors import RunError
-
-if TYPE_CHECKING:
-    from primal_attention.train.checkpoint import State
-    from primal_attention.train.config import Recipe
-    from primal_attention.train.task import Experiment
 
 Summary = dict[str, Any]
 

@@ -17,23 +17,22 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from primal_attention.data.storage import one_line
+from primal_attention.data.uea import Standardizer
+from primal_attention.models.uea import MaskedBatchNorm
 from primal_attention.nn.objective import ksvd_loss, primal_layers
+from primal_attention.parallel import Context, context_parallel, shard
 from primal_attention.train.batches import Batches, derive_seed
 from primal_attention.train.config import Recipe, TrainerConfig
 from primal_attention.utils.errors import DivergedError, RunError
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from primal_attention.data.uea import Standardizer
 
 NO_LABEL = -1  # of a row that only fills an evaluation batch
 CHECK_EVERY = 50  # steps between two checks of the loss on a device; each check waits for the device
@@ -103,9 +102,6 @@ class TrainingModule(nn.Module):
 
     def adopt(self, mesh: DeviceMesh) -> None:
         """Share batches, their statistics, and sequences if the mesh splits them, with the other processes."""
-        from primal_attention.models.uea import MaskedBatchNorm
-        from primal_attention.parallel import Context, context_parallel
-
         self.mesh = mesh
         if self.sequence is not None and not self.splits_sequences:
             raise RunError(f"trainer.context must be 1: {self.recipe.benchmark} trains on whole sequences only")
@@ -143,8 +139,6 @@ class TrainingModule(nn.Module):
             return sequences
         if self.training:
             self._seed("tokens", self._steps, self.global_rank)
-        from primal_attention.parallel import shard
-
         return tuple(None if t is None else shard(t, sequence) for t in sequences)
 
     # Training
