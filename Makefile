@@ -5,7 +5,7 @@ PIP_ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/.stamp
 PIP := $(BIN)/python -m pip install --quiet $(PIP_ARGS)
-EXTRAS := dev ksvd train timeseries report language hf onnx rl docs
+EXTRAS := dev ksvd train timeseries report language hf onnx rl docs ray
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint bench docs notebooks lock

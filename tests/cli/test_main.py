@@ -156,6 +156,7 @@ WRONG = {
     "table uea --sets Toy --set seed=1": "cannot change seed",
     "table lra --any-length": "add --no-run",
     "table lra --sets text": "no train split",
+    "table uea-efficiency --sets Toy --launcher ray": "local launcher",
     "table uea-efficiency --sets Toy --workers 99": "must not share a device",
     "table lra-efficiency --no-run": "has no result of this table",
     "table uea-modern --sets Tooy": "did you mean Toy?): get it from",

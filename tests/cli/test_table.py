@@ -54,7 +54,7 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launched:
     toy.folder(tmp_path / "data" / "uea")
     monkeypatch.chdir(tmp_path)
     started = Launched()
-    monkeypatch.setattr(grid, "run", started)
+    monkeypatch.setattr(grid, "_run_locally", started)
     return started
 
 
@@ -97,7 +97,7 @@ def test_a_failed_run_leaves_the_others(launched: Launched, primal, monkeypatch)
     def half(jobs: Sequence[grid.Job], workers: int) -> Iterable[grid.Outcome]:
         return [store_result(jobs[0]), grid.Outcome(jobs[1], error="the loss is not finite")]
 
-    monkeypatch.setattr(grid, "run", half)
+    monkeypatch.setattr(grid, "_run_locally", half)
     words = ["uea-efficiency", *TOY, "--models", "softmax", "primal", *BRIEF]
     code, out, err = primal("table", *words)
     assert code == 2
@@ -141,7 +141,7 @@ def test_long_range_arena_and_trainings_of_another_length(launched: Launched, pr
 
 
 def test_language_models_are_compared_with_softmax(launched: Launched, texts: Path, primal, monkeypatch) -> None:
-    monkeypatch.setattr(grid, "run", lambda jobs, workers: map(grid.run_job, jobs))  # trains
+    monkeypatch.setattr(grid, "_run_locally", lambda jobs, workers: map(grid.run_job, jobs))  # trains
     skipped = {"data.folder", "seed", "model.attention", *grid.QUIET}
     small = {**toy.SMALL, **test_lm.SMALL, "trainer.steps_per_epoch": 3}
     settings = [f"{name}={value}" for name, value in small.items() if name not in skipped]

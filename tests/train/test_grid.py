@@ -1,6 +1,8 @@
-"""Grids: every cell once, side by side in processes, failures apart, finished runs kept."""
+"""Grids: every cell once, side by side in processes or on Ray, failures apart, finished runs kept."""
 
+import os
 import re
+import sys
 import threading
 import time
 from multiprocessing import active_children
@@ -12,6 +14,7 @@ from primal_attention.cli import train as commands
 from primal_attention.report.tables import model_variants
 from primal_attention.train import grid, registry
 from primal_attention.train.config import override
+from primal_attention.utils.files import read_json
 
 
 def jobs(data: Path, place: Path, sets: tuple[str, ...] = ("Toy",)) -> list[grid.Job]:
@@ -21,17 +24,29 @@ def jobs(data: Path, place: Path, sets: tuple[str, ...] = ("Toy",)) -> list[grid
 
 
 def test_two_workers_run_a_grid_and_a_failure_stays_alone(toy_folder: Path, tmp_path: Path) -> None:
+    seen: list[grid.Outcome] = []
     todo = jobs(toy_folder, tmp_path, ("Toy", "Gone"))
-    outcomes = list(grid.run(todo, workers=2))
+    outcomes = grid.run(todo, workers=2, report=seen.append)
     done = {outcome.job.recipe: outcome for outcome in outcomes}
-    assert len(outcomes) == len(done) == 2
+    assert len(outcomes) == len(seen) == len(done) == 2
     assert "timeseriesclassification.com" in str(done["uea/Gone"].error)
     assert [file.name for file in (tmp_path / "results").rglob("*.json")] == ["primal-seed0.json"]
-    assert re.fullmatch("[0-9a-f]{64}", done["uea/Toy"].summary["data"]["sha256"])
     # A finished job is not run again.
     before = todo[0].result.stat().st_mtime_ns
     assert grid.run_job(todo[0]).summary == done["uea/Toy"].summary
     assert todo[0].result.stat().st_mtime_ns == before
+
+
+def test_ray_trains_a_job_from_the_working_directory(toy_folder: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    # Workers are started by Ray, with the modules of this process.
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    (job,) = jobs(toy_folder, Path())  # a worker finds the run and the result by their relative paths
+    (outcome,) = grid.run([job], launcher="ray")
+    assert outcome.error is None
+    assert outcome.summary["epochs"] == 1
+    assert read_json(job.result) == read_json(job.run / "summary.json") == outcome.summary
+    assert re.fullmatch("[0-9a-f]{64}", outcome.summary["data"]["sha256"])
 
 
 def kill_the_first_worker() -> None:

@@ -21,7 +21,7 @@ from primal_attention.utils.progress import Progress
 
 if TYPE_CHECKING:
     from primal_attention.report.tables import TableKind
-    from primal_attention.train.grid import Plan, Variant
+    from primal_attention.train.grid import Outcome, Plan, Variant
 
 ABOUT = """Run the missing runs of one of the paper's tables and show it with the paper's numbers beside ours. Finished
 runs are not run again; interrupted ones continue. uea-modern compares PrimalClassifier with other classifiers."""
@@ -49,6 +49,7 @@ def read_options(args: Sequence[str]) -> argparse.Namespace:
     add("--any-length", "with --no-run: also show results of shorter or longer trainings")
     add("--no-run", "only show stored results")
     add("--workers", "runs side by side (default 1)", type=positive, default=1)
+    add("--launcher", "local processes (default) or a Ray cluster", default="local", choices=("local", "ray"))
     add("--results", "one small JSON file per run (default results)", type=Path, default=Path("results"))
     add("--commit", "commit of the code, if git is not available", default=None)
     add("--markdown", "also write the table as Markdown", type=Path, metavar="FILE")
@@ -211,21 +212,23 @@ def run_jobs(jobs: list[Any], kind: TableKind, options: argparse.Namespace) -> l
     from primal_attention.report.results import in_full
     from primal_attention.train import classifiers, grid
 
+    if kind.is_timed and options.launcher != "local":
+        raise RunError("times are measured with the local launcher: a cluster's machines may have other work")
     if kind.is_timed and options.workers > max(1, torch.cuda.device_count()):
         raise RunError("runs that are timed must not share a device: --workers at most the number of GPUs")
     if kind.source == "fits":
         return classifiers.run_fits(jobs)
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # in worker processes: the settings are the table's
-    errors = []
     with Progress(len(jobs), "runs") as bar:
-        for outcome in grid.run(jobs, options.workers) if jobs else ():
+
+        def report(outcome: Outcome) -> None:
             scores = outcome.summary["scores"] if outcome.summary else {}
             texts = [f"{name.replace('_', ' ')} {in_full(score)}" for name, score in scores.items()]
-            line = f"{outcome.job.recipe} {outcome.job.run.name}: {outcome.error or '  '.join(texts)}"
-            bar.advance(line)
-            if outcome.summary is None:
-                errors.append(line)
-    return errors
+            bar.advance(f"{outcome.job.recipe} {outcome.job.run.name}: {outcome.error or '  '.join(texts)}")
+
+        outcomes = grid.run(jobs, workers=options.workers, launcher=options.launcher, report=report) if jobs else []
+    failed = [outcome for outcome in outcomes if outcome.summary is None]
+    return [f"{outcome.job.recipe} {outcome.job.run.name}: {outcome.error}" for outcome in failed]
 
 
 def table_command(args: Sequence[str]) -> str:

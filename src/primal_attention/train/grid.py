@@ -1,4 +1,4 @@
-"""Many runs side by side: a plan of sets × variants × seeds, and its jobs in worker processes.
+"""Many runs side by side: a plan of sets × variants × seeds, and its jobs in local worker processes or on Ray.
 
 A finished run is not run again, an interrupted one continues, and a failing one does not stop the others. Each finished
 run leaves its summary as one JSON file in the results folder.
@@ -11,13 +11,13 @@ import os
 import shlex
 import signal
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from multiprocessing import active_children, get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from primal_attention.train import registry
 from primal_attention.train.config import override
@@ -135,8 +135,23 @@ def run_job(job: Job) -> Outcome:
         return Outcome(job, error=f"{type(error).__name__}: {error}")
 
 
-def run(jobs: Sequence[Job], workers: int = 1) -> Iterator[Outcome]:
-    """Run jobs in processes of this machine; yield the outcome of each one as it ends."""
+def run(
+    jobs: Iterable[Job],
+    *,
+    workers: int = 1,
+    launcher: Literal["local", "ray"] = "local",
+    report: Callable[[Outcome], None] = lambda _: None,
+) -> list[Outcome]:
+    """Run jobs in local processes or on a Ray cluster; `report` is called as each one ends."""
+    outcomes = []
+    launch = _run_on_ray if launcher == "ray" else _run_locally
+    for outcome in launch(list(jobs), workers):
+        outcomes.append(outcome)
+        report(outcome)
+    return outcomes
+
+
+def _run_locally(jobs: Sequence[Job], workers: int) -> Iterable[Outcome]:
     from primal_attention.train.distributed import handle_signal
 
     # Fresh processes: CUDA and OpenMP do not survive a fork.
@@ -171,3 +186,36 @@ def _init_worker(numbers: Any, workers: int) -> None:
     if torch.cuda.device_count() > 1:
         torch.cuda.set_device(number % torch.cuda.device_count())
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
+
+
+def _run_on_ray(jobs: Sequence[Job], workers: int) -> Iterable[Outcome]:
+    try:
+        import ray
+    except ImportError:
+        raise RunError("the ray launcher needs ray: pip install 'primal-attention[ray]'") from None
+    local: dict[str, Any] = {} if "RAY_ADDRESS" in os.environ else {"num_cpus": workers, "include_dashboard": False}
+    with ray.init(log_to_driver=False, **local):
+        gpus = min(1.0, ray.cluster_resources().get("GPU", 0) / workers)
+        remote = ray.remote(num_cpus=1, num_gpus=gpus)(_run_in_folder)
+        waiting, running = list(reversed(jobs)), dict[Any, Job]()
+        while waiting or running:
+            while waiting and len(running) < workers:  # a cluster may have room for more than was asked for
+                job = waiting.pop()
+                running[remote.remote(Path.cwd(), job)] = job
+            (done,), _ = ray.wait(list(running))
+            job = running.pop(done)
+            try:
+                outcome = ray.get(done)
+            except ray.exceptions.RayError as error:
+                yield Outcome(job, error=f"a Ray worker died: {str(error).splitlines()[0]}")
+                continue
+            if outcome.summary is not None and not job.result.exists():  # the worker has another disk
+                write_json(job.result, outcome.summary)
+            yield Outcome(job, outcome.summary, outcome.error)
+
+
+def _run_in_folder(folder: Path, job: Job) -> Outcome:
+    """Run a job from the driver's working directory, where the worker's machine has it."""
+    if folder.is_dir():
+        os.chdir(folder)
+    return run_job(job)

@@ -56,6 +56,7 @@ EXTRAS = {
     "hf": "accelerate transformers",
     "onnx": "onnx onnxruntime onnxscript",
     "report": "jinja2 matplotlib pandas plotly",
+    "ray": "ray",
 }
 INSTALLED_AS = {"PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml"}
 INSTALLED_AS |= dict.fromkeys(("gymnasium", "mujoco"), "gymnasium[mujoco]")
