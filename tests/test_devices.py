@@ -25,7 +25,7 @@ from primal_attention.ops import landmarks, primal
 
 SOURCE = Path(__file__).parents[1] / "src" / "primal_attention"
 # What is about CUDA devices by its purpose.
-CUDA_PARTS = ("ops/triton/", "bench/", "train/cuda_graph.py")
+CUDA_PARTS = ("ops/triton/", "bench/", "train/step.py")
 # Uses of CUDA, except questions that torch answers on every machine.
 USE = re.compile(r"torch\.cuda\.(?!is_available\b|device_count\b)\w+|\.cuda\(\)")
 GUARD = re.compile(r"""type [=!]= ["']cuda["']|is_cuda|cuda\.is_available\(\)|cuda\.device_count\(\)""")

@@ -18,7 +18,7 @@ import pytest
 import torch
 import toy
 
-from primal_attention.train import distributed, logs, loop
+from primal_attention.train import distributed, loop
 from primal_attention.train.config import Recipe
 from primal_attention.train.task import TrainingModule
 from primal_attention.utils import files
@@ -75,7 +75,7 @@ def signal_at(number: signal.Signals, owner: Any, name: str, call: int) -> None:
 MOMENTS: dict[str, tuple[signal.Signals, Any, str, int]] = {
     # config, then (checkpoint, folder, metrics)
     "while a checkpoint is written": (signal.SIGKILL, files.os, "fsync", 5),
-    "between checkpoint and metrics": (signal.SIGKILL, logs, "write_csv", 2),
+    "between checkpoint and metrics": (signal.SIGKILL, loop, "write_csv", 2),
     "after training, before the weights": (signal.SIGKILL, loop, "write_weights", 1),
     "in the training with validation samples": (signal.SIGKILL, TrainingModule, "losses", 14),
     "in the first step": (signal.SIGTERM, TrainingModule, "losses", 1),

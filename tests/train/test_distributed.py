@@ -14,10 +14,10 @@ import toy
 from faults import assert_same
 
 from once import once
-from primal_attention.train import distributed, loop
+from primal_attention.train import checkpoint, distributed, loop
 from primal_attention.train.checkpoint import export, read_checkpoint, read_weights
 from primal_attention.train.config import TrainerConfig
-from primal_attention.train.uea import ClassificationModule
+from primal_attention.train.uea import ClassificationModule, UEARecipe
 from primal_attention.utils.errors import RunError
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -129,14 +129,17 @@ def test_devices_must_match_the_launcher(monkeypatch: pytest.MonkeyPatch, enviro
     with pytest.raises(RunError, match=complaint):
         distributed.machines(TrainerConfig(devices=2))
     with pytest.raises(RunError, match="name it with --out"):
-        distributed.agree_on_folder(Path("x"), named=False)
+        checkpoint.default_folder("uea/X", UEARecipe(), resume=False)
     if "SLURM_STEP_NUM_NODES" in environment:
         assert distributed.machines(TrainerConfig(devices=8)) == (4, 2)
 
 
 def test_all_processes_use_the_folder_of_the_main_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(distributed.FOLDER, "runs/of/another")  # left by an earlier run of the same process
-    for rank in ("0", "1"):
-        monkeypatch.setenv("RANK", rank)
-        assert distributed.agree_on_folder(tmp_path, named=True) == tmp_path
-    assert distributed.agree_on_folder(tmp_path, named=False) == Path("runs/of/another")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(checkpoint.FOLDER, "runs/of/another")  # left by an earlier run of the same process
+    folder = checkpoint.default_folder("uea/X", UEARecipe(seed=3), resume=False)
+    assert folder == Path("runs/uea/X/primal-seed3")
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").touch()  # the main process has begun
+    monkeypatch.setenv("RANK", "1")
+    assert checkpoint.default_folder("uea/X", UEARecipe(seed=3), resume=False) == folder

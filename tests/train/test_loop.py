@@ -17,7 +17,7 @@ from toy import rows
 from primal_attention.cli import main as cli
 from primal_attention.nn.baselines.performer import PerformerAttention
 from primal_attention.nn.baselines.reformer import ReformerAttention
-from primal_attention.train import logs, loop
+from primal_attention.train import loop
 from primal_attention.train.task import TrainingModule
 from primal_attention.utils.errors import DivergedError, RunError
 
@@ -169,7 +169,7 @@ def test_losses_and_scores_reach_the_loggers(name: str, toy_folder: Path, tmp_pa
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     logged: list[tuple[set[str], int]] = []
-    made = logs.make_loggers
+    made = loop.make_loggers
 
     def spy(*args: Any) -> dict[str, Any]:
         loggers = made(*args)
@@ -177,7 +177,7 @@ def test_losses_and_scores_reach_the_loggers(name: str, toy_folder: Path, tmp_pa
         loggers[name].log_metrics = lambda row, step: (logged.append((set(row), step)), log(row, step))
         return loggers
 
-    monkeypatch.setattr(logs, "make_loggers", spy)
+    monkeypatch.setattr(loop, "make_loggers", spy)
     recipe = toy.recipe(toy_folder, trainer__logger=("csv", name), trainer__epochs=2)
     cut_off(recipe, tmp_path / "run", step=6)
     loop.train(recipe, tmp_path / "run", resume=True)

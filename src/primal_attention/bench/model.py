@@ -28,9 +28,8 @@ from primal_attention.official.attention import use_authors_layers
 from primal_attention.ops.padding import Tokens
 from primal_attention.train import lra
 from primal_attention.train.config import override
-from primal_attention.train.cuda_graph import TrainingStep
 from primal_attention.train.distributed import make_fabric
-from primal_attention.train.optimizer import make_optimizer
+from primal_attention.train.step import TrainingStep, make_optimizer
 from primal_attention.utils.errors import check_name
 from primal_attention.utils.files import write_json
 from primal_attention.utils.provenance import collect, device_name

@@ -49,11 +49,8 @@ def train(args: Sequence[str]) -> int:
     recipe, out, resume = parse_run(name, registry.get(name), rest)
     from primal_attention.train import checkpoint, distributed, loop
 
-    run_name, is_named = registry.run_name(name), out is not None
-    if out is None:
-        place = checkpoint.default_folder(run_name, recipe)
-        out = checkpoint.newest_folder(place) if resume else checkpoint.unused_folder(place)
-    out = distributed.agree_on_folder(out, named=is_named)
+    run_name = registry.run_name(name)
+    out = out or checkpoint.default_folder(run_name, recipe, resume=resume)
     if distributed.is_main():
         print(f"run folder: {out}")
     new_schedule = any(word.partition("=")[0] == "--optim.schedule" for word in rest)

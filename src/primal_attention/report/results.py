@@ -22,7 +22,7 @@ from typing import Any
 
 from primal_attention.bench import measurement
 from primal_attention.train import classifiers, registry
-from primal_attention.train.checkpoint import FREE, check_format, read_metrics
+from primal_attention.train.checkpoint import FREE, check_content, read_metrics
 from primal_attention.train.classifiers import Fit
 from primal_attention.train.config import Recipe, flatten, from_plain, override, to_plain
 from primal_attention.train.grid import Job, Plan, Variant
@@ -214,9 +214,8 @@ def read_folder(folder: Path) -> Run:
     file = folder / "config.yaml"
     if not file.exists():
         raise RunError(f"{folder} is not a run folder: it has no config.yaml")
-    about = read_yaml(file, {"format": ...})
-    check_format(about, file)
-    check(about, CONFIG, file)
+    about = read_yaml(file)
+    check_content(about, CONFIG, file)
     fields = {
         "path": folder,
         "recipe": str(about.get("recipe") or about["benchmark"]),
@@ -236,9 +235,7 @@ def read_folder(folder: Path) -> Run:
 
 def _summary(content: Any, file: Path, **fields: Any) -> Run:
     """A run from the content of a summary; `fields` take precedence."""
-    check(content, {"format": ...}, file)
-    check_format(content, file)
-    check(content, SUMMARY, file)
+    check_content(content, SUMMARY, file)
     own = {key: content[key] for key in Run.__dataclass_fields__ if content.get(key) is not None}
     own["recipe"] = content.get("recipe") or content["benchmark"]
     return Run(**{"path": file, **own, **fields})

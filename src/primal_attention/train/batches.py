@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 
 import torch
@@ -19,11 +20,7 @@ def derive_seed(*parts: object) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def send(t: Tensor, device: torch.device) -> Tensor:
-    """Copy to the device without waiting for it, which needs pinned memory."""
-    return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t.to(device)
-
-
+@dataclass(eq=False)
 class Batches:
     """Rows of several tensors of equal length.
 
@@ -38,17 +35,15 @@ class Batches:
         steps: Batches per epoch, all of full size; the next epoch continues in the pass over the data. 0 is one pass.
     """
 
-    def __init__(
-        self, tensors: Sequence[Tensor], batch_size: int, shuffle_seed: int | None = None, steps: int = 0
-    ) -> None:
-        self.tensors = list(tensors)
-        self.steps = steps
-        self.batch_size = batch_size
-        self.shuffle_seed = shuffle_seed
-        self.rank, self.world = 0, 1
-        self.epoch = 0
-        self.skip = 0  # batches to leave out at the start of the next iteration
-        self.group = 1  # batches that are gathered at once
+    tensors: list[Tensor]
+    batch_size: int
+    shuffle_seed: int | None = None
+    steps: int = 0
+
+    # Set by the loop.
+    rank, world, epoch = 0, 1, 0
+    skip = 0  # batches to leave out at the start of the next iteration
+    group = 1  # batches that are gathered at once
 
     @property
     def samples(self) -> int:
@@ -117,7 +112,10 @@ class Batches:
         remaining = self.remaining_rows()
         while group := list(islice(remaining, self.group)):
             sizes = [len(rows) for rows in group]
-            tensors = self.gather(send(torch.cat(group), self.tensors[0].device))
+            samples, device = torch.cat(group), self.tensors[0].device
+            if device.type == "cuda":
+                samples = samples.pin_memory()  # for a copy that does not wait for the device
+            tensors = self.gather(samples.to(device, non_blocking=True))
             batches = zip(*(t.split(sizes) for t in tensors), strict=True)
             for rows, batch in zip(group, batches, strict=True):
                 yield self.finish(batch, rows)

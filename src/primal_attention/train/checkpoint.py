@@ -34,13 +34,14 @@ from torch.utils._pytree import tree_map
 
 import primal_attention
 from primal_attention.data.storage import one_line
+from primal_attention.train import distributed
 from primal_attention.train.config import FORMAT, Recipe, flatten, from_plain, to_plain
-from primal_attention.train.distributed import load_full, split_like
 from primal_attention.utils import files
 from primal_attention.utils.errors import RunError
 from primal_attention.utils.provenance import collect
 
 LOCK = ".lock"
+FOLDER = "PRIMAL_RUN_FOLDER"
 LAST, PREVIOUS, DAMAGED = "last.ckpt", "previous.ckpt", ".damaged"
 ROWS = "rows"  # key of a process's rows of a tensor that FSDP splits
 MAX_CONFIG_BYTES = 2**20  # the YAML parser needs seconds per megabyte
@@ -79,9 +80,15 @@ ENDS_AT_ZERO = ("onecycle", "onecycle-linear")  # schedules that a run cannot co
 # Names of run folders
 
 
-def default_folder(name: str, recipe: Recipe, root: Path = Path("runs")) -> Path:
-    """Return runs/<recipe>/<variant>-seed<n>."""
-    return root / name / f"{recipe.label()}-seed{recipe.seed}"
+def default_folder(name: str, recipe: Recipe, *, resume: bool) -> Path:
+    """Return runs/<recipe>/<variant>-seed<n>, numbered if it is taken; with `resume` the last one."""
+    if distributed.launched():
+        raise RunError("several processes start at once and each would pick a folder: name it with --out FOLDER")
+    place = Path("runs", name, f"{recipe.label()}-seed{recipe.seed}")
+    place = newest_folder(place) if resume else unused_folder(place)
+    if distributed.is_main():
+        os.environ[FOLDER] = str(place)  # for the processes that Fabric starts
+    return Path(os.environ.get(FOLDER, place))
 
 
 def unused_folder(folder: Path) -> Path:
@@ -197,9 +204,8 @@ def read_run(folder: Path) -> tuple[dict[str, Any], Recipe]:
         raise _not_a_run(folder)
     if file.stat().st_size > MAX_CONFIG_BYTES:
         raise RunError(f"{file} is not a run's configuration: it has more than {MAX_CONFIG_BYTES} bytes")
-    text = files.read_yaml(file, {"format": ...})
-    check_format(text, file)
-    files.check(text, {"config": dict, "schedule_epochs?": files.COUNT, "extended_by?": list}, file)
+    text = files.read_yaml(file)
+    check_content(text, {"config": dict, "schedule_epochs?": files.COUNT, "extended_by?": list}, file)
     kind = recipe_type(str(text.get("benchmark")))
     if kind is None:
         name, version = one_line(text.get("benchmark"), 60), primal_attention.__version__
@@ -270,18 +276,11 @@ class State:
     logger_ids: dict[str, str] = field(default_factory=dict)
 
 
-def save(
-    folder: Path,
-    module: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    progress: Mapping[str, Any],
-    *,
-    sharded: bool = False,
-) -> None:
+def save(folder: Path, module: torch.nn.Module, optimizer: torch.optim.Optimizer, progress: Mapping[str, Any]) -> None:
     """Write last.ckpt and rename the one before to previous.ckpt; all processes call this together."""
     rank, last, previous = dist.get_rank() if dist.is_initialized() else 0, folder / LAST, folder / PREVIOUS
     tensors = {"state_dict": module.state_dict(), "optimizer_states": [optimizer.state_dict()]}
-    if not sharded:
+    if not any(hasattr(parameter, "to_local") for parameter in module.parameters()):
         if rank == 0:
             write_checkpoint(last, {**tensors, **progress}, keep=previous)
         return
@@ -321,12 +320,12 @@ def _is_split(value: Any) -> bool:
 def restore(place: Path, content: Mapping[str, Any], module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Load the weights and the optimizer state of a checkpoint, written by any number of processes."""
     try:
-        load_full(module, content["state_dict"])
+        distributed.load_full(module, content["state_dict"])
         state = content["optimizer_states"][0]
         params = [p for group in optimizer.param_groups for p in group["params"]]
         for index, entries in state["state"].items():
             shape = params[index].shape
-            entries |= {key: split_like(params[index], t) for key, t in entries.items() if t.shape == shape}
+            entries |= {key: distributed.split_like(params[index], t) for key, t in entries.items() if t.shape == shape}
         optimizer.load_state_dict(state)
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:
         raise RunError(f"{place} does not fit the recipe of its config.yaml ({one_line(error)})") from error
@@ -440,9 +439,8 @@ def read_summary(folder: Path) -> dict[str, Any]:
         if not (folder / "config.yaml").exists():
             raise _not_a_run(folder)
         raise RunError(f"{path} is missing: the run has not finished; 'primal train RECIPE … --resume' continues it")
-    content = files.read_json(path, {"format": ...})
-    check_format(content, path)
-    files.check(content, SUMMARY, path)
+    content = files.read_json(path)
+    check_content(content, SUMMARY, path)
     return content
 
 
@@ -468,8 +466,9 @@ def read_weights(path: Path) -> dict[str, Any]:
         raise RunError(f"{path} is not a safetensors file ({one_line(error)})") from error
 
 
-def check_format(content: Mapping[str, Any], path: Path) -> None:
-    """Raise if a file was written in another format than this version reads."""
+def check_content(content: Any, schema: files.Schema, path: Path) -> None:
+    """Raise if a file was written in another format than this version reads, or does not match its schema."""
+    files.check(content, {"format": ...}, path)
     number, version = content.get("format"), primal_attention.__version__
     if number != FORMAT or isinstance(number, bool):
         writer = one_line(content.get("version", "unknown"), 60)
@@ -477,3 +476,4 @@ def check_format(content: Mapping[str, Any], path: Path) -> None:
             f"{path} was written by version {writer} in format {one_line(number, 60)}; this is version {version} and "
             f"reads format {FORMAT}: use the version that wrote it"
         )
+    files.check(content, schema, path)

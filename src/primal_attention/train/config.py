@@ -7,6 +7,7 @@ are checked when the object is made.
 from __future__ import annotations
 
 import dataclasses
+import json
 import types
 import typing
 import warnings
@@ -197,13 +198,7 @@ class NetworkConfig:
 
 def to_plain(value: Any) -> Any:
     """Convert dataclasses to dicts, tuples to lists and paths to strings, for YAML and JSON."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {str(k): to_plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [to_plain(v) for v in value]
-    return str(value) if isinstance(value, Path) else value
+    return json.loads(json.dumps(value, default=lambda v: vars(v) if dataclasses.is_dataclass(v) else str(v)))
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -19,21 +19,18 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from primal_attention.data.storage import one_line
+from primal_attention.nn.blocks import EncoderBlock
 from primal_attention.train.config import TrainerConfig, require
 from primal_attention.utils.errors import RunError
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-FOLDER = "PRIMAL_RUN_FOLDER"
 EXIT_CODE = 128 + signal.SIGTERM  # 143, as shells report it
 
 
@@ -77,22 +74,6 @@ def rejoin(device: torch.device) -> None:
     dist.init_process_group(backend, store=dist.PrefixStore(f"attempt-{attempt}", store), rank=rank(), world_size=world)
 
 
-def agree_on_folder(folder: Path, *, named: bool = True) -> Path:
-    """Return the main process's run folder.
-
-    Args:
-        folder: This process's own choice.
-        named: The user named the folder, so all processes have the same one.
-    """
-    if named:
-        return folder
-    if launched():
-        raise RunError("several processes start at once and each would pick a folder: name it with --out FOLDER")
-    if is_main():
-        os.environ[FOLDER] = str(folder)
-    return Path(os.environ.get(FOLDER, folder))
-
-
 def machines(config: TrainerConfig) -> tuple[int, int]:
     """Return the devices per machine and the number of machines."""
     total = here = config.devices
@@ -128,12 +109,6 @@ def make_fabric(config: TrainerConfig) -> Any:
         raise RunError(one_line(error)) from error
 
 
-def kill_children(fabric: Any) -> None:
-    """End the processes that Fabric started, if any."""
-    for process in getattr(fabric.strategy.launcher, "procs", ()):
-        process.kill()
-
-
 def pick_device(config: TrainerConfig) -> torch.device:
     """Return the device of a single-process evaluation."""
     if config.accelerator in ("auto", "gpu") and torch.cuda.is_available():
@@ -141,37 +116,9 @@ def pick_device(config: TrainerConfig) -> torch.device:
     return torch.device("mps" if config.accelerator != "cpu" and torch.backends.mps.is_available() else "cpu")
 
 
-def make_mesh(device_type: str, world: int, context: int) -> DeviceMesh:
-    """Return the processes of a run as a mesh of ("data", "context")."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh(device_type, (world // context, context), mesh_dim_names=("data", "context"))
-
-
-def adapt(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Make a model work on its shard of the sequences, with batch statistics of all processes."""
-    from primal_attention.models.uea import MaskedBatchNorm
-    from primal_attention.parallel import Context, context_parallel
-
-    sequence = mesh["context"]
-    if sequence.size() > 1:
-        try:
-            context_parallel(model, sequence)
-        except ValueError as error:
-            raise RunError(f"trainer.context {sequence.size()}: {error}") from error
-    assert dist.group.WORLD is not None
-    everyone = Context(dist.group.WORLD)
-    for module in model.modules():
-        if isinstance(module, MaskedBatchNorm):
-            module.context = everyone
-
-
 def shard(model: nn.Module, device_type: str) -> None:
     """Shard a model's weights over all processes (FSDP2): block by block, then the rest."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-
-    from primal_attention.nn.blocks import EncoderBlock
 
     mesh = init_device_mesh(device_type, (dist.get_world_size(),))
     for block in [*(module for module in model.modules() if isinstance(module, EncoderBlock)), model]:
@@ -214,22 +161,3 @@ def handle_signal(number: signal.Signals, handler: Any) -> Iterator[None]:
 def leave_at_once() -> AbstractContextManager[None]:
     """End the command with code 143 on SIGTERM outside of a training, where everything is saved."""
     return handle_signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_CODE))
-
-
-class StopRequest:
-    """A flag that SIGTERM sets while a training runs."""
-
-    def __init__(self) -> None:
-        self.received = False
-
-    def listen(self) -> AbstractContextManager[None]:
-        """Set the flag on SIGTERM, in this context."""
-        return handle_signal(signal.SIGTERM, lambda *_: setattr(self, "received", True))
-
-    def anywhere(self, device: torch.device) -> bool:
-        """Return True if any process received the signal; all of them must call this together."""
-        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-            return self.received
-        flag = torch.tensor([float(self.received)], device=device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return bool(flag.item())

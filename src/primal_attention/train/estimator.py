@@ -233,12 +233,12 @@ class PrimalClassifier(BaseClassifier):
         if not isinstance(self.attention, str):
             raise ValueError(f"attention must be one name for all networks (attention={self.attention!r})")
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
-        _checked(self.recipe, seed)
+        self.network_ = _checked(self.recipe, seed).model
         labels = np.array([self._class_dictionary[label] for label in y], dtype=np.int64)
         series = to_series(X)
         self.n_channels_, self.max_length_ = series[0].shape[1], max(len(s) for s in series)
         self.standard_ = {"networks": CompressedChannels.fit(series), "features": PrincipalChannels.fit(series)}
-        self.network_, self.n_networks_ = self.recipe().model, int(self.networks)
+        self.n_networks_ = int(self.networks)
         self.weights_: dict[str, np.ndarray] = {}
         self.history_: list[dict[str, Any]] = []
         self.held_out_: dict[str, np.ndarray] = {}

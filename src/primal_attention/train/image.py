@@ -159,7 +159,7 @@ def build_from(recipe: ImageRecipe, data: ImageData) -> Experiment:
             "train_samples": train.samples,
             "validation_samples": val.samples,
             "test_samples": test.samples,
-            "images_per_epoch": train.steps * min(train.batch_size, train.samples),
+            "images_per_epoch": train.samples_per_epoch,
             "classes": len(data.classes),
             "max_length": (recipe.data.size // recipe.model.patch_size) ** 2 + 1,
         },

@@ -103,13 +103,6 @@ class LanguageNetwork(NetworkConfig):
         is_used = self.has_primal_layers or self.conv_layers == "all" or "none" in self.attention
         return bool(self.conv) and is_used
 
-    @property
-    def encodes_order(self) -> bool:
-        """Softmax layers (by rotation), decay or a convolution encode the order of the tokens."""
-        decays = self.primal_mode in ("decay", "delta") and "primal" in self.attention
-        has_softmax = any(name == "softmax" or name.endswith("+") for name in self.attention)
-        return has_softmax or decays or self.has_convolution
-
 
 @dataclass(frozen=True)
 class LanguageRecipe(Recipe):
@@ -127,7 +120,9 @@ class LanguageRecipe(Recipe):
         unset = [name for name, value in vars(model).items() if value is None or value is False]
         model = replace(model, **{name: value for name, value in primal_defaults(model).items() if name in unset})
         if model.positions is None:
-            model = replace(model, positions="rotary" if model.encodes_order else "sinusoidal")
+            names = ("attention", "layers", "primal_mode", "conv", "conv_layers")
+            chosen = LanguageConfig(**{name: getattr(model, name) for name in names}).resolved().positions
+            model = replace(model, positions="sinusoidal" if chosen == "sinusoidal" else "rotary")
         # The published weight is 0.1 over the tokens of a batch, which is this.
         return replace(self, model=model, eta=5e-5 if self.eta is None else self.eta)
 

@@ -1,32 +1,25 @@
-"""What a training reports: metrics.csv, loggers, the progress bar, the summary."""
+"""What a training reports: loggers and the summary."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
 import statistics
-import threading
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 import primal_attention
 from primal_attention.data.storage import one_line
 from primal_attention.nn.objective import primal_layers
-from primal_attention.train.config import FORMAT
+from primal_attention.train.checkpoint import State
+from primal_attention.train.config import FORMAT, Recipe
+from primal_attention.train.task import Experiment
 from primal_attention.utils.errors import RunError
-from primal_attention.utils.files import write_csv, write_error
 
-if TYPE_CHECKING:
-    from primal_attention.train.checkpoint import State
-    from primal_attention.train.config import Recipe, TrainerConfig
-    from primal_attention.train.task import Experiment
-
-Row = dict[str, Any]
 Summary = dict[str, Any]
 
 
@@ -74,51 +67,6 @@ def make_loggers(names: Sequence[str], folder: Path, title: str, ids: dict[str, 
         except Exception as error:  # each service raises its own types
             raise RunError(f"trainer.logger {name} cannot start: {one_line(error)}") from error
     return loggers
-
-
-class RunLog:
-    """metrics.csv, the loggers, and a progress bar for the complete training, of the main process.
-
-    Args:
-        title: Name in the bar and the loggers.
-        config: Epochs, loggers, and whether there is a bar.
-        folder: The run folder; without one, only the bar is shown.
-        state: Progress so far, and the run ids of the loggers.
-        batches: Batches per epoch.
-        step: Steps so far.
-    """
-
-    def __init__(
-        self, title: str, config: TrainerConfig, folder: Path | None, state: State, batches: int, step: int
-    ) -> None:
-        from tqdm import tqdm
-
-        tqdm.set_lock(threading.RLock())  # the default lock is a semaphore, which a killed worker would leak
-        self.folder, self.loggers = folder, {}
-        if folder is not None:
-            self.loggers = make_loggers(config.logger, folder, title, state.logger_ids, step)
-        total, done, is_hidden = config.epochs * batches, len(state.rows) * batches, None if config.progress else True
-        self.bar = tqdm(desc=title, total=total, initial=done, unit="batch", disable=is_hidden)
-
-    def write(self, rows: Sequence[Row], samples_per_second: float) -> None:
-        """Log the last row, and write all rows to metrics.csv."""
-        row = rows[-1]
-        shown = {k: v for k, v in row.items() if k in ("task_loss", "J") or k.endswith(("_accuracy", "_score"))}
-        self.bar.set_postfix(shown, refresh=False)
-        if self.folder is None:
-            return
-        write_csv(self.folder / "metrics.csv", rows)
-        for name, logger in self.loggers.items():
-            try:
-                logger.log_metrics({**row, "samples_per_second": samples_per_second}, row["step"])
-            except OSError as error:
-                raise write_error(self.folder / name, error) from error
-
-    def close(self, *, finished: bool) -> None:
-        self.bar.close()
-        for logger in self.loggers.values():
-            with contextlib.suppress(Exception):  # a full disk or a lost server: metrics.csv has the same numbers
-                logger.finalize("success" if finished else "failed")
 
 
 def summarize(

@@ -6,13 +6,16 @@ resumes from its last intact checkpoint.
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
 import warnings
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from primal_attention.data.storage import one_line
 from primal_attention.nn.baselines.random_buffers import draw_counts, restore_draw_counts
@@ -20,12 +23,13 @@ from primal_attention.train import checkpoint, distributed
 from primal_attention.train.batches import derive_seed
 from primal_attention.train.checkpoint import State, load_weights, read_summary
 from primal_attention.train.config import Recipe
-from primal_attention.train.cuda_graph import GATHERED, TrainingStep, records_steps
-from primal_attention.train.logs import Row, RunLog, Summary, check_loggers, summarize
-from primal_attention.train.optimizer import learning_rate, make_optimizer
+from primal_attention.train.logs import Summary, check_loggers, make_loggers, summarize
+from primal_attention.train.step import GATHERED, TrainingStep, learning_rate, make_optimizer, records_steps
 from primal_attention.train.task import Experiment, compile_failure
 from primal_attention.utils.errors import Preempted, RunError
-from primal_attention.utils.files import write_csv, write_json, write_text, write_weights
+from primal_attention.utils.files import write_csv, write_error, write_json, write_text, write_weights
+
+Row = dict[str, Any]  # of metrics.csv
 
 
 def train(
@@ -128,10 +132,11 @@ class Training:
             experiment.watched = {name: batches for name, batches in experiment.watched.items() if name != "test"}
         self.schedule_epochs = schedule_epochs or self.config.epochs
         self.state = State()
-        self.stop = distributed.StopRequest()
+        self.got_sigterm = False
         self.step: Any = None
-        self.log: RunLog | None = None  # of the main process
         self.title = title
+        self.bar: Any = None
+        self.loggers: dict[str, Any] = {}  # of the main process
 
     def fit(self) -> None:
         """Train from the last checkpoint, or from the start, to the last epoch."""
@@ -140,12 +145,13 @@ class Training:
             self.set_up()
             self.resume()
             self.start()
-            with nullcontext() if self.folder is None else self.stop.listen():
+            with nullcontext() if self.folder is None else distributed.handle_signal(signal.SIGTERM, self.request_stop):
                 while not self.is_finished:
                     self.finish_epoch(self.train_epoch())
         except BaseException as error:
             if not isinstance(error, Preempted):  # the other ranks would wait for this one
-                distributed.kill_children(self.fabric)
+                for process in getattr(self.fabric.strategy.launcher, "procs", ()):
+                    process.kill()
             if isinstance(error, Exception) and (reason := compile_failure(error)) is not None:
                 message = f"torch.compile cannot compile this model here ({reason}): add --trainer.compile off"
                 raise RunError(message) from error
@@ -153,8 +159,15 @@ class Training:
         finally:
             self.module.poll = None
             self.step = None  # the recordings hold the memory of a step
-            if self.log is not None:
-                self.log.close(finished=self.is_finished)
+            if self.bar is not None:
+                self.bar.close()
+            for logger in self.loggers.values():
+                with suppress(Exception):  # a full disk or a lost server: metrics.csv has the same numbers
+                    logger.finalize("success" if self.is_finished else "failed")
+
+    def request_stop(self, *_: Any) -> None:
+        """Save and stop after this batch."""
+        self.got_sigterm = True
 
     # Build and resume
 
@@ -167,7 +180,8 @@ class Training:
         module.to(self.device).train()
         module.global_rank = fabric.global_rank
         if fabric.world_size > 1:
-            module.adopt(distributed.make_mesh(self.device.type, fabric.world_size, config.context))
+            shape = fabric.world_size // config.context, config.context
+            module.adopt(init_device_mesh(self.device.type, shape, mesh_dim_names=("data", "context")))
         if config.strategy == "fsdp":
             for model in (module.model, module.averaged):
                 if model is not None:
@@ -199,8 +213,11 @@ class Training:
         self.state = State(**{key: value for key, value in content["run"].items() if key in vars(self.state)})
 
     def start(self) -> None:
-        """Wrap the model for DDP and open the loggers."""
-        module, is_ddp = self.module, self.config.strategy == "ddp"
+        """Wrap the model for DDP, open the loggers, and show a progress bar of the complete training."""
+        from tqdm import tqdm
+
+        module, state, config = self.module, self.state, self.config
+        is_ddp = config.strategy == "ddp"
         wrapped = self.fabric.strategy.setup_module(module) if is_ddp else module
         self.step = TrainingStep(self.fabric, module, wrapped, self.optimizer, self.rate, records=self.records)
         if self.folder is not None:
@@ -208,9 +225,13 @@ class Training:
             if self.is_main:
                 for name, text in self.experiment.files.items():
                     write_text(self.folder / name, text)
-        if self.is_main:
-            steps = len(self.batches), module.global_step
-            self.log = RunLog(self.title, self.config, self.folder, self.state, *steps)
+                self.loggers = make_loggers(
+                    config.logger, self.folder, self.title, state.logger_ids, module.global_step
+                )
+        steps, is_hidden = len(self.batches), None if config.progress and self.is_main else True
+        tqdm.set_lock(threading.RLock())  # the default lock is a semaphore, which a killed worker would leak
+        shape = {"total": config.epochs * steps, "initial": len(state.rows) * steps, "unit": "batch"}
+        self.bar = tqdm(desc=self.title, disable=is_hidden, **shape)
 
     # Epochs and steps
 
@@ -235,8 +256,7 @@ class Training:
                     module.batch_weight = batches.part(done)
                 self.step.run(batch)
                 done += 1
-                if self.log is not None:
-                    self.log.bar.update()
+                self.bar.update()
                 self.seconds = time.perf_counter() - started
                 self.save_within_epoch(done)
         if self.device.type == "cuda":
@@ -259,8 +279,22 @@ class Training:
         state.seconds.append(self.seconds)
         if self.is_finished or row["epoch"] % config.checkpoint_every == 0:
             self.save()
-        if self.log is not None:
-            self.log.write(state.rows, self.batches.samples_per_epoch / self.seconds)
+        if self.is_main:
+            self.log(row)
+
+    def log(self, row: Row) -> None:
+        """Write metrics.csv, whose last row is `row`; pass the row to the loggers and the progress bar."""
+        shown = {k: v for k, v in row.items() if k in ("task_loss", "J") or k.endswith(("_accuracy", "_score"))}
+        self.bar.set_postfix(shown, refresh=False)
+        if self.folder is None:
+            return
+        write_csv(self.folder / "metrics.csv", self.state.rows)
+        speed = self.batches.samples_per_epoch / self.seconds
+        for name, logger in self.loggers.items():
+            try:
+                logger.log_metrics({**row, "samples_per_second": speed}, row["step"])
+            except OSError as error:
+                raise write_error(self.folder / name, error) from error
 
     @property
     def is_finished(self) -> bool:
@@ -286,15 +320,15 @@ class Training:
             "precision": self.fabric.strategy.precision.state_dict(),
             "run": vars(self.state),
         }
-        is_sharded = self.config.strategy == "fsdp"
-        checkpoint.save(self.folder / "checkpoints", self.module, self.optimizer, progress, sharded=is_sharded)
+        checkpoint.save(self.folder / "checkpoints", self.module, self.optimizer, progress)
         self.fabric.barrier()
 
     def save_within_epoch(self, done: int) -> None:
         """Save after a batch of the epoch, or of its evaluation, if a checkpoint is due or SIGTERM came."""
         if self.folder is None:
             return
-        every, stops = self.config.checkpoint_steps, self.stop.anywhere(self.device)
+        every = self.config.checkpoint_steps
+        stops = self.fabric.strategy.reduce_boolean_decision(self.got_sigterm, all=False)  # asks all processes
         if not stops and not (every and done % every == 0 and done < len(self.batches)):
             return
         states: list[Any] = [self.module.epoch_state()]

@@ -275,18 +275,11 @@ def build_from(recipe: LRARecipe, data: TokenData) -> Experiment:
 
 
 class SequenceModule(TrainingModule):
-    """A classifier of token sequences in training.
-
-    padded: token 0 is padding; else the model gets no mask. any_length: the batches come in several lengths.
-    """
+    """A classifier of token sequences in training; token 0 is padding if there is any."""
 
     splits_sequences: ClassVar[bool] = True
     ksvd_reduction: ClassVar[Literal["sample", "batch"]] = "batch"
     evaluates_compiled: ClassVar[bool] = False
-
-    def __init__(self, model: nn.Module, recipe: Recipe, *, padded: bool, any_length: bool = False) -> None:
-        super().__init__(model, recipe, any_length=any_length)
-        self.padded = padded
 
     def inputs(self, batch: Batch) -> tuple[Any, ...]:
         *sequences, _ = batch
@@ -335,25 +328,14 @@ def _round_width(length: int, full: int) -> int:
     return min(-(-length // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, full)
 
 
+@dataclass(eq=False)
 class TokenBatches(Batches):
-    """As `Batches`, where the first tensors are (samples, length) tokens and the last one the labels.
+    """As `Batches`, where the first tensors are (samples, length) tokens and the last one the labels."""
 
-    lengths: lengths of the samples; None cuts no batch. widths: widths of the length buckets in training.
-    """
-
-    def __init__(
-        self,
-        tensors: Sequence[Tensor],
-        batch_size: int,
-        shuffle_seed: int | None = None,
-        steps: int = 0,
-        *,
-        lengths: Tensor | None = None,
-        widths: Sequence[int] = (),
-    ) -> None:
-        super().__init__(tensors, batch_size, shuffle_seed, steps)
-        self.full = tensors[0].shape[1]
-        self.lengths, self.widths = lengths, list(widths)
+    lengths: Tensor | None = None
+    """Lengths of the samples; None cuts no batch."""
+    widths: Sequence[int] = ()
+    """Widths of the length buckets in training."""
 
     def order(self, turn: int) -> Tensor:
         """In evaluation the longest samples first. With buckets, batches of one bucket each, in random order.
@@ -378,12 +360,13 @@ class TokenBatches(Batches):
 
     def width(self, rows: Tensor) -> int:
         """Return the width to which a batch of these samples is cut."""
+        full = self.tensors[0].shape[1]
         if self.lengths is None:
-            return self.full
+            return full
         longest = int(self.lengths[rows].max())
-        return next((width for width in self.widths if width >= longest), _round_width(longest, self.full))
+        return next((width for width in self.widths if width >= longest), _round_width(longest, full))
 
     def finish(self, batch: Batch, rows: Tensor) -> Batch:
         *tokens, labels = batch
         width = self.width(rows)
-        return (*(t if width == self.full else t[:, :width] for t in tokens), labels)
+        return (*(t[:, :width] for t in tokens), labels)

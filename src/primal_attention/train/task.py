@@ -17,24 +17,22 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from primal_attention.data.storage import one_line
+from primal_attention.data.uea import Standardizer
+from primal_attention.models.uea import MaskedBatchNorm
 from primal_attention.nn.objective import ksvd_loss, primal_layers
-from primal_attention.train import distributed
+from primal_attention.parallel import Context, context_parallel, shard
 from primal_attention.train.batches import Batches, derive_seed
 from primal_attention.train.config import Recipe, TrainerConfig
 from primal_attention.utils.errors import DivergedError, RunError
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from primal_attention.data.uea import Standardizer
 
 NO_LABEL = -1  # of a row that only fills an evaluation batch
 CHECK_EVERY = 50  # steps between two checks of the loss on a device; each check waits for the device
@@ -47,6 +45,8 @@ class TrainingModule(nn.Module):
     Args:
         model: The model.
         recipe: The resolved recipe.
+        padded: False if no sequence has padding. The model then gets no mask, since a mask that hides nothing would
+            keep softmax attention from its faster kernels.
         compile_options: Arguments of the model's `compile`.
     """
 
@@ -59,10 +59,11 @@ class TrainingModule(nn.Module):
     evaluates_compiled: ClassVar[bool] = True
     """False if evaluation batches have many shapes: a compiled model is then evaluated eagerly."""
 
-    def __init__(self, model: nn.Module, recipe: Recipe, **compile_options: Any) -> None:
+    def __init__(self, model: nn.Module, recipe: Recipe, *, padded: bool = True, **compile_options: Any) -> None:
         super().__init__()
         self.model = model
         self.recipe = recipe
+        self.padded = padded
         self.has_primal = bool(primal_layers(model))
         # Copied before the first forward pass, while no layer holds an autograd graph.
         self.averaged = copy.deepcopy(model).requires_grad_(False) if recipe.trainer.ema else None
@@ -100,13 +101,23 @@ class TrainingModule(nn.Module):
     # Several processes
 
     def adopt(self, mesh: DeviceMesh) -> None:
-        """Share batches, and sequences if the mesh splits them, with the other processes."""
+        """Share batches, their statistics, and sequences if the mesh splits them, with the other processes."""
         self.mesh = mesh
         if self.sequence is not None and not self.splits_sequences:
             raise RunError(f"trainer.context must be 1: {self.recipe.benchmark} trains on whole sequences only")
+        assert torch.distributed.group.WORLD is not None
+        everyone = Context(torch.distributed.group.WORLD)
         for model in (self.model, self.averaged):
-            if model is not None:
-                distributed.adapt(model, mesh)
+            if model is None:
+                continue
+            if self.sequence is not None:
+                try:
+                    context_parallel(model, self.sequence)
+                except ValueError as error:
+                    raise RunError(f"trainer.context {self.sequence.size()}: {error}") from error
+            for layer in model.modules():
+                if isinstance(layer, MaskedBatchNorm):
+                    layer.context = everyone
 
     @property
     def share(self) -> tuple[int, int]:
@@ -128,8 +139,6 @@ class TrainingModule(nn.Module):
             return sequences
         if self.training:
             self._seed("tokens", self._steps, self.global_rank)
-        from primal_attention.parallel import shard
-
         return tuple(None if t is None else shard(t, sequence) for t in sequences)
 
     # Training

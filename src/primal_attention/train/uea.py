@@ -232,18 +232,10 @@ def build_from(recipe: UEARecipe, data: SeriesData) -> Experiment:
 
 
 class ClassificationModule(TrainingModule):
-    """A classifier of padded series in training.
-
-    padded: False where all series have one length. The model then gets no mask, since a mask that hides nothing would
-    keep softmax attention from its faster kernels.
-    """
+    """A classifier of series in training."""
 
     splits_sequences: ClassVar[bool] = True
     recipe: UEARecipe
-
-    def __init__(self, model: nn.Module, recipe: UEARecipe, *, padded: bool = True) -> None:
-        super().__init__(model, recipe)
-        self.padded = padded
 
     def inputs(self, batch: Batch) -> tuple[Any, ...]:
         x, mask, _ = batch

@@ -86,7 +86,7 @@ def hardware(device: torch.device) -> dict[str, Any]:
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "load_before": load(),
+        "load_before": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,  # of the last minute
     }
     if device.type == "cuda":
         gpu = torch.cuda.get_device_properties(device)
@@ -110,11 +110,6 @@ def cpu_name() -> str:
     except OSError:
         names = []
     return names[0].strip() if names else platform.processor() or platform.machine()
-
-
-def load() -> float | None:
-    """Return the load average of the last minute."""
-    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
 def hash_files(files: Iterable[Path]) -> str:

@@ -1,4 +1,4 @@
-"""One training step: forward, losses, backward, clipping, optimizer, average, sums; on one GPU as a CUDA graph.
+"""One training step: forward, losses, backward, clipping, optimizer, averaged weights; on one GPU as a CUDA graph.
 
 The models here are small, and launched kernel by kernel their steps wait for the host. The first steps of each batch
 shape run eagerly and count as steps of the training. Then one step is captured. From there on a step fills the graph's
@@ -10,22 +10,72 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from primal_attention.nn.baselines.random_buffers import RandomBuffers
+from primal_attention.nn.baselines.random_buffers import RandomBuffers, drawn_buffers
 from primal_attention.nn.objective import primal_layers
-from primal_attention.train.config import TrainerConfig, require
-from primal_attention.train.optimizer import average_share, update_average
+from primal_attention.train.config import OptimConfig, TrainerConfig, require
 from primal_attention.train.task import Batch, TrainingModule, precision_context
 
 WARMUP = 3  # eager steps per shape: whatever is set up on first use must exist before the capture
 GATHERED = 32  # batches that are gathered at once: for small models a gather costs as much as a step
 SHAPES = 4  # graphs per training; each one holds the memory of a step, and further shapes run eagerly
+
+
+def make_optimizer(model: nn.Module, config: OptimConfig, *, recordable: bool = False) -> torch.optim.Optimizer:
+    """Return the optimizer of a recipe. Weight decay applies to matrices only, not to biases, norms and other vectors.
+
+    Args:
+        model: Its trainable parameters are optimized.
+        config: Name and settings.
+        recordable: Steps can be captured in a CUDA graph.
+    """
+    weights = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in weights if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in weights if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [g for g in groups if g["params"]]
+    betas = (0.9, config.beta2)
+    kinds = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "radam": torch.optim.RAdam}
+    options = {"capturable": True, "foreach" if config.name == "radam" else "fused": True} if recordable else {}
+    optimizer = kinds[config.name](groups, lr=config.lr, betas=betas, eps=config.eps, **options)
+    # The eager steps before the capture are intended; torch would warn about them.
+    optimizer._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]
+    return optimizer
+
+
+def learning_rate(config: OptimConfig, total: int, warmup_total: int = 0) -> Callable[[int], float]:
+    """Return the learning rate as a function of the step.
+
+    Args:
+        config: Peak rate and schedule.
+        total: Steps of the training.
+        warmup_total: Steps that `warmup` is a part of, if not `total`: those of a run before it was extended.
+    """
+    warmup = max(1, round((warmup_total or total) * config.warmup))
+
+    def shape(part: float) -> float:
+        return part if config.schedule == "onecycle-linear" else (1 - math.cos(math.pi * part)) / 2
+
+    def factor(step: int) -> float:
+        if config.schedule == "constant":
+            return 1.0
+        if config.schedule == "warmup":
+            return min(1.0, (step + 1) / warmup)
+        if config.schedule == "inverse-sqrt":
+            return min((step + 1) / warmup, math.sqrt(warmup / max(step + 1, warmup)))
+        if step < warmup:  # one cycle: from 1/25 of the peak
+            return 1 / 25 + (1 - 1 / 25) * shape(step / warmup)
+        return 1 - shape(min(1.0, (step - warmup) / max(1, total - warmup)))
+
+    return lambda step: config.lr * factor(step)
 
 
 def records_steps(config: TrainerConfig, device: torch.device) -> bool:
@@ -121,7 +171,8 @@ class TrainingStep:
     def _prepare(self) -> None:
         """Set the numbers of the next step."""
         module, config = self.module, self.module.recipe
-        lr, share = self.rate(module.global_step), average_share(config.trainer.ema, module.global_step + 1)
+        lr, step = self.rate(module.global_step), module.global_step + 1
+        share = 1 - min(config.trainer.ema, (1 + step) / (10 + step))  # larger at first: discard the initial weights
         if isinstance(self.lr, Tensor) and isinstance(self.share, Tensor):
             self.lr.fill_(lr)
             self.share.fill_(share)
@@ -200,3 +251,25 @@ def redraw_in_place(layer: RandomBuffers, every: int) -> None:
         new = getattr(layer, name)
         if new is not old:
             setattr(layer, name, old.copy_(new))
+
+
+@torch.no_grad()
+def update_average(averaged: nn.Module, model: nn.Module, share: float | Tensor) -> None:
+    """Move the averaged weights towards the model's by `share`, which is a tensor in captured steps.
+
+    Counts and random draws are copied: a mean of independent draws is not a draw.
+    """
+    copied = drawn_buffers(model)
+    means, news = [], []
+    for (name, mean), new in zip(averaged.state_dict().items(), model.state_dict().values(), strict=True):
+        if name in copied or not mean.is_floating_point():
+            mean.copy_(new)
+        elif not isinstance(share, Tensor):
+            mean.lerp_(new, share)
+        else:
+            means.append(mean)
+            news.append(new)
+    if isinstance(share, Tensor):
+        steps = torch._foreach_sub(news, means)
+        torch._foreach_mul_(steps, share)
+        torch._foreach_add_(means, steps)
