@@ -17,7 +17,7 @@ from closeness import assert_close
 from primal_attention.nn.baselines import make_attention
 from primal_attention.train import loop
 from primal_attention.train.config import OptimConfig, override
-from primal_attention.train.step import TrainingStep, learning_rate, records_steps, update_average
+from primal_attention.train.step import TrainingStep, learning_rate, pair_states, records_steps, update_average
 from primal_attention.train.task import TrainingModule
 from primal_attention.utils.errors import RunError
 
@@ -57,14 +57,14 @@ def test_the_average_follows_weights_and_copies_counts_and_random_draws(share: f
         layer.redraw()
         nn.init.constant_(layer.in_proj.weight, 3.0)
     half = torch.lerp(mean[0].in_proj.weight.detach(), torch.tensor(3.0), 0.5)
-    update_average(mean, model, share)
+    update_average(*pair_states(mean, model), share)
     assert int(mean[2].num_batches_tracked) == 7
     assert torch.equal(mean[0].frequencies, model[0].frequencies)
     assert torch.equal(mean[1].coarse_rotations, model[1].coarse_rotations)
     assert torch.equal(mean[1].fine_rotations, model[1].fine_rotations)
     assert_close(mean[0].in_proj.weight, half, 1e-6)
     model[0].redraw()
-    update_average(mean[0], model[0], share)  # a layer that is the whole model
+    update_average(*pair_states(mean[0], model[0]), share)  # a layer that is the whole model
     assert torch.equal(mean[0].frequencies, model[0].frequencies)
 
 

@@ -25,6 +25,7 @@ from primal_attention.train.task import Batch, TrainingModule, precision_context
 
 WARMUP = 3  # eager steps per shape: whatever is set up on first use must exist before the capture
 GATHERED = 32  # batches that are gathered at once: for small models a gather costs as much as a step
+Pairs = list[tuple[Tensor, Tensor]]
 SHAPES = 4  # graphs per training; each one holds the memory of a step, and further shapes run eagerly
 
 
@@ -44,7 +45,10 @@ def make_optimizer(model: nn.Module, config: OptimConfig, *, recordable: bool = 
     groups = [g for g in groups if g["params"]]
     betas = (0.9, config.beta2)
     kinds = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "radam": torch.optim.RAdam}
-    options = {"capturable": True, "foreach" if config.name == "radam" else "fused": True} if recordable else {}
+    options = {"capturable": True, "foreach": config.name == "radam"} if recordable else {}
+    is_plain_cpu = all(type(p) is nn.Parameter and p.device.type == "cpu" for p in weights)  # no shards
+    if config.name != "radam" and (recordable or is_plain_cpu):
+        options["fused"] = True
     optimizer = kinds[config.name](groups, lr=config.lr, betas=betas, eps=config.eps, **options)
     # The eager steps before the capture are intended; torch would warn about them.
     optimizer._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]
@@ -129,6 +133,7 @@ class TrainingStep:
         self.fabric, self.module, self.wrapped = fabric, module, wrapped
         self.optimizer, self.rate, self.device = optimizer, rate, module.device
         self.on_gpu = self.records = records
+        self.averages: tuple[Pairs, Pairs] | None = None
         self.recordings: dict[Any, Recording] = {}
         self.seen: dict[Any, int] = {}
         layers = [layer for layer in module.model.modules() if isinstance(layer, RandomBuffers)]
@@ -195,7 +200,9 @@ class TrainingStep:
             fabric.clip_gradients(module, self.optimizer, max_norm=config.optim.clip, error_if_nonfinite=False)
         fabric.strategy.optimizer_step(self.optimizer)
         if module.averaged is not None:
-            update_average(module.averaged, module.model, self.share)
+            if self.averages is None:
+                self.averages = pair_states(module.averaged, module.model)
+            update_average(*self.averages, self.share)
         for layer in primal_layers(module.model).values():
             # The objective's graph would pin the stream that it was made on.
             layer._objective = None if layer.objective is None else layer.objective.detach()
@@ -253,23 +260,28 @@ def redraw_in_place(layer: RandomBuffers, every: int) -> None:
             setattr(layer, name, old.copy_(new))
 
 
-@torch.no_grad()
-def update_average(averaged: nn.Module, model: nn.Module, share: float | Tensor) -> None:
-    """Move the averaged weights towards the model's by `share`, which is a tensor in captured steps.
+def pair_states(averaged: nn.Module, model: nn.Module) -> tuple[Pairs, Pairs]:
+    """Return pairs (average, new) of what is averaged, and of what is copied: counts and random draws.
 
-    Counts and random draws are copied: a mean of independent draws is not a draw.
+    A mean of independent draws is not a draw.
     """
-    copied = drawn_buffers(model)
-    means, news = [], []
+    drawn = drawn_buffers(model)
+    means, copies = Pairs(), Pairs()
     for (name, mean), new in zip(averaged.state_dict().items(), model.state_dict().values(), strict=True):
-        if name in copied or not mean.is_floating_point():
-            mean.copy_(new)
-        elif not isinstance(share, Tensor):
+        (copies if name in drawn or not mean.is_floating_point() else means).append((mean, new))
+    return means, copies
+
+
+@torch.no_grad()
+def update_average(means: Pairs, copies: Pairs, share: float | Tensor) -> None:
+    """Move the averages towards the new values by `share`, which is a tensor in captured steps."""
+    for copy, new in copies:
+        copy.copy_(new)
+    if not isinstance(share, Tensor):
+        for mean, new in means:
             mean.lerp_(new, share)
-        else:
-            means.append(mean)
-            news.append(new)
-    if isinstance(share, Tensor):
-        steps = torch._foreach_sub(news, means)
-        torch._foreach_mul_(steps, share)
-        torch._foreach_add_(means, steps)
+        return
+    averages, news = ([pair[i] for pair in means] for i in (0, 1))
+    steps = torch._foreach_sub(news, averages)
+    torch._foreach_mul_(steps, share)
+    torch._foreach_add_(averages, steps)
