@@ -260,10 +260,9 @@ def format_report(report: dict[str, Any]) -> str:
         table.append([*cells, ", ".join(text for text in (row["status"], row["note"]) if text not in (OK, ""))])
     columns = [column for column in zip(*table, strict=True) if any(column[1:])]
     padded = []
-    for heading, *cells in columns:
-        justify = str.rjust if heading else str.ljust  # names and notes have no heading
-        width = max(map(len, [heading, *cells]))
-        padded.append([justify(cell, width) for cell in [heading, *cells]])
+    for column in columns:
+        justify = str.rjust if column[0] else str.ljust  # names and notes have no heading
+        padded.append([justify(cell, max(map(len, column))) for cell in column])
     return f"{title(report)}\n\n" + "\n".join("  ".join(line).rstrip() for line in zip(*padded, strict=True))
 
 
