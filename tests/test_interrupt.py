@@ -46,8 +46,11 @@ def test_ctrl_c_while_modules_load(module: str, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def interrupt(words: list[str], folder: Path, file: str) -> tuple[int, str]:
-    """Start the command in a process group of its own, interrupt the group once `file` exists, as a terminal does."""
+def interrupt(words: list[str], folder: Path, file: str, number: int = signal.SIGINT) -> tuple[int, str]:
+    """Start the command in a process group of its own, and send a signal once `file` exists.
+
+    A terminal sends SIGINT to the group; a scheduler sends SIGTERM to the first process.
+    """
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     process = subprocess.Popen(
         [*COMMAND, *words], cwd=folder, env=environment(), start_new_session=True, text=True, **pipes
@@ -57,7 +60,7 @@ def interrupt(words: list[str], folder: Path, file: str) -> tuple[int, str]:
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    os.killpg(process.pid, signal.SIGINT)
+    (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
     err = process.communicate(timeout=30)[1]
     deadline = time.monotonic() + 10  # the resource tracker of multiprocessing ends last
     while group_exists(process.pid):
@@ -82,8 +85,17 @@ def test_ctrl_c_in_training_leaves_a_run_that_can_be_resumed(toy_folder: Path, t
     assert not list(tmp_path.rglob("*.partial"))
 
 
-def test_ctrl_c_in_a_table_ends_its_workers(toy_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [
+        (signal.SIGINT, (130, "interrupted; the same command continues\n")),
+        (signal.SIGTERM, (143, "primal: asked to stop; the same command continues\n")),
+    ],
+)
+def test_a_signal_in_a_table_ends_its_workers(
+    number: int, expected: tuple[int, str], toy_folder: Path, tmp_path: Path
+) -> None:
     small = {**toy.SMALL, "trainer.epochs": 100000}
     changes = [f"{name}={value}" for name, value in small.items() if name != "trainer.progress"]
     words = ["table", "uea", "--sets", "Toy", "--data", str(toy_folder), "--models", "primal", "--seeds", "1"]
-    assert interrupt([*words, "--set", *changes], tmp_path, "last.ckpt") == (130, "interrupted\n")
+    assert interrupt([*words, "--set", *changes], tmp_path, "last.ckpt", number) == expected

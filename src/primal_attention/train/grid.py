@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from primal_attention.train import registry
 from primal_attention.train.config import override
-from primal_attention.utils.errors import DataError, RunError
+from primal_attention.utils.errors import DataError, Preempted, RunError
 from primal_attention.utils.files import read_json, write_json
 
 PROTOCOL_SCORES = {
@@ -130,6 +130,8 @@ def run_job(job: Job) -> Outcome:
         return Outcome(job, summary=summary)
     except (RunError, DataError) as error:
         return Outcome(job, error=str(error))
+    except Preempted:  # the worker was asked to end
+        raise
     except Exception as error:
         traceback.print_exc()
         return Outcome(job, error=f"{type(error).__name__}: {error}")
@@ -160,7 +162,11 @@ def _run_locally(jobs: Sequence[Job], workers: int) -> Iterable[Outcome]:
     for i in range(workers):
         numbers.put(i)
     setup: dict[str, Any] = {"initializer": _init_worker, "initargs": (numbers, workers)}
-    with ProcessPoolExecutor(workers, mp_context=context, **setup) as pool:
+
+    def stop(*_: object) -> None:
+        raise Preempted("asked to stop")
+
+    with handle_signal(signal.SIGTERM, stop), ProcessPoolExecutor(workers, mp_context=context, **setup) as pool:
         with handle_signal(signal.SIGINT, signal.SIG_IGN):  # inherited: Ctrl-C during imports prints no tracebacks
             running = {pool.submit(run_job, job): job for job in jobs}
         try:
@@ -170,7 +176,7 @@ def _run_locally(jobs: Sequence[Job], workers: int) -> Iterable[Outcome]:
                 except BrokenProcessPool:
                     reason = "a worker process died (out of memory?); the same command continues from here"
                     yield Outcome(running[done], error=reason)
-        except BaseException:  # Ctrl-C: runs continue from their checkpoints, so the workers can be killed
+        except BaseException:  # Ctrl-C or SIGTERM: runs continue from their checkpoints, so the workers can be killed
             for process in set(active_children()) - others:
                 process.kill()
             raise
