@@ -51,7 +51,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"max_length": 64}, "max_length=64 is used only if causal and data_dependent are both True"),
     (
         {"causal": True, "max_length": 8, "objective_trace": "projections"},
-        "objective_trace='projections' needs one W_{e|X} per sequence: not in the causal data-dependent mode",
+        "objective_trace='projections' is not defined in the causal data-dependent mode",
     ),
 ]
 
@@ -70,7 +70,7 @@ def bounds(*positions: int) -> Tensor:
 SHAPE = "x must have shape (batch, tokens, embed_dim) with embed_dim=12"
 BOUNDARIES = "cu_seqlens must be a 1-D int32 tensor of at least two boundaries"
 STREAMS = "state needs a causal layer (causal=False): only the causal modes stream"
-CROSS = "key and value must be the same tensor as x: cross-attention is not defined"
+CROSS = "key and value must be x itself: cross-attention is not defined"
 MASK = "key_padding_mask must"
 PACKED, HIDDEN, X = bounds(0, 4, 9), torch.ones(5, 5).triu(1).bool(), inputs(2, 5)
 # (mode, x, keywords, start of the message)
@@ -183,7 +183,7 @@ def test_max_length_counts_the_tokens_of_each_sequence() -> None:
 
 def test_a_feature_map_that_changes_the_width_is_refused() -> None:
     layer = make("plain", feature_map=lambda z: torch.cat([z, -z], -1))
-    with pytest.raises(ValueError, match="feature_map must keep the head width 4"):
+    with pytest.raises(ValueError, match=r"feature_map must keep the shape .* of its input"):
         layer(inputs(1, 3))
 
 

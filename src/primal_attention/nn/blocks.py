@@ -303,11 +303,7 @@ class DecoderBlock(EncoderBlock):
         return BlockState(attention, None if self.conv is None else self.conv.initial_state(batch_size))
 
     def mix(
-        self,
-        x: Tensor,
-        key_padding_mask: Tensor | None,
-        state: BlockState | None = None,
-        return_state: bool = False,
+        self, x: Tensor, key_padding_mask: Tensor | None, state: BlockState | None = None, return_state: bool = False
     ) -> Any:
         """As in `EncoderBlock`; with `return_state`, continue from `state` and also return the state after x."""
         past = BlockState(None, None) if state is None else state
@@ -326,12 +322,8 @@ class DecoderBlock(EncoderBlock):
         conv = None if self.conv is None else self.conv.last_inputs(x, past.conv, lengths)
         return y, BlockState(attention, conv)
 
-    def forward(  # type: ignore[override]
-        self,
-        x: Tensor,
-        key_padding_mask: Tensor | None = None,
-        state: BlockState | None = None,
-        return_state: bool = False,
+    def forward(
+        self, x: Tensor, key_padding_mask: Tensor | None = None, state: Any = None, return_state: bool = False
     ) -> Any:
         """Return the output; with `return_state`, for the tokens that follow `state`, and the state after them."""
         if not return_state:

@@ -47,10 +47,8 @@ def rank(rank: int, head_dim: int, landmarks: int | None) -> None:
     independent = head_dim if landmarks is None else min(head_dim, landmarks)
     if rank > independent:
         source = f"head width {head_dim}" + ("" if landmarks is None else f", landmarks {landmarks}")
-        warnings.warn(
-            f"rank={rank} exceeds the number of independent directions, at most {independent} ({source})",
-            stacklevel=3,
-        )
+        message = f"rank={rank} exceeds the number of independent directions, at most {independent} ({source})"
+        warnings.warn(message, stacklevel=3)
 
 
 def tokens(x: Tensor, embed_dim: int, packed: bool) -> None:

@@ -115,19 +115,14 @@ class PrimalAttention(nn.Module):
         checks.one_of("objective_trace", objective_trace, ("weights", "projections"))
         checks.one_of("sampling", sampling, ("even", "random"))
         if sampling == "random" and (causal or not data_dependent):
-            raise ValueError(
-                "sampling='random' needs data_dependent=True and causal=False "
-                f"(got data_dependent={data_dependent}, causal={causal})"
-            )
+            settings = f"data_dependent={data_dependent}, causal={causal}"
+            raise ValueError(f"sampling='random' needs data_dependent=True and causal=False (got {settings})")
         if causal and data_dependent:
             if max_length is None:
                 raise ValueError("max_length is required when causal and data_dependent: the landmark grid spans it")
             checks.positive("max_length", max_length)
             if objective_trace == "projections":
-                raise ValueError(
-                    "objective_trace='projections' needs one W_{e|X} per sequence: "
-                    "not in the causal data-dependent mode"
-                )
+                raise ValueError("objective_trace='projections' is not defined in the causal data-dependent mode")
         elif max_length is not None:
             raise ValueError(f"max_length={max_length} is used only if causal and data_dependent are both True")
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
@@ -368,9 +363,7 @@ class PrimalAttention(nn.Module):
         assert self._custom_map is not None
         phi = self._custom_map(z)
         if phi.shape != z.shape:
-            raise ValueError(
-                f"feature_map must keep the head width {self.head_dim} ({tuple(z.shape)} became {tuple(phi.shape)})"
-            )
+            raise ValueError(f"feature_map must keep the shape {tuple(z.shape)} of its input (got {tuple(phi.shape)})")
         return phi
 
     def _begin_objective(self) -> bool:
@@ -396,9 +389,7 @@ class PrimalAttention(nn.Module):
         if key is not None and value is None and mask is None and (key.dtype == torch.bool or key.ndim < x.ndim):
             key, mask = None, key
         if any(t is not None and t is not x for t in (key, value)):
-            raise ValueError(
-                "key and value must be the same tensor as x: cross-attention is not defined for this method"
-            )
+            raise ValueError("key and value must be x itself: cross-attention is not defined for this method")
         if need_weights:
             raise ValueError("need_weights=True is not supported: the layer forms no N×N matrix (see kernel_matrix)")
         if is_causal and not self.causal:
