@@ -16,6 +16,7 @@ import shlex
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pandas as pd
@@ -176,21 +177,19 @@ def cpu_table() -> str:
     return render(heading, rows, origin(stored, "bench/attention-cpu.json"), left=0)
 
 
+def read_accuracies(folder: str, model: str, score: str = "last") -> dict[int, float]:
+    """Accuracy in per cent by seed of the stored runs of a model in a folder."""
+    runs = [run for run in read_summaries(ROOT / "results" / folder) if run.path.stem == f"{model}-seed{run.seed}"]
+    return {run.seed: 100 * run.scores[score]["accuracy"] for run in runs if score in run.scores}
+
+
 def difference_table(folder: str, sets: Sequence[str], scores: Sequence[str]) -> str:
     """Accuracy minus that of softmax attention, paired over the seeds, with its 95 % interval."""
     rows = []
     for name in sets:
-        runs = read_summaries(ROOT / "results" / folder / name)
         for model in ("primal", "primal+"):
             for score in scores:
-                accuracies, softmax = (
-                    {
-                        run.seed: 100 * run.scores[score]["accuracy"]
-                        for run in runs
-                        if run.path.stem == f"{m}-seed{run.seed}"
-                    }
-                    for m in (model, "softmax")
-                )
+                accuracies, softmax = (read_accuracies(f"{folder}/{name}", m, score) for m in (model, "softmax"))
                 difference = Difference.between(accuracies, softmax)
                 assert difference is not None
                 assert difference.half_interval is not None
@@ -200,6 +199,43 @@ def difference_table(folder: str, sets: Sequence[str], scores: Sequence[str]) ->
                 rows.append([name, model, label, difference.show(), str(difference.seeds), sign])
     heading = ["set", "model", "column", "points, 95 % interval", "seeds", "beyond the interval"]
     return render(heading, rows, [f"`results/{folder}`: the runs of the table above."], left=3)
+
+
+def control_table() -> str:
+    """PrimalClassifier minus its controls, paired over the seeds, with 95 % intervals."""
+    folder, controls = "uea-modern-classifiers", {"primal-eta0": "η = 0", "softmax": "softmax", "none": "no attention"}
+    sets = sorted(place.name for place in (ROOT / "results" / folder).iterdir())
+    by_model = {m: {name: read_accuracies(f"{folder}/{name}", m) for name in sets} for m in ("primal", *controls)}
+    sets = [name for name in sets if all(by_set[name] for by_set in by_model.values())]
+
+    def difference(model: str, names: Sequence[str]) -> str:
+        """Of the mean over the sets, for the seeds that all of them have."""
+        pair = by_model["primal"], by_model[model]
+        seeds = set.intersection(*(set(by_set[name]) for by_set in pair for name in names))
+        own, other = ({seed: fmean(by_set[name][seed] for name in names) for seed in seeds} for by_set in pair)
+        result = Difference.between(own, other)
+        return "–" if result is None else f"{result.show()} ({result.seeds})"
+
+    rows = [[name, *(difference(model, [name]) for model in controls)] for name in sets]
+    rows.append([f"mean of the {len(sets)} sets", *(difference(model, sets) for model in controls)])
+    heading = ["PrimalClassifier minus the control, points (seeds)", *controls.values()]
+    return render(heading, rows, [f"`results/{folder}`: the fits of the table above."])
+
+
+def unseen_table() -> str:
+    """Area under the ROC curve for "the class is unknown", of two scores and their paired difference."""
+    path = "uea-modern-uncertainty/test.json"
+    stored = read_json(path)
+    rows = []
+    for name in dict.fromkeys(run["set"] for run in stored["runs"]):
+        runs = [run for run in stored["runs"] if run["set"] == name]
+        entropy, own = ({run["seed"]: 100 * run["auroc"][key] for run in runs} for key in ("entropy", "variance"))
+        difference = Difference.between(own, entropy)
+        assert difference is not None
+        means = [f"{fmean(score.values()):.1f}" for score in (entropy, own)]
+        rows.append([name, *means, difference.show(), str(difference.seeds)])
+    heading = ["set", "entropy of `predict_proba`", "`predict_uncertainty`", "difference, 95 % interval", "seeds"]
+    return render(heading, rows, origin(stored, path))
 
 
 def generate_table() -> str:
@@ -405,6 +441,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "lra differences": lambda: difference_table(
         "lra-short", ["listops", "text", "image", "pathfinder"], ["validation_chosen"]
     ),
+    "classifier controls": control_table,
+    "unseen classes": unseen_table,
     "bench generate": generate_table,
     "scaling": scaling_table,
     "link simulation": link_table,

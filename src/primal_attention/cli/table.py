@@ -189,7 +189,8 @@ def sets_without_data(plan: Plan, names: set[str], kind: TableKind, options: arg
         folder = plan.folders.get(missing[0], options.data)
         job = grid.Job(f"{plan.family}/{missing[0]}", {"data.folder": folder}, Path("runs"), Path("results/none"))
         error = str(grid.run_job(job).error)  # says where to get the data
-        raise RunError(error.replace("--data.folder", "--data"))
+        error = error.replace("--data.folder", "--data").removesuffix(", or a Minari set with --data.minari")
+        raise RunError(error)
     if missing:
         print(f"no data, left out: {', '.join(missing)} (docs/ says how to get it)", file=sys.stderr)
     return missing

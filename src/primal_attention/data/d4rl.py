@@ -115,7 +115,7 @@ def load(name: str, folder: str | Path | None = None) -> Trajectories:
         near = difflib.get_close_matches(name, SETS, n=1)
         hint = f" (did you mean {near[0]}?)" if near and near[0] != name else ""
         raise DataError(
-            f"{name}.hdf5 is not in {folder}{hint}: put the file in D4RL's layout there, name "
+            f"{name}.hdf5 is not in {folder}{hint}: put the file in D4RL's layout there, or name "
             "another folder with --data.folder, or a Minari set with --data.minari"
         )
     return read_npz(file, name) if file.suffix == ".npz" else read_hdf5(file, name)

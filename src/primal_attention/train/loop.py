@@ -100,7 +100,9 @@ def build(recipe: Recipe) -> Experiment:
     if torch.cuda.is_available():
         torch.set_float32_matmul_precision("high" if recipe.trainer.tf32 else "highest")
     try:
-        return recipe.build()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "rank=.* exceeds")  # expected: some of the paper's settings do
+            return recipe.build()
     except (ValueError, TypeError, OverflowError, MemoryError, RuntimeError) as error:  # RuntimeError: torch's memory
         if type(error).__module__.startswith("primal_attention"):
             raise
