@@ -1,6 +1,7 @@
-"""Ctrl-C ends the command with one line and exit code 130."""
+"""Ctrl-C and SIGTERM end the command with one line and exit code 130 or 143."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -46,7 +47,7 @@ def test_ctrl_c_while_modules_load(module: str, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def interrupt(words: list[str], folder: Path, file: str, number: int = signal.SIGINT) -> tuple[int, str]:
+def interrupt(words: list[str], folder: Path, file: str, number: int, seconds: float = 30) -> tuple[int, str]:
     """Start the command in a process group of its own, and send a signal once `file` exists.
 
     A terminal sends SIGINT to the group; a scheduler sends SIGTERM to the first process.
@@ -61,7 +62,7 @@ def interrupt(words: list[str], folder: Path, file: str, number: int = signal.SI
         assert time.monotonic() < deadline
         time.sleep(0.1)
     (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
-    err = process.communicate(timeout=30)[1]
+    err = process.communicate(timeout=seconds)[1]
     deadline = time.monotonic() + 10  # the resource tracker of multiprocessing ends last
     while group_exists(process.pid):
         assert time.monotonic() < deadline, "a worker still runs"
@@ -77,10 +78,21 @@ def group_exists(number: int) -> bool:
     return True
 
 
-def test_ctrl_c_in_training_leaves_a_run_that_can_be_resumed(toy_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "code", "message"),
+    [
+        (signal.SIGINT, 130, "interrupted; continue with --resume\n"),
+        (signal.SIGTERM, 143, r"primal: asked to stop: saved after batch \d of epoch \d+; continue with --resume\n"),
+    ],
+)
+def test_a_signal_ends_training_within_ten_seconds_and_the_run_can_be_resumed(
+    number: int, code: int, message: str, toy_folder: Path, tmp_path: Path
+) -> None:
     words = ["train", "uea/Toy", "--data.folder", str(toy_folder), "--out", "run", *toy.FLAGS]
     words += ["--trainer.epochs", "100000"]
-    assert interrupt(words, tmp_path, "previous.ckpt") == (130, "interrupted; continue with --resume\n")
+    returned, err = interrupt(words, tmp_path, "previous.ckpt", number, seconds=10)
+    assert returned == code
+    assert re.fullmatch(message, err)
     assert not (tmp_path / "run" / ".lock").exists()
     assert not list(tmp_path.rglob("*.partial"))
 

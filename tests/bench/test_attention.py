@@ -49,16 +49,6 @@ def build_changed(change, factor: float = 1.0):
     return build
 
 
-class WrongGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return 1.02 * grad
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mode", MODES)
 def test_correct_implementations_pass(mode, dtype):
@@ -78,7 +68,7 @@ def test_correct_implementations_pass(mode, dtype):
     [
         (lambda y: 1.01 * y, 1.0, ""),
         (lambda y: y + torch.where(y == y.max(), torch.nan, 0.0), 1.0, "y"),
-        (WrongGradient.apply, 1.0, "∂"),
+        (lambda y: 1.02 * y - 0.02 * y.detach(), 1.0, "∂"),
         (lambda y: y, 1.05, ""),
         (lambda y: y.detach() + 0 * y, 1.0, "∂"),
     ],
@@ -208,7 +198,6 @@ def test_only_selects_names_and_kinds():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
 def test_gpu_graphs_peaks_and_fallback(flags, eager):
     class Synchronising(nn.Linear):

@@ -110,13 +110,6 @@ def test_lra_steps_are_stored_as_summaries_and_measured_once(flags, monkeypatch)
         model.run_lra(flags("lra --models lstm"))
 
 
-def test_lra_tokens_have_the_padding_of_the_task():
-    data = model.TASKS["text"].random_data(4)
-    assert data.padded
-    assert 0.2 < (data.train.tokens > 0).mean() < 0.5
-    assert not model.TASKS["image"].random_data(1).padded
-
-
 # Generation
 
 

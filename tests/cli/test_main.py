@@ -143,7 +143,6 @@ WRONG = {
     "export nothing model.pt": "FILE must end in .onnx (got model.pt)",
     "evaluate data": "data is not a run folder",
     "evaluate file": "file is a file where a folder is needed",
-    "evaluate damaged": "config.yaml is not UTF-8 text",
     "data listops --out file": "file already holds a set or other files",
     "table uae": "did you mean 'uea'?",
     "table": "required: NAME",
@@ -214,8 +213,6 @@ def test_user_errors_are_one_line_and_exit_code_2(words: str, workplace: Path, p
     (workplace / "foreign.json").write_text('{"a": 1}')
     (workplace / "old.json").write_text('{"scores": {}, "format": 99}')
     (workplace / "broken.py").write_text("undefined")
-    (workplace / "damaged").mkdir()
-    (workplace / "damaged" / "config.yaml").write_bytes(b"\xff\xfe")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     code, _, err = primal(*words.split())
     assert code == 2

@@ -130,9 +130,6 @@ def test_the_trainer_reduces_the_loss(tmp_path: Path) -> None:
 
 
 BAD_INPUT = [
-    (lambda m: m(torch.zeros(1, 41, dtype=torch.int64)), "max_length=40 is exceeded by a sequence of 41 tokens"),
-    (lambda m: m(torch.tensor([[30]])), "tokens must lie in 0 … 29"),
-    (lambda m: m(torch.zeros(1, 0, dtype=torch.int64)), "at least one token"),
     (lambda m: m(), "exactly one of input_ids and inputs_embeds is required"),
     (lambda m: m(inputs_embeds=torch.zeros(1, 3, 15)), "embeddings must have shape"),
     (lambda m: PrimalConfig(positions="rotary"), "positions='rotary' needs a softmax layer"),
@@ -140,7 +137,6 @@ BAD_INPUT = [
     (lambda m: m(batch()[0], past_key_values=hf.DynamicCache()), "must be a PrimalCache .got DynamicCache"),
     (lambda m: m(batch()[0], batch()[1][:, :4]), "attention_mask must have shape"),
     (lambda m: PrimalConfig(tie_word_embeddings=False), "tie_word_embeddings must be True"),
-    (lambda m: PrimalForCausalLM(PrimalConfig(attention="sofmax")), "unknown attention 'sofmax'"),
     (lambda m: PrimalConfig(primal_mode="median"), "primal_mode must be one of"),
     (lambda m: m.generate(batch()[0], max_new_tokens=2, cache_implementation="static"), "'static' is not supported"),
     (lambda m: m.generate(batch()[0], max_new_tokens=40), "max_length=40 is exceeded by a sequence of 41 tokens"),

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from sklearn.metrics.pairwise import cosine_similarity, rbf_kernel
 
-from primal_attention.ksvd import KernelSVD, kernels
+from primal_attention.ksvd import KernelSVD
 from primal_attention.ksvd.kernels import SNEKernel, row_blocks
 
 
@@ -31,14 +31,6 @@ def test_cosine_does_not_depend_on_the_size_of_the_values(points, dtype, exponen
     X = points[0].astype(dtype)
     ksvd, expected = KernelSVD(2).fit(np.ldexp(X, exponent)), KernelSVD(2).fit(X)
     np.testing.assert_array_equal(ksvd.singular_values_, expected.singular_values_)
-
-
-def test_sne_evaluates_the_distances_to_its_keys_once(points, monkeypatch) -> None:
-    calls = []
-    distances = kernels.euclidean_distances
-    monkeypatch.setattr(kernels, "euclidean_distances", lambda *args, **kw: calls.append(1) or distances(*args, **kw))
-    KernelSVD(2, kernel="sne").fit(points[0], Z=points[1]).transform(points[0])
-    assert len(calls) == 2  # one for `fit`, one for `transform`
 
 
 def test_sne_normalises_over_the_fitted_keys(points) -> None:

@@ -26,17 +26,10 @@ def phi_k(Z: np.ndarray) -> np.ndarray:
     return k / np.linalg.norm(k, axis=1, keepdims=True)
 
 
-def landmarks(X: np.ndarray) -> np.ndarray:
-    """f(X): every row of X, in the width of the features."""
-    return X[:, :5]
-
-
-def few_landmarks(X: np.ndarray) -> np.ndarray:
-    """f(X) with fewer rows than features, as many as components are wanted."""
-    return X[::10, :5]
-
-
-TRANSFORMATIONS = pytest.mark.parametrize("f", [None, landmarks, few_landmarks], ids=["identity", "f(X)", "few-rows"])
+# f(X): none, every row of X in the width of the features, and fewer rows than features, as many as components.
+TRANSFORMATIONS = pytest.mark.parametrize(
+    "f", [None, lambda X: X[:, :5], lambda X: X[::10, :5]], ids=["identity", "f(X)", "few-rows"]
+)
 SOLVERS = pytest.mark.parametrize("solver", ["primal", "dense", "lanczos"])
 
 

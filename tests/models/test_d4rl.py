@@ -9,7 +9,6 @@ from torch import Tensor
 from closeness import assert_close
 from primal_attention.models.d4rl import DecisionTransformer
 from primal_attention.nn.baselines import attention_names, attention_traits
-from primal_attention.nn.primal import PrimalAttention
 from primal_attention.official import load_official
 
 STATE, ACTION, K = 5, 3, 6
@@ -80,14 +79,6 @@ def test_it_is_the_decision_transformer_of_transformers():
     assert_close(actual[~padding], expected[~padding], TIGHT)
 
 
-def test_the_last_layer_is_causal_primal_attention_with_the_running_mean():
-    model = DecisionTransformer(STATE, ACTION)
-    assert model.attention_names == ("softmax", "softmax", "primal")
-    layer = model.blocks[-1].attention
-    assert isinstance(layer, PrimalAttention)
-    assert (layer.causal, layer.data_dependent, layer.decay) == (True, False, None)
-
-
 @pytest.mark.parametrize("attention", CAUSAL)
 def test_padding_changes_nothing_and_no_action_depends_on_later_steps(attention: str):
     model, columns, lengths = small(attention), episode(K), [K, 4, 1]
@@ -104,11 +95,6 @@ def test_padding_changes_nothing_and_no_action_depends_on_later_steps(attention:
             assert_close(actual[row][~mask[row]], unpadded[row], TIGHT, f"left={left}, {n} steps")
     padded, mask = pad(columns, lengths, left=False)
     assert_close(model.predict(*padded, mask)[~mask], model(*padded, mask)[~mask], TIGHT)
-
-
-def test_attention_without_a_causal_form_is_refused():
-    with pytest.raises(ValueError, match="causal=True is not defined for attention 'linformer'"):
-        small("linformer")
 
 
 def test_states_are_normalised_by_the_model_and_late_steps_share_a_stamp():

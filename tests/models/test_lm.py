@@ -140,14 +140,6 @@ def test_the_default_is_the_best_stored_setting_without_softmax_attention() -> N
     assert [getattr(plain, name) for name in (*names[2:], "positions")] == [None, 30, 0, False, "sinusoidal"]
 
 
-def test_the_papers_sizes() -> None:
-    with torch.device("meta"):
-        model = LanguageModel(LanguageConfig(1000, attention=("primal+",), primal_mode="mean"))
-    assert model.attention_names == ("softmax",) * 5 + ("primal",)
-    assert not any(name.startswith("head") for name, _ in model.named_parameters())  # tied embeddings
-    assert model.blocks[0].feed_forward[0].weight.shape == (2048, 512)
-
-
 def test_bad_input_is_one_line() -> None:
     model, ids = make("landmarks-conv"), torch.zeros(1, 41, dtype=torch.int64)
     _, full = model(ids[:, :40], return_state=True)

@@ -68,14 +68,6 @@ def test_positions_may_start_as_a_line_or_a_grid():
             LRAClassifier(4, 2, length, embed_dim=width, num_heads=1, positions=positions)
 
 
-def test_the_papers_network():
-    model = LRAClassifier(16, 10, 2000, attention="primal+", attention_kwargs={"primal": {"rank": 30}})
-    assert [type(b.attention).__name__ for b in model.encoder.blocks] == ["SoftmaxAttention", "PrimalAttention"]
-    first = model.encoder.blocks[0]
-    assert first.norm_first
-    assert (first.attention.embed_dim, first.attention.num_heads, first.feed_forward[0].out_features) == (64, 2, 128)
-
-
 def test_the_one_hot_gradient_of_a_lookup_is_torchs():
     ids, table = tokens(3), torch.randn(11, 16, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(3, 24, 16, dtype=torch.float64)

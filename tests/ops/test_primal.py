@@ -125,6 +125,5 @@ def test_fused_refuses_transforms_and_forward_derivatives() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_auto_takes_the_kernels_on_a_gpu() -> None:
     assert choose_backend("auto", **{**call(), "x": torch.zeros(1, 3, 32, device="cuda")}) == "fused"

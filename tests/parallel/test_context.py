@@ -20,7 +20,6 @@ from once import once
 from primal_attention import PrimalAttention, context_parallel
 from primal_attention.models.lm import LanguageConfig, LanguageModel
 from primal_attention.models.uea import modern_classifier
-from primal_attention.ops.reference import running_sum
 from primal_attention.parallel import Context, context, shard, unshard
 from primal_cases import inputs, make
 
@@ -64,18 +63,6 @@ def test_bytes_sent_do_not_depend_on_the_length(differences: Differences) -> Non
 
 
 # In one process
-
-
-@pytest.mark.parametrize("from_end", [False, True])
-@pytest.mark.parametrize("masked", [False, True])
-def test_the_decayed_total_is_the_last_running_sum(masked: bool, from_end: bool):
-    z, decay = torch.randn(2, 3, 11, 5, dtype=torch.float64), torch.tensor([0.3, 0.9, 1.0], dtype=torch.float64)
-    valid = torch.rand(2, 11) > 0.3 if masked else None
-    flipped = (z.flip(2), None if valid is None else valid.flip(1)) if from_end else (z, valid)
-    expected = running_sum(flipped[0], decay, flipped[1])[:, :, -1]
-    torch.testing.assert_close(context.decayed_total(z, decay, valid, from_end), expected)
-    leaves = (z.requires_grad_(), decay.requires_grad_())
-    assert torch.autograd.gradcheck(lambda z, decay: context.decayed_total(z, decay, valid, from_end), leaves)
 
 
 @pytest.fixture

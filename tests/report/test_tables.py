@@ -57,21 +57,6 @@ def test_every_table_has_a_name_in_the_command() -> None:
     assert set(KINDS) == set(NAMES)
 
 
-@pytest.mark.parametrize(
-    ("benchmark", "table", "row", "column", "value"),
-    [
-        ("lra", "memory", "pathfinder", "primal", 1.52),
-        ("lra", "r-scores", "image", "primal-without-r", 30.5),
-        ("d4rl", "rank", "walker2d-medium-replay", "primal+-s96", 80.5),
-        ("d4rl", "seconds", "medium", "flow", 54.4),
-        ("lm", "perplexity", "wikitext-103", "primal+-mean", 31.0),
-        ("image", "imagenet", "Primal.+DeiT-Small/16", "s/1K steps", 2330.2),
-    ],
-)
-def test_published_numbers(benchmark: str, table: str, row: str, column: str, value: float) -> None:
-    assert tables.published(benchmark, table, row, column) == value
-
-
 def test_published_tables_agree_with_each_other_and_with_the_recipes() -> None:
     uea = {name: paper("uea")[name]["rows"] for name in ("accuracy", "seconds", "eta-s", "data-dependence")}
     assert all(set(rows) == set(PAPER) for rows in uea.values())

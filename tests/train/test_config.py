@@ -10,7 +10,7 @@ import yaml
 from primal_attention.train import image, lm, lra, registry
 from primal_attention.train.config import OptimConfig, TrainerConfig, from_plain, override, to_plain
 from primal_attention.train.task import compiles
-from primal_attention.train.uea import PAPER, UEARecipe, modern_recipe, paper_recipe
+from primal_attention.train.uea import PAPER, UEARecipe, paper_recipe
 from primal_attention.utils.errors import RunError
 
 
@@ -69,15 +69,12 @@ def test_recipes_have_the_published_settings(name):
     assert {field: attrgetter(field)(recipe) for field in PUBLISHED[name]} == PUBLISHED[name]
 
 
-def test_settings_depend_on_the_attention_unless_they_are_given():
+def test_settings_depend_on_the_attention_and_the_set_unless_they_are_given():
     plus = change("uea/JapaneseVowels", "model.attention", ("primal+",)).resolved()
     assert (plus.model.rank, plus.eta, plus.model.landmarks) == (30, 0.2, 150)
     assert change("uea/JapaneseVowels", "eta", 0.0).resolved().eta == 0.0
-
-
-def test_the_modern_recipe_is_one_for_all_sets():
-    a, b = modern_recipe("Handwriting"), modern_recipe("NATOPS")
-    assert override(b, {"data.name": "Handwriting"}) == a
+    own = override(registry.get("uea"), {"data.file": "x.npz", "model.attention": ("primal+",)}).resolved()
+    assert (own.model.rank, own.eta, own.model.landmarks) == (30, 0.2, 300)
 
 
 def change(name: str, field: str, value: Any) -> Any:

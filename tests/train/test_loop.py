@@ -47,14 +47,6 @@ def test_a_run_has_its_files_and_separate_scores_by_protocol(both):
         assert "J" in row
 
 
-def test_evaluate_reproduces_the_test_number_exactly(both):
-    place, summary = both
-    again = loop.evaluate(place)  # of the averaged weights, which are the saved ones
-    assert again[""]["accuracy"] == summary["scores"]["last"]["accuracy"]
-    assert again[""]["loss"] == summary["scores"]["last"]["loss"]
-    assert again["validation"]["loss"] == summary["scores"]["validation_chosen"]["loss"]
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="needs fork and SIGKILL")
 def test_a_run_killed_or_stopped_at_any_moment_resumes_to_bit_identical_weights(tmp_path: Path):
     script = Path(__file__).with_name("faults.py")
@@ -223,8 +215,6 @@ def test_a_run_folder_of_another_version_says_so(both, tmp_path: Path):
     (other / "summary.json").unlink()
     with pytest.raises(RunError, match="run has not finished"):
         loop.evaluate(other)
-    with pytest.raises(RunError, match="nothing is not a run folder"):
-        loop.evaluate(tmp_path / "nothing")
 
 
 @pytest.mark.parametrize(
@@ -234,6 +224,7 @@ def test_a_run_folder_of_another_version_says_so(both, tmp_path: Path):
         {"model__attention": ("linear", "primal"), "trainer__precision": "bf16-mixed"},
         {"trainer__ema": 0.0},
         {"model__kind": "paper"},
+        {"model__r_scores": False},
     ],
     ids=str,
 )

@@ -121,14 +121,6 @@ def test_black_pixels_are_padding_only_on_request(tmp_path: Path):
         assert torch.isfinite(experiment.module(next(iter(experiment.train))))
 
 
-def test_published_padding_of_other_layers_is_refused_in_one_line(expressions: Path, tmp_path: Path):
-    recipe = small(folder=expressions, model__attention=("nystrom",), model__published_padding=True)
-    with pytest.raises(RunError, match="published_padding is known for primal and softmax layers only") as refused:
-        loop.train(recipe, tmp_path / "run")
-    assert "\n" not in str(refused.value)
-    assert not (tmp_path / "run").exists()
-
-
 # Batches
 
 FULL = 640

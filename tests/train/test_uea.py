@@ -12,8 +12,7 @@ import yaml
 from closeness import assert_close
 from primal_attention.cli import main as cli
 from primal_attention.data.uea import PrincipalChannels, stratified_holdout
-from primal_attention.train import checkpoint, loop, registry
-from primal_attention.train.config import override
+from primal_attention.train import checkpoint, loop
 from primal_attention.train.task import hash_data
 from primal_attention.train.uea import build_from, mix, scale_and_shift, warp_time
 from primal_attention.utils.errors import RunError
@@ -108,11 +107,6 @@ def test_a_run_that_chooses_settings_computes_no_test_score(toy_folder: Path, tm
     assert set(summary["scores"]["validation_chosen"]) == {"epoch", "validation_accuracy"}
     assert summary["test"] == {}
     assert "test" not in (tmp_path / "metrics.csv").read_text()
-
-
-def test_own_data_takes_the_settings_of_sets_that_the_paper_does_not_have():
-    recipe = override(registry.get("uea"), {"data.file": "x.npz", "model.attention": ("primal+",)}).resolved()
-    assert (recipe.model.rank, recipe.eta, recipe.model.landmarks) == (30, 0.2, 300)
 
 
 # Augmentation

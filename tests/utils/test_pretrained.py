@@ -27,16 +27,12 @@ TEXT = (
 )
 
 
-def read_card(name: str) -> dict[str, object]:
-    """The fields between the two lines of dashes of a model card."""
+def stated_score(name: str) -> float:
+    """The score of a model card, whose fields are between two lines of dashes."""
     _, fields, text = (FOLDER / name / "README.md").read_text(encoding="utf-8").split("---\n", 2)
     for part in ("Training data", "Command", "commit", "Intended use", "Limits", "Licence"):
         assert part in text, part
-    return yaml.safe_load(fields)
-
-
-def stated_score(name: str) -> float:
-    (model,) = read_card(name)["model-index"]
+    (model,) = yaml.safe_load(fields)["model-index"]
     assert model["name"] == name
     return model["results"][0]["metrics"][0]["value"]
 

@@ -45,12 +45,8 @@ def sample() -> pathfinder.Arrays:
 
 
 @pytest.fixture
-def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(pathfinder, "DRAWN_AT_ONCE", 64)
-
-
-@pytest.fixture
-def folder(tmp_path: Path, small_batches: None) -> Path:
     return pathfinder.write(tmp_path / "set", {"train": 8, "valid": 4, "test": 2}, seed=1)
 
 

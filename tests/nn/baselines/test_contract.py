@@ -298,7 +298,6 @@ def test_memory_saved_for_backward_grows_linearly(name: str, causal: bool) -> No
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @each_mode
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_cuda_equals_cpu(name: str, causal: bool, dtype: torch.dtype) -> None:

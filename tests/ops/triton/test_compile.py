@@ -12,10 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from closeness import assert_close
 from kernel_cases import SAME, assert_same, make, results, tokens, twin
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 class Compiled:

@@ -11,10 +11,7 @@ import torch
 from closeness import assert_close, rms_ratio
 from kernel_cases import Layer, make, results, tokens, twin
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 DEVICE = torch.device("cuda")
 # One rounding of bfloat16 per step of a short chain; the same chain in another order of sums.

@@ -77,8 +77,7 @@ def _restore_tf32() -> Iterator[None]:
     torch.backends.cuda.matmul.allow_tf32 = before
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: the interpreter has no TF32")
-@pytest.mark.gpu
+@pytest.mark.gpu  # the interpreter has no TF32
 @pytest.mark.usefixtures("_restore_tf32")
 @pytest.mark.parametrize(("head_dim", "rank"), [(16, 5), (64, 96)], ids=["narrow", "wide"])
 @pytest.mark.parametrize("mode", ["data_dependent", "plain", "causal", "learned_decay"])

@@ -43,14 +43,6 @@ def test_the_kernels_match_the_equations_over_many_blocks(device: torch.device, 
     assert_as_truth(layer, tokens(layer, 1, 500))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: the next test has shorter chunks")
-@pytest.mark.parametrize("mode", ["data_dependent", "causal"])
-def test_the_kernels_match_the_equations_beyond_one_chunk(device: torch.device, mode: str) -> None:
-    layer = make(mode, rank=8, heads=1).to(device)
-    assert_as_truth(layer, tokens(layer, 1, 1030))
-
-
 CHUNKED = [*((mode, 150) for mode in MODES), ("causal", 128)]
 if torch.cuda.is_available():
     CHUNKED += [("data_dependent", 128)]
