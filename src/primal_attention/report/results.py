@@ -174,7 +174,7 @@ class Difference:
 
     def show(self, digits: int = 1) -> str:
         half = "" if self.half_interval is None else f" ± {self.half_interval:.{digits}f}"
-        return f"{self.mean:+.{digits}f}{half}"
+        return f"{round(self.mean, digits) + 0.0:+.{digits}f}{half}"  # no negative zero
 
 
 def in_full(score: Mapping[str, Any]) -> str:
