@@ -464,7 +464,7 @@ def landmark_weights(x: Tensor, rows: Tensor, w_e: Tensor, w_r: Tensor, dtype: t
     heads, n, rank = w_e.shape
     p, stored = x.shape[1] // heads, stored_rank(rank)
     tiles = landmark_tiles(p, rank)
-    if x.dtype != torch.float32 and tiles.width <= 64 and stored > tiles.rank:  # one block: rows are read once
+    if x.dtype != torch.float32 and tiles.width <= 64:  # few blocks of directions: each reads the rows again
         block = min(power_of_two(stored), 128)
         tiles = Tiles(32, tiles.width, block, ceil_div(stored, block), 4)
     wx = torch.empty((rows.shape[0], heads, 2, p, stored), dtype=dtype, device=x.device)
@@ -490,15 +490,15 @@ def landmarks_backward(
     per_program = n if batch * heads >= 2 * multiprocessors(x.device) else row_tiles.tokens
     row_programs = batch * heads * ceil_div(n, per_program)
     blocks = 2 * heads * ceil_div(n, tiles.tokens) * tiles.rank_blocks
-    # Enough programs to fill the GPU, few enough partial sums to add them cheaply.
-    splits = min(batch, max(1, 2 * multiprocessors(x.device) // blocks))
+    # Enough programs to fill the GPU and none much longer than the others, but few partial sums to add.
+    splits = min(batch, max(1, 2 * multiprocessors(x.device) // blocks, min(batch // 24, 16)))
     parts = torch.empty((splits, heads, 2, n, stored), dtype=torch.float32, device=x.device)
     _landmarks_backward_kernel[(row_programs + splits * blocks,)](
         x, rows, w_e, w_r, grad_wx, grad_x, parts, n, batch, per_program, ceil_div(batch, splits), min_length,
         row_programs, HEADS=heads, P=p, RANK=rank, S=stored, BP=row_tiles.width,
         BN_ROWS=row_tiles.tokens, BS_ROWS=row_tiles.rank, NS_ROWS=row_tiles.rank_blocks,
         BN=tiles.tokens, BS=tiles.rank, NS=tiles.rank_blocks, PRECISION=precision(x.dtype),
-        num_warps=tiles.warps, num_stages=tiles.stages,
+        num_warps=tiles.warps, num_stages=2 if w_e.dtype == torch.float32 else 3,  # shared memory limits occupancy
     )  # fmt: skip
     return parts
 

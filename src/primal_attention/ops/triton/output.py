@@ -173,7 +173,7 @@ class FoldedOutputProjection(torch.autograd.Function):
         _fold_backward_kernel[(programs,)](
             grad_matrix, w_o, w_o if b_o is None else b_o, w_out, grad_w_out,
             parts if grad_b_out is None else grad_b_out, parts, d, heads_per_program,
-            PRECISION=float32_precision(scores.dtype), num_warps=4 if p <= 64 else 8, num_stages=2 if p <= 64 else 1,
+            PRECISION=float32_precision(scores.dtype), num_warps=4 if p <= 64 else 8, num_stages=1,
             **constants,
         )  # fmt: skip
         _score_map_gradient_kernel[(ceil_div(2 * p * stored, 128),)](
