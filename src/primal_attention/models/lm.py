@@ -52,7 +52,7 @@ class LanguageConfig:
 
     Without `primal_mode` the Primal layers have the best setting without softmax attention on 204 MB of text: the
     delta rule with convolution 4, a gate, half of `num_heads` and a rank of half the head width. It has 1.4348 bits per
-    byte, softmax attention 1.3746 (`results/lm`); after 51 MB 1.9331, the mode "mean" 2.0974
+    byte, softmax attention 1.3746 (`results/lm-unit-variance`); after 51 MB 1.9331, the mode "mean" 2.0974
     (`results/lm-short`). These runs have `initializer_range=None`.
 
     Args:
