@@ -368,7 +368,8 @@ def situation_table() -> str:
     """Tasks, measured numbers of the stored results, and the choice that follows."""
     steps = {(row["model"], row["name"]): 1e3 * row["seconds"] for row in read_json("bench/model.json")["rows"]}
     state = {r["name"]: r["state_bytes"] for r in read_json("bench/decode.json")["rows"] if r["length"] == 2**20}
-    bits = read_column("primal table lm --models softmax delta hybrid", "bits_per_byte_mean")
+    command = "primal table lm --models softmax delta hybrid --set model.initializer_range=none"
+    bits = read_column(command, "bits_per_byte_mean")
     runs = {run.path.name.removesuffix("-seed0.json"): run for run in read_summaries(ROOT / "results" / "lm-short")}
     names = ("primal-mean", "primal-decay", "softmax", "linear")
     quick = {name: runs[name].score("last", "bits_per_byte") for name in names}

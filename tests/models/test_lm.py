@@ -129,7 +129,8 @@ def test_a_new_model_knows_the_order_of_its_tokens_and_starts_near_the_uniform_l
 
 def test_the_default_is_the_best_stored_setting_without_softmax_attention() -> None:
     names = ("attention", "primal_mode", "primal_heads", "rank", "conv", "gate")
-    runs = [json.loads(file.read_text()) for file in Path(__file__).parents[2].glob("results/lm/wikipedia/*.json")]
+    files = Path(__file__).parents[2].glob("results/lm-unit-variance/wikipedia/*.json")
+    runs = [json.loads(file.read_text()) for file in files]
     runs = [run for run in runs if run["config"]["model"]["attention"] == ["primal"]]
     best = min(runs, key=lambda run: run["test"]["bits_per_byte"])
     assert f"{best['test']['bits_per_byte']:.4f}" in LanguageConfig.__doc__

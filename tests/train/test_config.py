@@ -59,6 +59,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "lm/wikitext-103": {
         "model.layers": 6, "model.embed_dim": 512, "model.ffn_dim": 2048, "model.num_heads": 8, "model.rank": 30,
         "model.attention": ("primal+",), "data.context": 512, "data.vocabulary": None, "optim.warmup": 6 / 156,
+        "model.initializer_range": None,
     },
 }  # fmt: skip
 

@@ -10,12 +10,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 import toy
+from faults import assert_same, cut_off
 
 from primal_attention.cli import main as cli
+from primal_attention.cli.train import parse_run
 from primal_attention.data.lm import TextSplit, Vocabulary
+from primal_attention.models.lm import LanguageModel
+from primal_attention.report.tables import language_variants
 from primal_attention.train import lm as language
 from primal_attention.train import loop, registry
 from primal_attention.train.config import override
+from primal_attention.train.grid import Variant
 from primal_attention.train.lm import LanguageRecipe, Windows, load_language
 from primal_attention.utils.errors import DataError, RunError
 
@@ -106,6 +111,36 @@ def test_the_default_of_wikipedia_is_the_best_mode_and_a_mode_alone_has_plain_se
     assert (decay.primal_heads, decay.rank, decay.conv, decay.gate) == (None, 30, 0, False)
     softmax = override(registry.get("lm/wikipedia"), {"model.attention": ("softmax",)}).resolved().model
     assert (softmax.primal_mode, softmax.rank, softmax.conv, softmax.gate) == ("mean", 30, 0, False)  # as stored
+
+
+@pytest.mark.parametrize("variant", language_variants(), ids=lambda variant: variant.name)
+@torch.no_grad()
+def test_a_new_model_of_wikipedia_starts_near_the_uniform_loss(variant: Variant) -> None:
+    recipe = override(registry.get("lm/wikipedia"), {**variant.changes(), "model.embed_dim": 256}).resolved()
+    torch.manual_seed(0)
+    model, tokens = LanguageModel(language.network(recipe, 2000)), torch.randint(2000, (4, 65))
+    loss = model(tokens[:, :-1], targets=tokens[:, 1:])
+    assert abs(loss.item() - math.log(2000)) < 0.3
+
+
+def test_a_run_that_is_older_than_initializer_range_keeps_its_embeddings(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--data.folder", str(folder), "--data.vocabulary", "280", "--data.context", "16", *toy.FLAGS]
+    words += ["--trainer.steps-per-epoch", "4", "--trainer.precision", "32-true"]
+    earlier, *_ = parse_run("lm/wikipedia", registry.get("lm/wikipedia"), [*words, "--model.initializer-range", "None"])
+    loop.train(earlier, tmp_path / "whole")
+    run = tmp_path / "cut"
+    cut_off(override(earlier, {"trainer.checkpoint_steps": 2}), run, 3)
+    text = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(text.replace("    initializer_range: null\n", ""))
+    assert (run / "config.yaml").read_text() != text
+    resume = ["train", "lm/wikipedia", *words, "--out", str(run), "--resume"]
+    assert cli.main([*resume, "--model.initializer-range", "0.02"]) == 2
+    assert "was started with --model.initializer-range None, not 0.02" in capsys.readouterr().err
+    assert cli.main(resume) == 0
+    assert_same(run, tmp_path / "whole")
+    assert load_language(run)[0].config.initializer_range is None
 
 
 def test_a_run_is_evaluated_by_what_its_model_predicts_and_repeats(

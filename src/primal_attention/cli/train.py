@@ -50,13 +50,15 @@ def train(args: Sequence[str]) -> int:
     from primal_attention.train import checkpoint, distributed, loop
 
     run_name = registry.run_name(name)
-    out = out or checkpoint.default_folder(run_name, recipe, resume=resume)
+    out, flags = out or checkpoint.default_folder(run_name, recipe, resume=resume), flag_names(rest)
+    if resume:
+        recipe = checkpoint.keep_earlier_values(out, recipe, flags)
     if distributed.is_main():
         print(f"run folder: {out}")
-    new_schedule = any(word.partition("=")[0] == "--optim.schedule" for word in rest)
     command = shlex.join(["primal", "train", *args])
     with distributed.leave_at_once():
         try:
+            new_schedule = "--optim.schedule" in flags
             summary = loop.train(recipe, out, name=run_name, resume=resume, command=command, new_schedule=new_schedule)
         except WriteError as error:
             raise RunError(f"{error}; free some space and continue with --resume") from error
@@ -65,13 +67,18 @@ def train(args: Sequence[str]) -> int:
     return 0
 
 
+def flag_names(args: Sequence[str]) -> set[str]:
+    """Return the flags among the words of a command as --group.field."""
+    return {word.partition("=")[0].replace("_", "-").replace(".no-", ".") for word in args}
+
+
 def parse_run(name: str, recipe: Recipe, args: Sequence[str]) -> tuple[Recipe, Path | None, bool]:
     """Return the recipe as the flags change it, the run folder, and whether to resume the run in it."""
     import tyro
 
     from primal_attention.train.config import RENAMED
 
-    flags = {word.partition("=")[0].replace("_", "-").replace(".no-", ".") for word in args}
+    flags = flag_names(args)
     for old, new in RENAMED.items():
         if f"--{old}" in flags:
             raise RunError(f"--{old} was replaced: use {new}")

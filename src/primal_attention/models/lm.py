@@ -52,7 +52,8 @@ class LanguageConfig:
 
     Without `primal_mode` the Primal layers have the best setting without softmax attention on 204 MB of text: the
     delta rule with convolution 4, a gate, half of `num_heads` and a rank of half the head width. It has 1.4348 bits per
-    byte, softmax attention 1.3746 (`results/lm`); after 51 MB 1.9331, the mode "mean" 2.0974 (`results/lm-short`).
+    byte, softmax attention 1.3746 (`results/lm-unit-variance`); after 51 MB 1.9331, the mode "mean" 2.0974
+    (`results/lm-short`). These runs have `initializer_range=None`.
 
     Args:
         vocabulary: number of tokens.
@@ -83,7 +84,8 @@ class LanguageConfig:
             "sinusoidal" otherwise.
         initializer_range: standard deviation of the embeddings of a new model; position embeddings are multiplied by
             it. Its loss starts near ln(vocabulary). None is embed_dim**-0.5, with embeddings that the model scales to
-            unit variance: the recipes and published weights use it, and the loss starts far above ln(vocabulary).
+            unit variance, and the loss starts far above ln(vocabulary); the paper's recipe `lm/wikitext-103` and the
+            included weights have it.
     """
 
     vocabulary: int = 8192

@@ -744,21 +744,22 @@ def language_variants() -> tuple[Variant, ...]:
     """Softmax, every causal mode of Primal-Attention, the delta rule, a hybrid and baselines.
 
     The controls of the delta rule's convolution and gate are softmax with both ("softmax-local"), and both without
-    attention ("local"). All have the parameters of softmax attention's model: what an attention saves goes to the
-    feed-forward width. The most informative ones come first, for grids that are cut off.
+    attention ("local"). "-sigmoid" is the activation of the gate. All have the parameters of softmax attention's model:
+    what an attention saves goes to the feed-forward width. The most informative ones come first, for grids that are
+    cut off.
     """
-    delta = {"primal_mode": "delta", "primal_heads": 4, "rank": 64, "conv": 4, "gate": True}
+    delta = {"primal_mode": None}  # heads and rank in proportion to the model, conv 4 and gate
     hybrid = {"attention": ("primal", "primal", "softmax") * 2, **delta}
     local = {"conv": 4, "gate": True}
     rows: list[tuple[str, str, dict[str, Any]]] = [
-        ("softmax", "softmax", {}),
         ("delta", "primal", delta),
         ("hybrid", "primal", hybrid),
         ("softmax-local", "softmax", {**local, "conv_layers": "all"}),
         ("local", "none", local),
-        ("delta-sigmoid", "primal", {**delta, "gate_activation": "sigmoid"}),
-        ("hybrid-sigmoid", "primal", {**hybrid, "gate_activation": "sigmoid"}),
     ]
+    sigmoid = {"gate_activation": "sigmoid"}
+    rows += [(f"{name}-sigmoid", model, {**options, **sigmoid}) for name, model, options in rows]
+    rows.insert(0, ("softmax", "softmax", {}))
     for model, conv in (("primal+", {}), ("primal", {}), ("primal", {"conv": 4}), ("primal+", {"conv": 4})):
         suffix, modes = "-conv" if conv else "", ("mean", "landmarks", "decay")
         rows += [(f"{model}-{mode}{suffix}", model, {"primal_mode": mode, **conv}) for mode in modes]

@@ -22,7 +22,7 @@ import io
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_map
 import primal_attention
 from primal_attention.data.storage import one_line
 from primal_attention.train import distributed
-from primal_attention.train.config import FORMAT, Recipe, flatten, from_plain, to_plain
+from primal_attention.train.config import FORMAT, Recipe, flatten, from_plain, override, to_plain
 from primal_attention.utils import files
 from primal_attention.utils.errors import RunError
 from primal_attention.utils.provenance import collect
@@ -153,6 +153,23 @@ def check_config(folder: Path, recipe: Recipe, *, resume: bool, new_schedule: bo
             f"after {old_epochs}; give --optim.schedule again, for example --optim.schedule constant"
         )
     return Plan(epochs if new_schedule else text.get("schedule_epochs", old_epochs), extends=True)
+
+
+def keep_earlier_values(folder: Path, recipe: Recipe, flags: Collection[str]) -> Recipe:
+    """Return the recipe with the run's values of fields that are newer than the run and that no flag gives.
+
+    Args:
+        folder: The run folder; without config.yaml the recipe is returned as it is.
+        recipe: Recipe of the command that resumes the run.
+        flags: Flags of the command, as --group.field.
+    """
+    if not (folder / "config.yaml").exists():
+        return recipe
+    text, before = read_run(folder)
+    known = {name for name, _ in flatten(text["config"])}
+    values = {name: value for name, value in flatten(to_plain(before)) if name not in known}
+    values = {name: value for name, value in values.items() if f"--{name.replace('_', '-')}" not in flags}
+    return override(recipe, values) if type(before) is type(recipe) else recipe
 
 
 def write_config(folder: Path, recipe: Recipe, plan: Plan, *, name: str, command: str, **origin: Any) -> None:

@@ -93,6 +93,8 @@ class LanguageNetwork(NetworkConfig):
     """Layers with convolution and gate: the Primal ones, or all; layers without attention (none) always have them."""
     positions: Literal["rotary", "sinusoidal", "none"] | None = None
     """None: rotary in softmax layers; sinusoidal where nothing else in the model encodes the order of the tokens."""
+    initializer_range: float | None = None  # as in runs from before this field; lm/wikipedia has 0.02
+    """Standard deviation of new embeddings; None is embed-dim^-0.5, and the model scales them to unit variance."""
 
     @property
     def has_primal_layers(self) -> bool:
@@ -145,13 +147,20 @@ RECIPES = {
     # A little over two passes through the bundled text: 1640 steps of 32 windows, 204 million bytes.
     "wikipedia": LanguageRecipe(
         optim=OptimConfig("adamw", lr=1.5e-3, weight_decay=0.1, beta2=0.98, schedule="onecycle", warmup=0.1, clip=1.0),
-        model=LanguageNetwork(primal_mode=None),
+        model=LanguageNetwork(primal_mode=None, initializer_range=0.02),  # the loss starts near ln(vocabulary)
         trainer=TrainerConfig(epochs=4, steps_per_epoch=410, batch_size=32, precision="bf16-mixed"),
     ),
     # The paper's settings: windows of 512 words, 150,000 updates after 6,000 of warm-up, Primal in the last layer.
     "wikitext-103": LanguageRecipe(
         data=LanguageData("wikitext-103", vocabulary=None, context=512),
-        model=LanguageNetwork(("primal+",), ffn_dim=2048, activation="relu", dropout=0.1, positions="sinusoidal"),
+        model=LanguageNetwork(
+            ("primal+",),
+            ffn_dim=2048,
+            activation="relu",
+            dropout=0.1,
+            positions="sinusoidal",
+            initializer_range=None,  # as in fairseq, which the authors' code uses
+        ),
         optim=OptimConfig("adam", lr=1e-3, beta2=0.98, schedule="inverse-sqrt", warmup=6 / 156, clip=0.0),
         trainer=TrainerConfig(epochs=156, steps_per_epoch=1000, batch_size=64, precision="bf16-mixed"),
     ),
@@ -180,7 +189,6 @@ def network(recipe: LanguageRecipe, vocabulary: int) -> LanguageConfig:
         **values,
         ffn_dim=width or WIDTH_MULTIPLE,
         max_length=recipe.data.context,
-        initializer_range=None,  # as in the stored results
     )
     return config if width else replace(config, ffn_dim=equal_width(config))
 
