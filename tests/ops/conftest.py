@@ -59,6 +59,6 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     package = common.__package__
     for module in [m for name, m in list(sys.modules.items()) if name.startswith(package) and hasattr(m, "CHUNK")]:
         monkeypatch.setattr(module, "CHUNK", 64)
-    common._cached_uniform_sequences.cache_clear()
+    common.uniform_sequences.cache_clear()
     yield 64
-    common._cached_uniform_sequences.cache_clear()
+    common.uniform_sequences.cache_clear()

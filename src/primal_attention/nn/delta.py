@@ -28,7 +28,7 @@ from ..ops.padding import Padding
 from ..ops.types import DeltaState, Output, Scores
 from . import checks
 from .blocks import CausalConv
-from .primal import PrimalAttention, is_plain_linear
+from .primal import PrimalAttention, read_linear
 
 
 class DeltaPrimalAttention(PrimalAttention):
@@ -154,7 +154,7 @@ class DeltaPrimalAttention(PrimalAttention):
     def _projections(self, x: Tensor, fused: bool = False) -> Tensor:
         """[q; k; h_r; h_e] before the convolution, (B, N, 2d + 2Hs)."""
         qk, dual = self.qk_proj, self.dual_proj
-        if not (fused and is_plain_linear(qk) and is_plain_linear(dual)):
+        if not (fused and read_linear(qk) and read_linear(dual)):
             return torch.cat([qk(x), dual(x)], dim=-1)
         # For long input, concatenating the weights is cheaper than concatenating the results.
         bias = None if qk.bias is None else torch.cat([qk.bias, qk.bias.new_zeros(dual.out_features)])

@@ -334,11 +334,10 @@ class PrimalAttention(nn.Module):
 
     def _weights(self) -> tuple[Weights, bool]:
         """Return the parameters, without maps that must be called, and whether the output maps must be called."""
-        qk, score, out = self.qk_proj, self.score_proj, self.out_proj
-        is_called = not (is_plain_linear(score) and is_plain_linear(out))
-        maps: list[Tensor | None] = [None] * 4 if is_called else [score.weight, score.bias, out.weight, out.bias]
-        of_qk = (qk.weight, qk.bias) if is_plain_linear(qk) else (None, None)
-        return Weights(*of_qk, self.w_e, self.w_r, *maps), is_called  # type: ignore[call-arg]
+        score, out = read_linear(self.score_proj), read_linear(self.out_proj)
+        is_called = score is None or out is None
+        maps = (None,) * 4 if score is None or out is None else (*score, *out)
+        return Weights(*(read_linear(self.qk_proj) or (None, None)), self.w_e, self.w_r, *maps), is_called  # type: ignore[call-arg]
 
     def _project_qk(self, x: Tensor) -> Tensor:
         """Call `qk_proj` as a module; subclasses change q and k here."""
@@ -558,12 +557,14 @@ class RecordedCall:
         self.is_differentiated = True
 
 
-def is_plain_linear(module: nn.Module) -> bool:
-    """Return True if the weights of a map may be read instead of calling it: an nn.Linear without hooks."""
-    if type(module) is not nn.Linear or type(module.weight) not in (nn.Parameter, Tensor):
-        return False
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return not any(hooks) and module.__dict__.get("forward") is None
+def read_linear(module: nn.Module) -> tuple[Tensor, Tensor | None] | None:
+    """Return weight and bias of an nn.Linear without hooks; None if the map must be called."""
+    if type(module) is not nn.Linear or "forward" in module.__dict__:
+        return None
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return None
+    weight = module.weight
+    return (weight, module.bias) if type(weight) in (nn.Parameter, Tensor) else None
 
 
 def is_recomputing() -> bool:

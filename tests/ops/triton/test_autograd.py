@@ -14,6 +14,7 @@ from triton.runtime.interpreter import GridExecutor
 from closeness import assert_close
 from kernel_cases import MODES, SAME, assert_as_truth, assert_same, gradients, make, results, tokens, twin
 from primal_attention.ops.triton import common
+from primal_attention.ops.triton.causal_landmarks import landmark_grid
 
 KERNELS = ["data_dependent", "learned_decay", "causal_landmarks"]
 each_kernel = pytest.mark.parametrize("mode", KERNELS)
@@ -42,8 +43,8 @@ def test_two_runs_are_bit_identical(device: torch.device, mode: str) -> None:
 @pytest.mark.parametrize("mode", [*KERNELS, "plain", "causal"] if torch.cuda.is_available() else KERNELS)
 def test_training_after_inference_mode_and_evaluation_without_gradients(device: torch.device, mode: str) -> None:
     """Tables are cached by shape; autograd cannot save tensors that were created in inference mode."""
-    common._cached_uniform_sequences.cache_clear()
-    common._cached_landmark_table.cache_clear()
+    for table in (common.uniform_sequences, common.uniform_landmark_table, landmark_grid):
+        table.cache_clear()
     layer = make(mode, heads=1).to(device)
     x = tokens(layer, 2, 7)
     with torch.inference_mode():

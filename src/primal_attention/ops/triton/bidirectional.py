@@ -26,6 +26,7 @@ from torch.nn import functional as F
 
 from .common import (
     Tiles,
+    cached,
     can_overwrite_saved,
     ceil_div,
     dot,
@@ -92,7 +93,7 @@ def load_weights(w, block, like, P: tl.constexpr, COLUMNS: tl.constexpr, BP: tl.
 def _scores_kernel(
     qk, wx_e, wx_r, scores, energy, chunk_sequence, chunk_start, chunk_end, wx_stride,
     HEADS: tl.constexpr, P: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr,
-    COLUMNS: tl.constexpr, HEAD_STRIDE: tl.constexpr,
+    COLUMNS: tl.constexpr, HEAD_STRIDE: tl.constexpr, SIDE_STRIDE: tl.constexpr,
     BT: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, NS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Scores and energies of one chunk, head and side (0: q → e, 1: k → r)."""
@@ -102,7 +103,8 @@ def _scores_kernel(
     p, t = tl.arange(0, BP), tl.arange(0, BT)
     kind: tl.constexpr = scores.dtype.element_ty
     qk += (side * HEADS + head) * P
-    wx = (wx_e if side == 0 else wx_r) + tl.load(chunk_sequence + chunk) * wx_stride + head * HEAD_STRIDE
+    wx = (wx_e if side == 0 else wx_r) + side * SIDE_STRIDE
+    wx += tl.load(chunk_sequence + chunk) * wx_stride + head * HEAD_STRIDE
     for block in tl.static_range(NS):
         s = block * BS + tl.arange(0, BS)
         w, factor = scale_weights(load_weights(wx, block, scores, P, COLUMNS, BP, BS))
@@ -145,7 +147,7 @@ def _scores_backward_kernel(
     qk, wx_e, wx_r, grad_scores, grad_energy, grad_qk, grad_wx, grad_bias,
     chunk_sequence, chunk_start, chunk_end, wx_stride,
     HEADS: tl.constexpr, P: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr,
-    COLUMNS: tl.constexpr, HEAD_STRIDE: tl.constexpr,
+    COLUMNS: tl.constexpr, HEAD_STRIDE: tl.constexpr, SIDE_STRIDE: tl.constexpr,
     BT: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, NS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dz and the chunk's partial sums of db and, if NS is 1, of dW; for larger ranks see the next kernel."""
@@ -155,7 +157,7 @@ def _scores_backward_kernel(
     p, t = tl.arange(0, BP), tl.arange(0, BT)
     kind: tl.constexpr = grad_scores.dtype.element_ty
     column = ((lane % 2) * HEADS + lane // 2) * P + p
-    wx = (wx_e if lane % 2 == 0 else wx_r) + sequence * wx_stride + lane // 2 * HEAD_STRIDE
+    wx = (wx_e if lane % 2 == 0 else wx_r) + sequence * wx_stride + lane // 2 * HEAD_STRIDE + lane % 2 * SIDE_STRIDE
     grad_scores += lane * S
     grad_energy += (sequence * (2 * HEADS) + lane) * S
     if NS == 1:  # outside of the loop: its loads would not be pipelined
@@ -213,7 +215,7 @@ def _scores_backward_kernel(
 def _weights_backward_kernel(
     qk, wx_e, wx_r, grad_scores, grad_energy, grad_wx, chunk_sequence, chunk_start, chunk_end, wx_stride,
     HEADS: tl.constexpr, P: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr,
-    COLUMNS: tl.constexpr, HEAD_STRIDE: tl.constexpr,
+    COLUMNS: tl.constexpr, HEAD_STRIDE: tl.constexpr, SIDE_STRIDE: tl.constexpr,
     BT: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The chunk's partial sum of dW for one block of directions, where one block does not cover the rank."""
@@ -223,7 +225,7 @@ def _weights_backward_kernel(
     p, t, s = tl.arange(0, BP), tl.arange(0, BT), block * BS + tl.arange(0, BS)
     kind: tl.constexpr = grad_scores.dtype.element_ty
     column = ((lane % 2) * HEADS + lane // 2) * P + p
-    wx = (wx_e if lane % 2 == 0 else wx_r) + sequence * wx_stride + lane // 2 * HEAD_STRIDE
+    wx = (wx_e if lane % 2 == 0 else wx_r) + sequence * wx_stride + lane // 2 * HEAD_STRIDE + lane % 2 * SIDE_STRIDE
     w, factor = scale_weights(load_weights(wx, block, grad_scores, P, COLUMNS, BP, BS))
     grad_scores += lane * S
     grad_energy += (sequence * (2 * HEADS) + lane) * S
@@ -431,6 +433,7 @@ def finish_gradients(
     return (grad_x, matmul_to(grad_z.mT, x, dtypes[1]), grad_bias, None), (grad_e, grad_r)
 
 
+@cached
 def score_tiles(dtype: torch.dtype, head_dim: int, rank: int) -> Tiles:
     """Tiles of the score kernels: operands stay in registers and shared memory."""
     width, full = power_of_two(head_dim), power_of_two(stored_rank(rank))
@@ -441,6 +444,7 @@ def score_tiles(dtype: torch.dtype, head_dim: int, rank: int) -> Tiles:
     return Tiles(tokens, width, block, ceil_div(stored_rank(rank), block), 4 if tokens * width <= 128 * 64 else 8)
 
 
+@cached
 def landmark_tiles(head_dim: int, rank: int) -> Tiles:
     """Tiles of the landmark kernels; `tokens` counts landmarks. Few directions of a block are empty."""
     width, stored = power_of_two(head_dim), stored_rank(rank)
@@ -449,6 +453,7 @@ def landmark_tiles(head_dim: int, rank: int) -> Tiles:
     return Tiles(64 if width <= 64 else 32, width, block, ceil_div(stored, block), 4)
 
 
+@cached
 def large_landmark_tiles(dtype: torch.dtype, head_dim: int, rank: int, landmarks: int) -> Tiles:
     """As `landmark_tiles`, with more directions and landmarks per block where 16-bit operands fit."""
     tiles = landmark_tiles(head_dim, rank)
@@ -503,24 +508,31 @@ def landmarks_backward(
     return parts
 
 
+@cached
+def score_constants(
+    z_dtype: torch.dtype, heads: int, p: int, rank: int, data_dependent: bool, precision: str
+) -> tuple[dict[str, Any], Tiles]:
+    """Return the constants and the tiles of the score kernels.
+
+    The weights of both sides are one tensor (B, H, 2, p, S) if data-dependent, else W_e and W_r, (H, p, s) each.
+    """
+    stored, tiles = stored_rank(rank), score_tiles(z_dtype, p, rank)
+    columns, sides = (stored, 2) if data_dependent else (rank, 1)
+    return {
+        "HEADS": heads, "P": p, "S": stored, "RANK": rank, "COLUMNS": columns, "HEAD_STRIDE": sides * p * columns,
+        "SIDE_STRIDE": (sides - 1) * p * columns, "BP": tiles.width, "BS": tiles.rank, "PRECISION": precision,
+        "num_warps": tiles.warps,
+        "num_stages": 1 if tiles.width * z_dtype.itemsize >= 512 else 3,  # wide blocks fill shared memory
+    }, tiles  # fmt: skip
+
+
 def score_arguments(
     z: Tensor, wx: Tensor | tuple[Tensor, Tensor], dtype: torch.dtype, heads: int, rank: int
 ) -> tuple[tuple[Tensor, Tensor, int], dict[str, Any], Tiles]:
-    """Return the weights of both sides with their stride over sequences, the constants and the tiles of the kernels.
-
-    wx: (B, H, 2, p, S) if data-dependent, else W_e and W_r, (H, p, s) each.
-    """
-    p, stored = z.shape[1] // (2 * heads), stored_rank(rank)
-    tiles = score_tiles(z.dtype, p, rank)
-    if isinstance(wx, tuple):
-        sides, columns, head_stride = (*wx, 0), rank, p * rank
-    else:
-        sides, columns, head_stride = (wx, wx[:, :, 1:], heads * 2 * p * stored), stored, 2 * p * stored
-    constants = {
-        "HEADS": heads, "P": p, "S": stored, "RANK": rank, "COLUMNS": columns, "HEAD_STRIDE": head_stride,
-        "BP": tiles.width, "BS": tiles.rank, "PRECISION": precision(dtype), "num_warps": tiles.warps,
-        "num_stages": 1 if tiles.width * z.element_size() >= 512 else 3,  # wide blocks fill shared memory
-    }  # fmt: skip
+    """Return the weights of both sides with their stride over sequences, the constants and the tiles of the kernels."""
+    is_shared = isinstance(wx, tuple)
+    constants, tiles = score_constants(z.dtype, heads, z.shape[1] // (2 * heads), rank, not is_shared, precision(dtype))
+    sides = (*wx, 0) if isinstance(wx, tuple) else (wx, wx, heads * constants["HEAD_STRIDE"])
     return sides, constants, tiles
 
 
@@ -568,7 +580,7 @@ def score_backward(
         grad_z = (torch.empty_like if covers_rows else torch.zeros_like)(z)
     grad_wx = torch.empty((chunks, heads, 2, p, constants["S"]), dtype=wx_grad_dtype, device=z.device)
     grad_bias = torch.empty((chunks, 2 * heads * p), dtype=torch.float32, device=z.device)
-    constants["BT"] = min(tiles.tokens, 64)
+    constants = {**constants, "BT": min(tiles.tokens, 64)}
     _scores_backward_kernel[(chunks, 2 * heads)](
         z, wx_e, wx_r, grad_scores, grad_energy, grad_z, grad_wx, grad_bias, *tables[3:], wx_stride,
         NS=tiles.rank_blocks, **constants,

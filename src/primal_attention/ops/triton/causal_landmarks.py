@@ -15,7 +15,6 @@ landmarks. V = ∂W/∂log γ gives the gradient of the decay. Layouts as in `bi
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -34,6 +33,7 @@ from .bidirectional import (
 from .causal_sum import _carries_kernel, powers
 from .common import (
     CHUNK,
+    cached,
     ceil_div,
     dot,
     forbid_double_backward,
@@ -339,22 +339,11 @@ def _add_rows_kernel(
     tl.store(target, grad.to(grad_x.dtype.element_ty), mask=inside)
 
 
+@cached
 def landmark_grid(max_length: int, landmarks: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the grid positions (n,), and the number of them before each position, (max_length + 1,)."""
-    if torch.compiler.is_compiling():
-        return _landmark_grid(max_length, landmarks, device)
-    return _cached_landmark_grid(max_length, landmarks, device)
-
-
-def _landmark_grid(max_length: int, landmarks: int, device: torch.device) -> tuple[Tensor, Tensor]:
     grid = landmark_indices(max_length, landmarks, device)
     return grid, torch.searchsorted(grid, torch.arange(max_length + 1, device=device))
-
-
-@lru_cache(maxsize=16)
-@torch.inference_mode(False)  # the cached tensors also serve calls that train
-def _cached_landmark_grid(max_length: int, landmarks: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    return _landmark_grid(max_length, landmarks, device)
 
 
 def fits_registers(head_dim: int, rank: int) -> bool:

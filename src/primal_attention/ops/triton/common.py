@@ -7,8 +7,9 @@ Sums over chunks are written as partial sums and added in a fixed order, so that
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import lru_cache, partial, wraps
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import triton
@@ -20,6 +21,8 @@ from ..landmarks import ragged_landmark_indices
 
 CHUNK = 1024  # rows
 LANE = 8  # scores are stored in rows of a multiple of 8 numbers: whole 16-byte pieces in 16-bit types
+P = ParamSpec("P")
+T = TypeVar("T")
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 MAX_COMPILED = 4096  # compiled kernels that are cached, by their arguments
 
@@ -34,21 +37,27 @@ class Kernel(triton.JITFunction):  # type: ignore[misc]
     def __init__(self, function: Any) -> None:
         super().__init__(function)
         self.num_inputs = sum(not parameter.is_constexpr for parameter in self.params)
-        self.compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+        self.compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return partial(self.run, grid=grid, warmup=False)
 
     def run(self, *inputs: Any, grid: tuple[int, ...], warmup: bool, **constants: Any) -> Any:
-        if warmup or len(inputs) != self.num_inputs:
+        if warmup or len(inputs) != self.num_inputs or triton.knobs.runtime.launch_enter_hook.calls:
             return super().run(*inputs, grid=grid, warmup=warmup, **constants)
+        device = inputs[0].get_device()
         specialisations = [a if a.__class__ is int else (a.dtype, a.data_ptr() % 16) for a in inputs]
-        key = (torch.cuda.current_device(), *specialisations, *constants.items())
+        key = (device, *specialisations, *constants.items())
         if (known := self.compiled.get(key)) is None:
             compiled = super().run(*inputs, grid=grid, warmup=False, **constants)
             if len(self.compiled) >= MAX_COMPILED:
                 self.compiled.clear()
-            self.compiled[key] = compiled, tuple(constants[name] for name in self.arg_names[self.num_inputs :])
+            values = [constants[name] for name in self.arg_names[self.num_inputs :]]
+            self.compiled[key] = compiled, compiled.run, compiled.function, compiled.packed_metadata, values
             return compiled
-        compiled, values = known
-        compiled[(*grid, 1, 1)[:3]](*inputs, *values)
+        compiled, launch, function, metadata, values = known
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        launch(*(*grid, 1, 1)[:3], stream, function, metadata, None, None, None, *inputs, *values)
         return compiled
 
 
@@ -56,6 +65,35 @@ def jit_kernel(function: Any) -> Any:
     """Decorate a kernel: `Kernel` with the Triton version whose launcher was tested, else `triton.jit`."""
     is_tested = triton.__version__.startswith("3.6.") and not INTERPRETED
     return Kernel(function) if is_tested else triton.jit(function)
+
+
+def cached(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a function of sizes: equal calls return the same result. A compiler traces the function itself."""
+    # Outside of inference mode, since the tensors are also used in training.
+    stored = lru_cache(maxsize=64)(torch.inference_mode(False)(function))
+
+    @wraps(function)
+    def call(*args: P.args, **keywords: P.kwargs) -> T:
+        return function(*args, **keywords) if torch.compiler.is_compiling() else stored(*args, **keywords)
+
+    call.cache_clear = stored.cache_clear  # type: ignore[attr-defined]
+    return call
+
+
+class _NoContext:
+    """Takes what `forward` saves where no backward pass follows."""
+
+    @staticmethod
+    def save_for_backward(*tensors: object) -> None: ...
+
+    mark_non_differentiable = save_for_backward
+
+
+def operation(function: Any) -> Any:
+    """Return `function.apply`, or its forward alone where no gradients are recorded: a node costs host time."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return function.apply
+    return partial(function.forward, _NoContext())
 
 
 def forbid_double_backward() -> None:
@@ -97,14 +135,9 @@ class Sequences(NamedTuple):
     is_single_chunk: bool = False  # every sequence has exactly one chunk
 
 
+@cached
 def uniform_sequences(batch: int, length: int, device: torch.device) -> Sequences:
     """Return the tables of sequences of one length."""
-    if torch.compiler.is_compiling():
-        return _uniform_sequences(batch, length, device)
-    return _cached_uniform_sequences(batch, length, device)
-
-
-def _uniform_sequences(batch: int, length: int, device: torch.device) -> Sequences:
     chunks = max(1, ceil_div(length, CHUNK))  # of each sequence
     sequence, chunk = torch.arange(batch + 1, device=device), torch.arange(batch * chunks, device=device)
     chunk_sequence = chunk // chunks
@@ -114,12 +147,6 @@ def _uniform_sequences(batch: int, length: int, device: torch.device) -> Sequenc
     return Sequences(
         starts, torch.full_like(starts, length), sequence * chunks, chunk_sequence, start, end, length <= CHUNK
     )
-
-
-@lru_cache(maxsize=64)
-@torch.inference_mode(False)  # the cached tensors are also used in training
-def _cached_uniform_sequences(batch: int, length: int, device: torch.device) -> Sequences:
-    return _uniform_sequences(batch, length, device)
 
 
 def packed_sequences(cu_seqlens: Tensor, total: int) -> Sequences:
@@ -142,17 +169,10 @@ def landmark_table(sequences: Sequences, landmarks: int, shift: Tensor | None = 
     return torch.where(sequences.lengths[:, None] > 0, rows, -1)
 
 
-@lru_cache(maxsize=64)
-@torch.inference_mode(False)
-def _cached_landmark_table(batch: int, length: int, landmarks: int, device: torch.device) -> Tensor:
-    return landmark_table(_uniform_sequences(batch, length, device), landmarks)
-
-
+@cached
 def uniform_landmark_table(batch: int, length: int, landmarks: int, device: torch.device) -> Tensor:
     """`landmark_table` of sequences of one length."""
-    if torch.compiler.is_compiling():
-        return landmark_table(_uniform_sequences(batch, length, device), landmarks)
-    return _cached_landmark_table(batch, length, landmarks, device)
+    return landmark_table(uniform_sequences(batch, length, device), landmarks)
 
 
 # Tile sizes

@@ -16,6 +16,7 @@ from .common import (
     PermuteRows,
     compact,
     landmark_table,
+    operation,
     packed_sequences,
     stored_rank,
     uniform_landmark_table,
@@ -59,8 +60,8 @@ def fused_attention(
     else:
         source, place, sequences = compact(valid)
         order, tokens = (source, place), sequences.lengths
-        x = PermuteRows.apply(x, source, place)
-        qk = None if qk is None else PermuteRows.apply(qk, source, place)
+        x = operation(PermuteRows)(x, source, place)
+        qk = None if qk is None else operation(PermuteRows)(qk, source, place)
     flat = x.reshape(-1, x.shape[-1])
     z = None if qk is None else qk.reshape(-1, qk.shape[-1])
     is_uniform = cu_seqlens is None and valid is None
@@ -78,7 +79,7 @@ def fused_attention(
             offset = boundary.offset.expand(x.shape[0]).contiguous()
             local = grid - offset[:, None]
             rows = torch.where((local >= 0) & (local < sequences.lengths[:, None]), first - offset[:, None], -1)
-        scores, energy, total_trace = CausalLandmarkScores.apply(
+        scores, energy, total_trace = operation(CausalLandmarkScores)(
             flat, weights.qk_weight, weights.qk_bias, z, weights.w_e, weights.w_r, log_decay, initial, rows, grid,
             marks_before, offset, dtype, *layout,
         )  # fmt: skip
@@ -94,7 +95,7 @@ def fused_attention(
         elif mode.data_dependent:
             rows = landmark_table(sequences, mode.landmarks, shift)
         needs_weights = trace == "projections" and rows is not None
-        scores, energy, total_trace, wx = BidirectionalScores.apply(
+        scores, energy, total_trace, wx = operation(BidirectionalScores)(
             flat, weights.qk_weight, weights.qk_bias, z, origin, weights.w_e, weights.w_r, rows,
             dtype, needs_weights, min_length, *layout,
         )  # fmt: skip
@@ -104,7 +105,7 @@ def fused_attention(
         if mode.causal:
             past = state if isinstance(state, RunningState) else boundary.past
             initial = None if past is None else torch.stack([past.query_sum, past.key_sum], dim=2).float()
-            scores, energy, total_trace, final = CausalSumScores.apply(
+            scores, energy, total_trace, final = operation(CausalSumScores)(
                 flat,
                 weights.qk_weight,
                 weights.qk_bias,
@@ -125,14 +126,14 @@ def fused_attention(
                 None if s is None else torch.stack([s.query_sum, s.key_sum], dim=2).float()
                 for s in (boundary.past, boundary.future)
             ]
-            sums = TwoSidedSum.apply(z, log_decay, *edges, weights.w_e.shape[0], *layout)
-            scores, energy, total_trace, _ = BidirectionalScores.apply(
+            sums = operation(TwoSidedSum)(z, log_decay, *edges, weights.w_e.shape[0], *layout)
+            scores, energy, total_trace, _ = operation(BidirectionalScores)(
                 None, None, None, sums, None, weights.w_e, weights.w_r, None, dtype, False, 0, *layout
             )
     y = None
     if weights.out_weight is not None:
         y = output_projection(scores, weights, dropout).view(x.shape)
-        y = y if order is None else PermuteRows.apply(y, *reversed(order))
+        y = y if order is None else operation(PermuteRows)(y, *reversed(order))
     by_head = _split_scores(scores, x, order, rank) if need_scores or y is None else None
     return Output(y, energy, total_trace, by_head, final_state, is_fused=True)
 
@@ -160,7 +161,7 @@ def _split_scores(scores: Tensor, x: Tensor, order: tuple[Tensor, Tensor] | None
     """(rows, H, 2, S) → e, r of (B, H, N, s), or (H, total, s) if packed."""
     each = scores[..., :rank].reshape(*x.shape[:-1], -1)
     if order is not None:
-        each = PermuteRows.apply(each, *reversed(order))
+        each = operation(PermuteRows)(each, *reversed(order))
     each = each.view(*x.shape[:-1], scores.shape[1], 2, rank).movedim(-3, -4)  # (…, H, N, 2, s)
     return Scores(each[..., 0, :], each[..., 1, :])
 

@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from ..types import Weights
 from .common import (
+    cached,
     ceil_div,
     dot,
     float32_precision,
@@ -31,6 +32,7 @@ from .common import (
     jit_kernel,
     matmul_to,
     multiprocessors,
+    operation,
     power_of_two,
     precision,
 )
@@ -127,10 +129,10 @@ def _score_map_gradient_kernel(
         tl.store(grad_b_o + p, sums.to(grad_b_o.dtype.element_ty), mask=(number < P * S) & (s == RANK))
 
 
-def _fold_constants(w_o: Tensor, b_o: Tensor | None, b_out: Tensor | None, heads: int, stored: int) -> dict[str, Any]:
-    p, rank = w_o.shape[0], w_o.shape[1] // 2
+@cached
+def _fold_constants(p: int, rank: int, heads: int, stored: int, has_b_o: bool, has_b_out: bool) -> dict[str, Any]:
     return {
-        "HEADS": heads, "P": p, "RANK": rank, "S": stored, "HAS_B_O": b_o is not None, "HAS_B_OUT": b_out is not None,
+        "HEADS": heads, "P": p, "RANK": rank, "S": stored, "HAS_B_O": has_b_o, "HAS_B_OUT": has_b_out,
         "BD": ROWS, "BP": power_of_two(p), "BS": power_of_two(stored),
     }  # fmt: skip
 
@@ -147,10 +149,11 @@ class FoldedOutputProjection(torch.autograd.Function):
         matrix = torch.empty((d, heads * 2 * stored), dtype=scores.dtype, device=scores.device)
         _fold_kernel[(ceil_div(d, ROWS), 2 * heads)](
             w_o, w_o if b_o is None else b_o, w_out, w_out if b_out is None else b_out, matrix, d,
-            PRECISION=precision(scores.dtype), **_fold_constants(w_o, b_o, b_out, heads, stored),
+            PRECISION=precision(scores.dtype),
+            **_fold_constants(w_o.shape[0], w_o.shape[1] // 2, heads, stored, b_o is not None, b_out is not None),
         )  # fmt: skip
         ctx.save_for_backward(scores, w_o, b_o, w_out, b_out, matrix)
-        return scores.view(rows, -1) @ matrix.mT
+        return F.linear(scores.view(rows, -1), matrix)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -168,7 +171,8 @@ class FoldedOutputProjection(torch.autograd.Function):
         heads_per_program = ceil_div(heads, groups)
         programs = blocks * ceil_div(heads, heads_per_program)
         parts = torch.empty((programs, 2, p, stored), dtype=torch.float32, device=scores.device)
-        constants = _fold_constants(w_o, b_o, b_out, heads, stored) | {"BD": block_rows}
+        constants = _fold_constants(p, w_o.shape[1] // 2, heads, stored, b_o is not None, b_out is not None)
+        constants = {**constants, "BD": block_rows}
         grad_w_o, grad_b_o, grad_w_out, grad_b_out = grads
         _fold_backward_kernel[(programs,)](
             grad_matrix, w_o, w_o if b_o is None else b_o, w_out, grad_w_out,
@@ -253,5 +257,5 @@ def output_projection(scores: Tensor, weights: Weights, dropout: float) -> Tenso
         if has_ones:
             scores[:, :, 0, rank] = 1.0
     if has_ones and is_folded(heads, p, stored):
-        return FoldedOutputProjection.apply(scores, *maps)  # type: ignore[no-any-return]
-    return OutputProjection.apply(scores, *maps, has_ones)  # type: ignore[no-any-return]
+        return operation(FoldedOutputProjection)(scores, *maps)  # type: ignore[no-any-return]
+    return operation(OutputProjection)(scores, *maps, has_ones)  # type: ignore[no-any-return]
