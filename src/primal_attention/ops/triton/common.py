@@ -74,7 +74,7 @@ def cached(function: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(function)
     def call(*args: P.args, **keywords: P.kwargs) -> T:
-        return function(*args, **keywords) if torch.compiler.is_compiling() else stored(*args, **keywords)
+        return function(*args, **keywords) if torch.compiler.is_compiling() else stored(*args, **keywords)  # type: ignore[arg-type]
 
     call.cache_clear = stored.cache_clear  # type: ignore[attr-defined]
     return call
