@@ -365,7 +365,7 @@ def _constants(z: Tensor, w_e: Tensor, log_decay: Tensor | None, offset: Tensor 
 def _warps(z: Tensor, constants: dict[str, Any], least: int) -> int:
     """Return the number of warps: few where W fits in the registers of few, for the products are small.
 
-    With the least number instead of four, the three kernels take 0.75 ms instead of 1.27 ms (width 512, N 1024, bf16, H200).
+    With the least number instead of four, the kernels take 0.75 ms instead of 1.27 ms (width 512, N 1024, bf16, H200).
     """
     numbers = constants["BP"] * constants["BS"]
     return least if z.dtype != torch.float32 and numbers <= 64 * 32 else 4 if numbers <= 64 * 64 else 8
