@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..feature_maps import EPS, HUGE_NORM, HUGE_SCALE
-from ..landmarks import ragged_landmark_indices
+from ..landmarks import landmark_indices, ragged_landmark_indices
 
 CHUNK = 1024  # rows
 LANE = 8  # scores are stored in rows of a multiple of 8 numbers: whole 16-byte pieces in 16-bit types
@@ -172,7 +172,7 @@ def landmark_table(sequences: Sequences, landmarks: int, shift: Tensor | None = 
 @cached
 def uniform_landmark_table(batch: int, length: int, landmarks: int, device: torch.device) -> Tensor:
     """`landmark_table` of sequences of one length."""
-    return landmark_table(uniform_sequences(batch, length, device), landmarks)
+    return torch.arange(batch, device=device)[:, None] * length + landmark_indices(length, landmarks, device)
 
 
 # Tile sizes
