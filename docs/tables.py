@@ -147,18 +147,61 @@ def model_table() -> str:
     return render(heading, rows, origin(stored, "bench/model.json"), left=3)
 
 
+def group_by_shape(stored: Mapping[str, Any]) -> dict[tuple[int, int], dict[str, dict[str, Any]]]:
+    """Rows of a stored benchmark of layers by (width, tokens) and name."""
+    shapes: dict[tuple[int, int], dict[str, dict[str, Any]]] = {}
+    for row in stored["rows"]:
+        shapes.setdefault((row["embed_dim"], row["length"]), {})[row["name"]] = row
+    return shapes
+
+
+def layer_cells(by_name: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> list[str]:
+    """Times of the named rows of a layer, and the ratios of the fused kernels to SDPA."""
+    primal = by_name["primal-fused"]
+    times = [f"{1e3 * by_name[name]['seconds']:.2f}" for name in names]
+    return [*times, f"{primal['speedup']:#.3g}", f"{primal['peak_ratio']:.2f}", f"{primal['saved_ratio']:.2f}"]
+
+
 def layer_table() -> str:
-    """SDPA and the fused kernels on one layer."""
-    stored = read_json("bench/attention-256-4k.json")
-    by_name = {(row["name"], row["embed_dim"], row["length"]): row for row in stored["rows"]}
+    """SDPA with its backends and the fused kernels on one layer."""
+    stored = read_json("bench/attention.json")
+    names = ("sdpa", "sdpa-flash", "sdpa-cudnn", "primal-fused")
+    shapes = group_by_shape(stored)
+    rows = [[f"{width}", f"{n:,}", *layer_cells(by_name, names)] for (width, n), by_name in shapes.items()]
+    heading = ["width", "tokens", "SDPA ms", "SDPA, flash ms", "SDPA, cuDNN ms", "Primal ms"]
+    heading += ["speedup over SDPA", "peak memory ratio", "saved for backward ratio"]
+    return render(heading, rows, origin(stored, "bench/attention.json"), left=0)
+
+
+def causal_table() -> str:
+    """SDPA and the fused kernels on one layer of each causal mode."""
+    files = {mode: read_json(f"bench/attention-causal-{mode}.json") for mode in ("mean", "decay", "landmarks")}
+    rows = [
+        [mode, f"{length:,}", *layer_cells(by_name, ("sdpa", "primal-fused"))]
+        for mode, stored in files.items()
+        for (_, length), by_name in group_by_shape(stored).items()
+    ]
+    heading = ["mode", "tokens", "SDPA ms", "Primal ms", "speedup", "peak memory ratio", "saved for backward ratio"]
+    return render(heading, rows, [group_note(files.values(), "bench/attention-causal-*.json")])
+
+
+def eager_table() -> str:
+    """SDPA and the fused kernels on one eager layer, in training and inference."""
+    names = [
+        f"bench/attention-eager-{part}{width}.json" for width in (384, 768, 128, 512) for part in ("", "inference-")
+    ]
+    files = [read_json(name) for name in names]
     rows = []
-    for width, length in dict.fromkeys((row["embed_dim"], row["length"]) for row in stored["rows"]):
-        sdpa, primal = by_name["sdpa", width, length], by_name["primal-fused", width, length]
-        times = [f"{1e3 * row['seconds']:.2f}" for row in (sdpa, primal)]
-        ratios = [f"{primal[key]:.2f}" for key in ("speedup", "peak_ratio", "saved_ratio")]
-        rows.append([f"{width}", f"{length:,}", *times, *ratios])
-    heading = ["width", "tokens", "SDPA ms", "Primal ms", "speedup", "peak memory ratio", "saved for backward ratio"]
-    return render(heading, rows, origin(stored, "bench/attention-256-4k.json"), left=0)
+    for pair in zip(files[::2], files[1::2], strict=True):
+        cells = []
+        for stored in pair:
+            ((shape, by_name),) = group_by_shape(stored).items()
+            sdpa, primal = (1e3 * by_name[name]["seconds"] for name in ("sdpa", "primal-fused"))
+            cells += [f"{sdpa:.2f}", f"{primal:.2f}", f"{primal / sdpa:.2f}"]
+        rows.append([f"{by_name['sdpa']['batch']}", f"{shape[1]:,}", f"{shape[0]}", *cells])
+    heading = ["sequences", "tokens", "width", "training: SDPA ms", "Primal ms", "time ratio"]
+    heading += ["inference: SDPA ms", "Primal ms", "time ratio"]
+    return render(heading, rows, [group_note(files, "bench/attention-eager-*.json")], left=0)
 
 
 def cpu_table() -> str:
@@ -259,6 +302,13 @@ def origin(stored: Mapping[str, Any], path: str) -> list[str]:
     device = stored["hardware"].get("gpu") or stored["hardware"]["cpu"]
     command = re.sub(r" --(out|commit) \S+", "", stored["command"])
     return [f"Command: `{command}`", f"`results/{path}`; commit {stored['commit'][:7]}; device {device}."]
+
+
+def group_note(files: Iterable[Mapping[str, Any]], pattern: str) -> str:
+    """The origin of a table of several files."""
+    parts = [(stored["commit"][:7], stored["hardware"]["gpu"]) for stored in files]
+    commits, devices = (", ".join(dict.fromkeys(part)) for part in zip(*parts, strict=True))
+    return f"`results/{pattern}`, each with its command; commit {commits}; device {devices}."
 
 
 # Predicted scaling
@@ -367,7 +417,8 @@ def recipe_table() -> str:
 def situation_table() -> str:
     """Tasks, measured numbers of the stored results, and the choice that follows."""
     steps = {(row["model"], row["name"]): 1e3 * row["seconds"] for row in read_json("bench/model.json")["rows"]}
-    state = {r["name"]: r["state_bytes"] for r in read_json("bench/decode.json")["rows"] if r["length"] == 2**20}
+    state = {r["name"]: r["state_bytes"] for r in read_json("bench/generate.json")["rows"] if r["length"] == 2**20}
+    ((_, layers),) = group_by_shape(read_json("bench/attention-eager-384.json")).items()
     command = "primal table lm --models softmax delta hybrid --set model.initializer_range=none"
     bits = read_column(command, "bits_per_byte_mean")
     runs = {run.path.name.removesuffix("-seed0.json"): run for run in read_summaries(ROOT / "results" / "lm-short")}
@@ -376,19 +427,31 @@ def situation_table() -> str:
     short = "primal table lra --recipe lra-short --any-length --sets listops text image pathfinder"
     lra = read_column(f"{short} --models softmax primal primal+ nystrom", "validation_chosen_mean")
     image = read_column("primal table image --set trainer.epochs=12", "validation_chosen_mean")
-    kilobytes, gigabytes = state["primal-fused"] / 1e3, state["sdpa"] / 1e9
+    mean, delta, cache = state["primal-mean"] / 1e3, state["primal-delta"] / 1e3, state["softmax"] / 1e9
 
-    def step(situation: str, name: str, otherwise: str) -> list[str]:
-        primal, sdpa = (steps[f"{name}-autocast", kind] for kind in ("primal", "sdpa"))
-        choice = "either" if abs(primal / sdpa - 1) < 0.02 else "Primal" if primal < sdpa else otherwise
+    def compare(situation: str, primal: float, sdpa: float) -> list[str]:
+        slower = "softmax, or compile" if "eager" in situation else "softmax"
+        choice = "either" if abs(primal / sdpa - 1) < 0.02 else "Primal" if primal < sdpa else slower
         return [situation, f"{primal:.1f} ms", f"{sdpa:.1f} ms", choice]
 
+    def step(situation: str, name: str) -> list[str]:
+        return compare(situation, *(steps[f"{name}-autocast", kind] for kind in ("primal", "sdpa")))
+
     rows = [
-        step("training step, 8,192 tokens, compiled", "768x8192-compile", "softmax"),
-        step("training step, 1,024 tokens, compiled", "512x1024-compile", "softmax"),
-        step("training step, 1,024 tokens, eager", "512x1024-eager", "softmax, or compile"),
-        step("training step, 197 tokens, eager", "vit-eager", "softmax"),
-        ["decoding state of one layer after 1M tokens", f"{kilobytes:.1f} kB", f"{gigabytes:.1f} GB", "Primal"],
+        step("training step, 8,192 tokens, compiled", "768x8192-compile"),
+        step("training step, 1,024 tokens, compiled", "512x1024-compile"),
+        step("training step, 1,024 tokens, eager", "512x1024-eager"),
+        step("training step, 197 tokens, eager", "vit-eager"),
+        compare(
+            "training step of one layer, 197 tokens, width 384, eager",
+            *(1e3 * layers[name]["seconds"] for name in ("primal-fused", "sdpa")),
+        ),
+        [
+            "decoding state of a 2-layer model after 1M tokens",
+            f"{mean:.1f} kB; {delta:.1f} kB with the delta rule",
+            f"{cache:.1f} GB",
+            "Primal",
+        ],
         [
             "language model, bits per byte (lower is better, one seed)",
             f"{bits['delta']:.3f}; {bits['hybrid']:.3f} with one softmax layer in three",
@@ -435,6 +498,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "situations": situation_table,
     "bench model": model_table,
     "bench layer": layer_table,
+    "bench causal": causal_table,
+    "bench eager": eager_table,
     "bench cpu": cpu_table,
     "uea differences": lambda: difference_table(
         "uea", ["JapaneseVowels", "UWaveGestureLibrary", "Handwriting"], ["last", "validation_chosen"]
