@@ -265,13 +265,16 @@ def scale_weights(w):
 
 
 @jit_kernel
-def _segment_sum_kernel(parts, sums, first_chunk, width, BW: tl.constexpr):
+def _segment_sum_kernel(parts, sums, first_chunk, width, BC: tl.constexpr, BW: tl.constexpr):
     sequence = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BW + tl.arange(0, BW)
-    total = tl.zeros((BW,), tl.float32)
-    for chunk in range(tl.load(first_chunk + sequence), tl.load(first_chunk + sequence + 1)):
-        total += tl.load(parts + chunk * width + column, mask=column < width, other=0.0)
-    tl.store(sums + sequence * width + column, total.to(sums.dtype.element_ty), mask=column < width)
+    end = tl.load(first_chunk + sequence + 1)
+    total = tl.zeros((BC, BW), tl.float32)  # several loads at once: one after the other, long sequences wait for memory
+    for first in range(tl.load(first_chunk + sequence), end, BC):
+        chunk = first + tl.arange(0, BC)
+        inside = (chunk < end)[:, None] & (column < width)[None]
+        total += tl.load(parts + chunk[:, None] * width + column[None], mask=inside, other=0.0)
+    tl.store(sums + sequence * width + column, tl.sum(total, 0).to(sums.dtype.element_ty), mask=column < width)
 
 
 def segment_sum(
@@ -282,7 +285,7 @@ def segment_sum(
         return parts
     batch, width = first_chunk.shape[0] - 1, parts.shape[1:].numel()
     sums = torch.empty((batch, *parts.shape[1:]), dtype=dtype, device=parts.device)
-    _segment_sum_kernel[(batch, ceil_div(width, 256))](parts, sums, first_chunk, width, BW=256)
+    _segment_sum_kernel[(batch, ceil_div(width, 128))](parts, sums, first_chunk, width, BC=8, BW=128)
     return sums
 
 
