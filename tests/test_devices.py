@@ -118,6 +118,18 @@ def test_layers_run_on_a_fake_device_without_float64_as_apple_mps_is() -> None:
     assert done.stdout.splitlines() == [*LAYERS], done.stderr[-3000:]
 
 
+@pytest.mark.parametrize("mode", LAYERS)
+def test_compiled_layers_run_on_any_device(mode: str) -> None:
+    torch._dynamo.reset()
+    layer = LAYERS[mode](device="meta")
+    x = torch.empty(2, 8, layer.embed_dim, device="meta", requires_grad=True)
+    padding = torch.empty(2, 8, dtype=torch.bool, device="meta")
+    y = torch.compile(layer, backend="eager", fullgraph=True)(x, key_padding_mask=padding)
+    y.sum().backward()
+    assert y.is_meta
+    assert x.grad.is_meta
+
+
 def test_landmarks_without_float64_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths, shift = torch.tensor([1, 197, 300, 1000]), landmarks.random_shift(100)
     expected = [landmarks.ragged_landmark_indices(lengths, 100, jitter) for jitter in (None, shift)]
@@ -132,3 +144,9 @@ def test_amd_and_apple_devices_use_the_equations(monkeypatch: pytest.MonkeyPatch
     assert primal.device_problem(torch.device("mps")) == "x is on 'mps', the kernels run on 'cuda'"
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert primal.device_problem(torch.device("cuda")) == "the kernels are untested on AMD GPUs"
+    for page, statement in (
+        ("README.md", "Apple MPS and AMD are untested."),
+        ("docs/guide/install.md", "AMD GPUs and Apple MPS are untested."),
+    ):
+        text = (SOURCE.parents[1] / page).read_text(encoding="utf-8")
+        assert statement in " ".join(text.split()), page

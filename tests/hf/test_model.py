@@ -90,7 +90,10 @@ def test_gradient_checkpointing_gives_the_same_gradients() -> None:
         if checkpointing:
             model.gradient_checkpointing_enable()
             assert model.model.gradient_checkpointing
+        calls = []
+        model.model.blocks[0].attention.register_forward_hook(lambda *_, calls=calls: calls.append(0))
         model(tokens, mask, labels=tokens).loss.backward()
+        assert len(calls) == 1 + checkpointing  # the backward pass computes the block again
         gradients.append([p.grad for p in model.parameters()])
     for a, b in zip(*gradients, strict=True):
         torch.testing.assert_close(a, b)

@@ -12,6 +12,7 @@ pytest.importorskip("onnxscript")
 from primal_attention import PrimalAttention  # noqa: E402
 from primal_attention.models.export import Standardized, export_onnx, export_streaming  # noqa: E402
 from primal_attention.models.lm import LanguageConfig, LanguageModel  # noqa: E402
+from primal_attention.nn.baselines.softmax import CachedSoftmaxAttention  # noqa: E402
 from primal_attention.ops import reference  # noqa: E402
 
 TYPES = {"tensor(float)": np.float32, "tensor(int64)": np.int64, "tensor(bool)": np.bool_}
@@ -74,6 +75,13 @@ def test_a_causal_layer_streams_with_its_state_as_data(mode, tmp_path, monkeypat
     x, is_single = torch.randn(3, 20, 16), set(lengths) == {1}
     export_streaming(layer, tmp_path / "layer.onnx", x[:2, :3], name="x", single_token=is_single)
     assert_near(stream(tmp_path / "layer.onnx", x, lengths), layer(x))
+
+
+def test_the_cache_of_softmax_layers_grows_from_length_zero(tmp_path) -> None:
+    layer, x = CachedSoftmaxAttention(16, 2, rotary=True).eval(), torch.randn(3, 7, 16)
+    parts = export_streaming(layer, tmp_path / "layer.onnx", x[:2, :3], name="x")
+    assert parts[:2] == ["state.k", "state.v"]
+    assert_near(stream(tmp_path / "layer.onnx", x, [3, 1, 3]), layer(x))
 
 
 def test_a_causal_model_without_a_state_takes_padding_anywhere(tmp_path) -> None:

@@ -118,7 +118,9 @@ def test_every_parameter_has_a_gradient(kind: str) -> None:
 def test_a_new_model_knows_the_order_of_its_tokens_and_starts_near_the_uniform_loss(kind: str) -> None:
     torch.manual_seed(0)
     options = {} if kind == "default" else {"primal_mode": "mean", **KINDS[kind], "positions": None}
-    sizes = {**SIZES, "embed_dim": 128, "rank": 16, "landmarks": 16}
+    # One layer: a second causal layer sees the order of the first one's prefixes, also without positions.
+    layers = len(options.get("attention", ("primal",)))
+    sizes = {**SIZES, "embed_dim": 128, "rank": 16, "landmarks": 16, "layers": layers}
     model, tokens = LanguageModel(LanguageConfig(2000, **{**sizes, **options})).eval(), torch.randint(2000, (8, 33))
     loss = model(tokens[:, :-1], targets=tokens[:, 1:])
     assert abs(loss.item() - math.log(2000)) < 0.3

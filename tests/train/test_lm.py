@@ -103,6 +103,15 @@ def test_parameters_are_equal_and_positions_are_added_where_nothing_else_encodes
     assert abs(counts[0] / counts[1] - 1) < 0.002
 
 
+@pytest.mark.parametrize("words", [["--model.primal-mode", "mean"], ["--model.attention", "linear"]])
+def test_rotary_positions_are_refused_where_the_order_would_be_lost(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["train", "lm/wikipedia", *words, "--model.positions", "rotary", "--out", str(tmp_path / "run")]
+    assert cli.main(command) == 2
+    assert "model.positions rotary needs a softmax layer" in capsys.readouterr().err
+
+
 def test_the_default_of_wikipedia_is_the_best_mode_and_a_mode_alone_has_plain_settings() -> None:
     best = override(registry.get("lm/wikipedia"), {f"model.{name}": value for name, value in DELTA.items()}).resolved()
     assert registry.get("lm/wikipedia").resolved() == best
@@ -111,6 +120,8 @@ def test_the_default_of_wikipedia_is_the_best_mode_and_a_mode_alone_has_plain_se
     assert (decay.primal_heads, decay.rank, decay.conv, decay.gate) == (None, 30, 0, False)
     softmax = override(registry.get("lm/wikipedia"), {"model.attention": ("softmax",)}).resolved().model
     assert (softmax.primal_mode, softmax.rank, softmax.conv, softmax.gate) == ("mean", 30, 0, False)  # as stored
+    assert registry.get("lm/wikipedia").model.initializer_range == 0.02
+    assert registry.get("lm/wikitext-103").model.initializer_range is None  # the authors' initialisation
 
 
 @pytest.mark.parametrize("variant", language_variants(), ids=lambda variant: variant.name)

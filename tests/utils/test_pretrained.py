@@ -1,13 +1,16 @@
 """The trained weights that the package includes: they load by name, and their cards state what they do."""
 
+import copy
 import math
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import torchao.quantization as torchao
 import yaml
 from aeon.datasets import load_japanese_vowels
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -15,7 +18,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import primal_attention
 from primal_attention import pretrained_names, pretrained_path
 from primal_attention.cli import main as cli
+from primal_attention.cli.train import parse_run
 from primal_attention.hf import PrimalForCausalLM
+from primal_attention.train import registry
+from primal_attention.train.lm import network
 from primal_attention.utils.pretrained import FOLDER, WEIGHTS
 
 ROOT = Path(__file__).parents[2]
@@ -89,6 +95,12 @@ def test_the_language_model_predicts_english(model: torch.nn.Module, tokens: tor
     assert bits_per_byte(untrained, tokens) > 3  # equal probabilities have 11 bits per token, 3.2 per byte
 
 
+def test_int8_weights_hardly_change_its_score(model: torch.nn.Module, tokens: torch.Tensor) -> None:
+    rounded = copy.deepcopy(model)
+    torchao.quantize_(rounded, torchao.Int8WeightOnlyConfig())
+    assert 0 < abs(bits_per_byte(rounded, tokens) - bits_per_byte(model, tokens)) < 0.01
+
+
 def test_the_command_generates_what_transformers_generates(
     model: torch.nn.Module, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -100,6 +112,16 @@ def test_the_command_generates_what_transformers_generates(
     capsys.readouterr()
     assert cli.main(["generate", LM, "--prompt", prompt, "--greedy", "--tokens", "20", "--device", "cpu"]) == 0
     assert capsys.readouterr().out == f"{text}\n"
+
+
+def test_the_command_of_the_card_trains_this_architecture(model: torch.nn.Module) -> None:
+    card = (FOLDER / LM / "README.md").read_text(encoding="utf-8")
+    train, convert = card.split("```sh\n")[1].split("```")[0].replace("\\\n", "").splitlines()
+    program, command, name, *flags = shlex.split(train)
+    assert (program, command) == ("primal", "train")
+    recipe, *_ = parse_run(name, registry.get(name), flags)
+    assert recipe.label() in convert
+    assert network(recipe.resolved(), recipe.data.vocabulary).resolved() == model.config.language()
 
 
 # The classifier

@@ -140,7 +140,11 @@ class LanguageRecipe(Recipe):
         return "-".join(words)
 
     def build(self) -> Experiment:
-        return build_from(self.resolved(), load(self.data))
+        recipe = self.resolved()
+        default = replace(recipe, model=replace(recipe.model, positions=None)).resolved().model.positions
+        message = "model.positions rotary needs a softmax layer, and nothing else in this model encodes the order"
+        require(default == "rotary" or recipe.model.positions != "rotary", f"{message}: use sinusoidal or none")
+        return build_from(recipe, load(self.data))
 
 
 RECIPES = {
