@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import re
 import sys
 from collections.abc import Mapping
@@ -112,9 +113,28 @@ def numbers_without_source(document: Path) -> list[str]:
     return [number for number in MEASURED.findall(prose) if not has_source(number)]
 
 
+def results_without_origin() -> list[str]:
+    """Stored results that lack a field of their origin; a value that was not recorded is null."""
+    found = []
+    for file in sorted(ROOT.glob("results/**/*.json")):
+        result = json.loads(file.read_text(encoding="utf-8"))
+        fields, versions = {*result, *result.get("data", ())}, result.get("versions", {})
+        lacks = [name for name in ("command", "commit", "dirty", "date") if name not in fields]
+        packages = ("python", "torch", "triton", "lightning", "cuda")
+        lacks += [f"versions.{name}" for name in packages if name not in versions]
+        lacks += [] if fields & {"device", "hardware"} else ["device"]
+        lacks += [] if fields & {"sha256", "data_sha256"} else ["data_sha256"]
+        found += [f"{file.relative_to(ROOT)}: no {', '.join(lacks)}"] if lacks else []
+    return found
+
+
 def failures(write: bool = False) -> list[str]:
-    """Broken links, measured numbers without a source, and tables that are not current, unless `write` renews them."""
-    found = [f"{d.relative_to(ROOT)}: nothing at {target}" for d in documents() for target in broken_links(d)]
+    """Broken links, measured numbers without a source, results without an origin, and tables that are not current.
+
+    `write` renews the tables.
+    """
+    found = results_without_origin()
+    found += [f"{d.relative_to(ROOT)}: nothing at {target}" for d in documents() for target in broken_links(d)]
     for document in (page for pattern in MEASURING for page in sorted(ROOT.glob(pattern))):
         numbers = numbers_without_source(document)
         found += [f"{document.relative_to(ROOT)}: {number} is in no table of the page" for number in numbers]
