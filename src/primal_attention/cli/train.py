@@ -69,7 +69,8 @@ def train(args: Sequence[str]) -> int:
 
 def flag_names(args: Sequence[str]) -> set[str]:
     """Return the flags among the words of a command as --group.field."""
-    return {word.partition("=")[0].replace("_", "-").replace(".no-", ".") for word in args}
+    words = (word.partition("=")[0].replace("_", "-").replace(".no-", ".") for word in args)
+    return {f"--{word[5:]}" if word.startswith("--no-") else word for word in words}
 
 
 def parse_run(name: str, recipe: Recipe, args: Sequence[str]) -> tuple[Recipe, Path | None, bool]:

@@ -139,7 +139,7 @@ def check_config(folder: Path, recipe: Recipe, *, resume: bool, new_schedule: bo
     extends = epochs > before.trainer.epochs
     free = FREE | ({"trainer.epochs"} if extends else set())
     free |= {"optim.schedule", "optim.warmup", "optim.lr"} if extends and new_schedule else set()
-    stored = dict(flatten(to_plain(before)))
+    stored = dict(flatten(to_plain(before.resolved())))
     for name, new in flatten(to_plain(recipe)):
         if name not in free and (old := stored.get(name)) != new:
             flag = name.replace("_", "-")

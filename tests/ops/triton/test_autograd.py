@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from triton.runtime.interpreter import GridExecutor
 
@@ -42,9 +43,11 @@ def test_two_runs_are_bit_identical(device: torch.device, mode: str) -> None:
 
 @pytest.mark.parametrize("mode", [*KERNELS, "plain", "causal"] if torch.cuda.is_available() else KERNELS)
 def test_training_after_inference_mode_and_evaluation_without_gradients(device: torch.device, mode: str) -> None:
-    """Tables are cached by shape; autograd cannot save tensors that were created in inference mode."""
+    """Tables are cached by shape; autograd cannot save tensors that were created in inference mode, nor fake ones."""
     for table in (common.uniform_sequences, common.uniform_landmark_table, landmark_grid):
         table.cache_clear()
+    with FakeTensorMode():
+        common.uniform_sequences(2, 7, device)
     layer = make(mode, heads=1).to(device)
     x = tokens(layer, 2, 7)
     with torch.inference_mode():

@@ -43,13 +43,15 @@ class Kernel(triton.JITFunction):  # type: ignore[misc]
         return partial(self.run, grid=grid, warmup=False)
 
     def run(self, *inputs: Any, grid: tuple[int, ...], warmup: bool, **constants: Any) -> Any:
-        if warmup or len(inputs) != self.num_inputs or triton.knobs.runtime.launch_enter_hook.calls:
+        if warmup or len(inputs) != self.num_inputs or has_launch_hooks():
             return super().run(*inputs, grid=grid, warmup=warmup, **constants)
         device = inputs[0].get_device()
         specialisations = [a if a.__class__ is int else (a.dtype, a.data_ptr() % 16) for a in inputs]
         key = (device, *specialisations, *constants.items())
         if (known := self.compiled.get(key)) is None:
             compiled = super().run(*inputs, grid=grid, warmup=False, **constants)
+            if compiled is None:  # a hook has compiled the kernel elsewhere
+                return None
             if len(self.compiled) >= MAX_COMPILED:
                 self.compiled.clear()
             values = [constants[name] for name in self.arg_names[self.num_inputs :]]
@@ -59,6 +61,12 @@ class Kernel(triton.JITFunction):  # type: ignore[misc]
         stream = torch._C._cuda_getCurrentRawStream(device)
         launch(*(*grid, 1, 1)[:3], stream, function, metadata, None, None, None, *inputs, *values)
         return compiled
+
+
+def has_launch_hooks() -> bool:
+    """Return True if Triton calls a function at every launch, for example of a profiler."""
+    hooks = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
+    return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
 
 
 def jit_kernel(function: Any) -> Any:
@@ -71,10 +79,16 @@ def cached(function: Callable[P, T]) -> Callable[P, T]:
     """Decorate a function of sizes: equal calls return the same result. A compiler traces the function itself."""
     # Outside of inference mode, since the tensors are also used in training.
     stored = lru_cache(maxsize=64)(torch.inference_mode(False)(function))
+    captured: dict[Any, T] = {}  # CUDA graphs read these tensors at every replay, so they are never freed
 
     @wraps(function)
     def call(*args: P.args, **keywords: P.kwargs) -> T:
-        return function(*args, **keywords) if torch.compiler.is_compiling() else stored(*args, **keywords)  # type: ignore[arg-type]
+        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:  # such as fake tensors
+            return function(*args, **keywords)
+        result = stored(*args, **keywords)  # type: ignore[arg-type]
+        if not INTERPRETED and torch.cuda.is_current_stream_capturing():
+            result = captured.setdefault((args, *keywords.items()), result)
+        return result
 
     call.cache_clear = stored.cache_clear  # type: ignore[attr-defined]
     return call
@@ -266,8 +280,9 @@ def scale_weights(w):
 
 @jit_kernel
 def _segment_sum_kernel(parts, sums, first_chunk, width, BC: tl.constexpr, BW: tl.constexpr):
-    sequence = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BW + tl.arange(0, BW)
+    blocks = tl.cdiv(width, BW)  # one grid dimension: the others are limited to 65,535 programs
+    sequence = (tl.program_id(0) // blocks).to(tl.int64)
+    column = tl.program_id(0) % blocks * BW + tl.arange(0, BW)
     end = tl.load(first_chunk + sequence + 1)
     total = tl.zeros((BC, BW), tl.float32)  # several loads at once: one after the other, long sequences wait for memory
     for first in range(tl.load(first_chunk + sequence), end, BC):
@@ -285,7 +300,7 @@ def segment_sum(
         return parts
     batch, width = first_chunk.shape[0] - 1, parts.shape[1:].numel()
     sums = torch.empty((batch, *parts.shape[1:]), dtype=dtype, device=parts.device)
-    _segment_sum_kernel[(batch, ceil_div(width, 128))](parts, sums, first_chunk, width, BC=8, BW=128)
+    _segment_sum_kernel[(batch * ceil_div(width, 128),)](parts, sums, first_chunk, width, BC=8, BW=128)
     return sums
 
 
@@ -338,8 +353,10 @@ def compact(valid: Tensor) -> tuple[Tensor, Tensor, Sequences]:
 
 @jit_kernel
 def _permute_rows_kernel(x, index, out, width, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
-    sequence = tl.program_id(0).to(tl.int64)
-    token, column = tl.program_id(1) * BT + tl.arange(0, BT), tl.program_id(2) * BD + tl.arange(0, BD)
+    blocks = tl.cdiv(width, BT)
+    sequence = (tl.program_id(0) // blocks).to(tl.int64)
+    token = tl.program_id(0) % blocks * BT + tl.arange(0, BT)
+    column = tl.program_id(1) * BD + tl.arange(0, BD)
     first = sequence * width
     origin = tl.load(index + first + token, mask=token < width, other=-1)
     fits = (token < width)[:, None] & (column < D)[None]
@@ -352,7 +369,7 @@ def _permute_rows(x: Tensor, index: Tensor) -> Tensor:
     x, out = x.contiguous(), torch.empty((batch, width, d), dtype=x.dtype, device=x.device)
     columns = min(power_of_two(d), 256)
     rows = max(1, 4096 // columns)
-    _permute_rows_kernel[(batch, ceil_div(width, rows), ceil_div(d, columns))](
+    _permute_rows_kernel[(batch * ceil_div(width, rows), ceil_div(d, columns))](
         x, index, out, width, D=d, BT=rows, BD=columns
     )
     return out
