@@ -26,7 +26,8 @@ HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
 TABLE = re.compile(r"^<!-- table: (.+?) -->\n(.*?)^<!-- end -->", re.DOTALL | re.MULTILINE)
 SOURCE = re.compile(r"<!-- source: (.+?) -->", re.DOTALL)
 NO_PROSE = re.compile(
-    r"`[^`]*`|\]\([^)]*\)|<!--.*?-->|^[#|!][^\n]*|(?:Python|torch|Triton) [\d.]+|η = [\d.]+", re.M | re.S
+    r"`[^`]*`|\]\([^)]*\)|<!--.*?-->|^[#|!][^\n]*|(?:Python|torch|Triton) [\d.]+|\b\d+\.\d+\.\d+\b|η = [\d.]+",
+    re.M | re.S,
 )
 # A measured number: with decimals, or followed by its unit.
 MEASURED = re.compile(r"(?<![\w.])(\d[\d,]*\.\d+|\d[\d,]*(?=\s(?:%|points?|times|per cent)))")

@@ -147,7 +147,7 @@ def test_a_run_that_is_older_than_initializer_range_keeps_its_embeddings(
     text = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(re.sub(" +(initializer_range|positions): .*\n", "", text))
     assert (run / "config.yaml").read_text() != text
-    resume = ["train", "lm/wikipedia", *words, "--out", str(run), "--resume"]
+    resume = ["train", "lm/wikipedia", "--out", str(run), "--resume"]
     assert cli.main([*resume, "--model.initializer-range", "0.02"]) == 2
     assert "was started with --model.initializer-range None, not 0.02" in capsys.readouterr().err
     assert cli.main(resume) == 0

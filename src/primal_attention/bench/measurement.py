@@ -200,12 +200,12 @@ def measure_all(
                     if (row["seconds"] or 0.0) > args.limit:
                         too_slow[name] = f"{row['seconds']:.1f} s at {shape.length:,} tokens"
                     rows.append(row)
+                    report["rows"].append(row)
                     result = row["status"] if row["seconds"] is None else f"{show_number(1e3 * row['seconds'])} ms"
                     progress.advance(f"{name}, {shape}: {result}")
-                add_ratios(rows)
-                report["rows"] += rows
-                if args.file:
-                    write_json(args.file, report)
+                    add_ratios(rows)
+                    if args.file:  # after every row, in case the process is killed
+                        write_json(args.file, report)
     return report
 
 

@@ -47,7 +47,7 @@ def read_options(args: Sequence[str]) -> argparse.Namespace:
     add("--set", fields, nargs="+", default=[], metavar="FIELD=VALUE")
     add("--holdout", "uea-modern: score this part of the training samples, and not test", type=float)
     add("--threads", "uea-modern: threads of each fit (default 2)", type=positive)
-    add("--data", "data folder (default $PRIMAL_UEA or data/uea; likewise LRA, D4RL, LM, IMAGES)", type=Path)
+    add("--data", "data folder (default $PRIMAL_UEA or data/uea; likewise LRA, D4RL, LM, IMAGE)", type=Path)
     add("--any-length", "with --no-run: also show results of shorter or longer trainings")
     add("--no-run", "only show stored results")
     add("--workers", "runs side by side (default 1)", type=positive)

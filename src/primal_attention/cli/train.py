@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 TRAIN = """Train a recipe; every field of it is a flag.
 
-Example: primal train uea/JapaneseVowels --model.attention primal+ --seed 3 --trainer.epochs 20"""
+Example: primal train {} --seed 3 --trainer.epochs 20"""
 TRAIN_USAGE = f"""usage: primal train RECIPE [OPTIONS]
 
-{TRAIN}
+{TRAIN.format("uea/JapaneseVowels")}
 
 'primal recipes' lists the recipes; 'primal train RECIPE --help' lists the flags of one.
 FILE.py:NAME is a recipe of your own: a Recipe, or a function that returns one, in a Python file, which is run."""
 OUT = "Run folder; None is runs/RECIPE/VARIANT-seedN, numbered if taken."
-RESUME = "Continue the run in the folder from its last checkpoint."
+RESUME = "Continue the run in the folder from its last checkpoint, with its settings."
 COLUMNS = {
     "last": "LAST epoch",
     "best_on_test": "BEST ON TEST (the paper's protocol: the test set chose the epoch)",
@@ -51,8 +51,8 @@ def train(args: Sequence[str]) -> int:
 
     run_name = registry.run_name(name)
     out, flags = out or checkpoint.default_folder(run_name, recipe, resume=resume), flag_names(rest)
-    if resume:
-        recipe = checkpoint.keep_earlier_values(out, recipe, flags)
+    if resume and (out / "config.yaml").exists():
+        recipe = checkpoint.keep_settings(out, recipe, run_name, flags)
     if distributed.is_main():
         print(f"run folder: {out}")
     command = shlex.join(["primal", "train", *args])
@@ -69,15 +69,15 @@ def train(args: Sequence[str]) -> int:
 
 def flag_names(args: Sequence[str]) -> set[str]:
     """Return the flags among the words of a command as --group.field."""
-    words = (word.partition("=")[0].replace("_", "-").replace(".no-", ".") for word in args)
-    return {f"--{word[5:]}" if word.startswith("--no-") else word for word in words}
+    words = (word.partition("=")[0].replace("_", "-") for word in args)
+    return {re.sub(r"^--no-|\.no-", lambda match: match[0][:-3], word) for word in words}
 
 
 def parse_run(name: str, recipe: Recipe, args: Sequence[str]) -> tuple[Recipe, Path | None, bool]:
     """Return the recipe as the flags change it, the run folder, and whether to resume the run in it."""
     import tyro
 
-    from primal_attention.train.config import RENAMED
+    from primal_attention.train.config import RENAMED, flatten, override
 
     flags = flag_names(args)
     for old, new in RENAMED.items():
@@ -89,11 +89,13 @@ def parse_run(name: str, recipe: Recipe, args: Sequence[str]) -> tuple[Recipe, P
         ("resume", Annotated[bool, tyro.conf.arg(help=RESUME)], dataclasses.field(default=False)),
     ]
     arguments: Any = dataclasses.make_dataclass("Run", fields)
-    prog, output = f"primal train {name}", io.StringIO()
+    prog, about, output = f"primal train {name}", TRAIN.format(name), io.StringIO()
     try:
         with contextlib.redirect_stderr(output):
-            run = tyro.cli(arguments, args=list(args), prog=prog, description=TRAIN, default=arguments(recipe=recipe))
-        return run.recipe, run.out, run.resume
+            run = tyro.cli(arguments, args=list(args), prog=prog, description=about, default=arguments(recipe=recipe))
+        values = dict(flatten(dataclasses.asdict(run.recipe)))
+        paths = {field: value.absolute() for field, value in values.items() if isinstance(value, Path)}
+        return override(run.recipe, paths), run.out, run.resume  # `primal evaluate` may run in another folder
     except SystemExit as leaving:
         if leaving.code in (0, None):  # --help
             raise

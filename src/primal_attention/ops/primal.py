@@ -213,7 +213,6 @@ def is_interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-@torch.compiler.assume_constant_result
 def device_problem(device: torch.device) -> str | None:
     """Return why the fused kernels cannot run on a device, or None."""
     if not HAS_TRITON:
@@ -223,6 +222,10 @@ def device_problem(device: torch.device) -> str | None:
     if torch.version.hip is not None:
         return "the kernels are untested on AMD GPUs"
     return _capability_problem(device.index or 0)
+
+
+# What torch.compiler.assume_constant_result does, without its import of torch._dynamo, which takes seconds.
+device_problem._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=16)

@@ -135,7 +135,8 @@ def curve_charts(groups: Sequence[Group], colours: Mapping[str, str]) -> Iterato
                 table = run.metrics if column in run.metrics else run.validation
                 frame = pd.DataFrame({key: table[key] for key in ("epoch", column) if key in table}, dtype=float)
                 if {"epoch", column} <= set(frame.columns) and len(frame := frame.dropna()) > 1:
-                    parts.append(frame.assign(variant=escape(group.name), run=f"{escape(group.name)}, seed {run.seed}"))
+                    name = f"{escape(group.name)}, seed {run.seed}"
+                    parts.append(frame.assign(variant=escape(group.name), run=name, path=str(run.path)))
         if parts and not (column == "lr" and all(part[column].nunique() == 1 for part in parts)):
             frame = pd.concat(parts)
             if column.endswith("accuracy"):
@@ -144,7 +145,7 @@ def curve_charts(groups: Sequence[Group], colours: Mapping[str, str]) -> Iterato
             # A loss that falls through orders of magnitude is a flat line on a linear axis.
             is_log = column.endswith("loss") and bool(len(values)) and values.max() > 30 * values.min()
             labels = {"labels": {column: title}, "hover_name": "run", "log_y": is_log}
-            yield line_card(frame, title, colours, x="epoch", y=column, line_group="run", **labels)
+            yield line_card(frame, title, colours, x="epoch", y=column, line_group="path", **labels)
 
 
 def cost_charts(content: Collection, colours: Mapping[str, str]) -> Iterator[Any]:

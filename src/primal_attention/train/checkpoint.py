@@ -67,7 +67,9 @@ CHECKPOINT = {
 }
 # Fields that may change when a run resumes: they change no result, or only rounding and dropout (devices, context).
 FREE = {
+    "data.file",
     "data.folder",
+    "data.test_file",
     "trainer.checkpoint_every",
     "trainer.checkpoint_steps",
     "trainer.context",
@@ -155,21 +157,28 @@ def check_config(folder: Path, recipe: Recipe, *, resume: bool, new_schedule: bo
     return Plan(epochs if new_schedule else text.get("schedule_epochs", old_epochs), extends=True)
 
 
-def keep_earlier_values(folder: Path, recipe: Recipe, flags: Collection[str]) -> Recipe:
-    """Return the recipe with the run's values of fields that are newer than the run and that no flag gives.
+def keep_settings(folder: Path, recipe: Recipe, name: str, flags: Collection[str]) -> Recipe:
+    """Return the recipe with the settings of the run in a folder that no flag gives.
 
     Args:
-        folder: The run folder; without config.yaml the recipe is returned as it is.
+        folder: The run folder.
         recipe: Recipe of the command that resumes the run.
+        name: Name of the recipe.
         flags: Flags of the command, as --group.field.
     """
-    if not (folder / "config.yaml").exists():
-        return recipe
     text, before = read_run(folder)
-    known = {name for name, _ in flatten(text["config"])}
-    values = {name: value for name, value in flatten(to_plain(before)) if name not in known}
-    values = {name: value for name, value in values.items() if f"--{name.replace('_', '-')}" not in flags}
-    return override(recipe, values) if type(before) is type(recipe) else recipe
+    own = text.get("recipe") or name
+    if own != name or type(before) is not type(recipe):
+        raise RunError(f"{folder} was started with recipe {own}, not {name}: resume with the same recipe")
+    values = dict(flatten(to_plain(before)))
+    given = {field for field in values if f"--{field.replace('_', '-')}" in flags}
+    return override(before, {field: value for field, value in flatten(to_plain(recipe)) if field in given})
+
+
+def has_other_data(folder: Path, data_sha256: str | None) -> bool:
+    """Return True if the run in a folder was trained on data with another hash."""
+    before = read_run(folder)[0].get("data_sha256") if (folder / "config.yaml").exists() else None
+    return None not in (before, data_sha256) and before != data_sha256
 
 
 def write_config(folder: Path, recipe: Recipe, plan: Plan, *, name: str, command: str, **origin: Any) -> None:
@@ -207,7 +216,8 @@ def run_origin(folder: Path) -> dict[str, Any]:
     """Return provenance and settings of a run, so that its summary is complete without the folder."""
     text, recipe = read_run(folder)
     config = to_plain(recipe)
-    config.get("data", {}).pop("folder", None)  # a path of this machine
+    for name in ("folder", "file", "test_file"):  # paths of this machine
+        config.get("data", {}).pop(name, None)
     names = ("date", "command", "extended_by", "commit", "dirty", "commit_source", "versions")
     return {**{name: text[name] for name in names if name in text}, "config": config}
 

@@ -26,6 +26,7 @@ FORMAT = 1  # of config.yaml and summary.json
 # Fields of earlier versions: replaced by a flag; removed, with the value that still holds; ignored, whatever the value.
 RENAMED = {
     "trainer.tensorboard": "--trainer.logger csv tensorboard",
+    "trainer.schedule": "--optim.schedule",
     "data.kinds": "--data.length-buckets",
 }
 REMOVED = {

@@ -68,7 +68,7 @@ class ImageFolder:
     """The images and how they reach the device."""
 
     folder: Path | None = None
-    """With train/CLASS/*.jpg and val/CLASS/*.jpg; None is $PRIMAL_IMAGES or data/images. val is the test set."""
+    """With train/CLASS/*.jpg and val/CLASS/*.jpg; None is $PRIMAL_IMAGE or data/image. val is the test set."""
     classes: Path | None = None
     """File with one class folder per line, to use those only; None is all (ImageNet-100 is a list of 100)."""
     size: int = 224
@@ -121,7 +121,7 @@ class ImageRecipe(Recipe):
         return replace(self, eta=ETA if self.eta is None else self.eta, model=model)
 
     def build(self) -> Experiment:
-        data = image_data.load(self.data.folder or default_folder("images"), self.data.classes)
+        data = image_data.load(self.data.folder or default_folder("image"), self.data.classes)
         return build_from(self.resolved(), data)
 
 

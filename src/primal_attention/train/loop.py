@@ -7,6 +7,7 @@ resumes from its last intact checkpoint.
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -81,8 +82,10 @@ def _train_in(folder: Path, recipe: Recipe, resume: bool, new_schedule: bool, ab
             summaries.append(_train_in(folder / part, phase, True, new_schedule, about))
             continue
         experiment = build(phase)  # before anything is written: a recipe that cannot be built leaves no folder
+        data_sha256 = experiment.facts.get("sha256")
+        if checkpoint.has_other_data(folder, data_sha256):
+            raise RunError(f"the data has changed since the run in {folder} started: start a new run")
         if distributed.is_main():
-            data_sha256 = experiment.facts.get("sha256")
             checkpoint.write_config(folder, recipe, plan, **about, data_sha256=data_sha256)
         training = Training(phase, experiment, folder, plan.schedule_epochs, title)
         training.fit()
@@ -288,6 +291,9 @@ class Training:
         """Write metrics.csv, whose last row is `row`; pass the row to the loggers and the progress bar."""
         shown = {k: v for k, v in row.items() if k in ("task_loss", "J") or k.endswith(("_accuracy", "_score"))}
         self.bar.set_postfix(shown, refresh=False)
+        if self.bar.disable and self.config.progress:  # not a terminal: a line per epoch
+            numbers = "  ".join(f"{name} {value:.4g}" for name, value in shown.items())
+            print(f"{self.title}: epoch {row['epoch']}/{self.config.epochs}  {numbers}", file=sys.stderr, flush=True)
         if self.folder is None:
             return
         write_csv(self.folder / "metrics.csv", self.state.rows)
@@ -367,6 +373,8 @@ def evaluate(folder: Path) -> dict[str, dict[str, float]]:
     scores = {}
     for part, phase in recipe.phases():
         experiment = build(phase)
+        if checkpoint.has_other_data(folder / part, experiment.facts.get("sha256")):
+            warnings.warn(f"the data is not that of the run in {folder / part}", stacklevel=2)
         device = distributed.pick_device(phase.trainer)
         load_weights(experiment.module.final_model, folder / part / "model.safetensors")
         experiment.module.to(device)
