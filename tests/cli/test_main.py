@@ -140,7 +140,7 @@ WRONG = {
     "train nowhere.py:slow": "nowhere.py is not a file",
     "train broken.py:slow": "broken.py cannot be run (NameError: name 'undefined' is not defined)",
     "evaluate": "required: RUN",
-    "export nothing model.onnx": "nothing is not a run folder",
+    "export nothing model.onnx": "nothing does not exist",
     "export nothing model.pt": "FILE must end in .onnx (got model.pt)",
     "evaluate data": "data is not a run folder",
     "evaluate file": "file is a file where a folder is needed",

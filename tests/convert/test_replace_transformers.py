@@ -239,6 +239,7 @@ def test_layers_with_a_window_are_replaced_after_the_window_is_switched_off(kind
 
 T5 = {"vocab_size": 50, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
 WINDOW = torch.ones(2, 1, 9, 9, dtype=torch.bool).tril().triu(-3)
+PACKED = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]])
 LEFT = torch.ones(2, 9, dtype=torch.int64).index_fill(1, torch.tensor([0]), 0)  # padding at the left
 STATIC = {"max_new_tokens": 2, "cache_implementation": "static", "pad_token_id": 0, "attention_mask": LEFT}
 REFUSED = [
@@ -261,6 +262,8 @@ REFUSED = [
     (lambda: primalize(make("bert"), decay=0.9), r"encoder\.layer\.2\.attention: decay needs causal=True"),
     (lambda: replaced("gpt2").generate(**inputs("gpt2"), **STATIC), "needs a dynamic cache"),
     (lambda: output(replaced("bert"), **inputs("bert"), attention_mask=WINDOW), "neither padding nor the causal order"),
+    (lambda: replaced("llama")(**inputs("llama"), position_ids=PACKED, use_cache=False), "packed sequences"),
+    (lambda: replaced("gpt2")(**inputs("gpt2"), position_ids=PACKED, use_cache=False), r"\(packed"),
 ]
 
 

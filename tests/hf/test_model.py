@@ -139,6 +139,8 @@ BAD_INPUT = [
     (lambda m: m(batch()[0], output_attentions=True), "output_attentions is not supported"),
     (lambda m: m(batch()[0], past_key_values=hf.DynamicCache()), "must be a PrimalCache .got DynamicCache"),
     (lambda m: m(batch()[0], batch()[1][:, :4]), "attention_mask must have shape"),
+    (lambda m: m(batch()[0], position_ids=torch.arange(batch()[0].shape[1])[None] % 4), "packed sequences are not"),
+    (lambda m: make("flow").generate(inputs_embeds=torch.zeros(1, 3, 16), max_new_tokens=2), "from input_ids only"),
     (lambda m: PrimalConfig(tie_word_embeddings=False), "tie_word_embeddings must be True"),
     (lambda m: PrimalConfig(primal_mode="median"), "primal_mode must be one of"),
     (lambda m: m.generate(batch()[0], max_new_tokens=2, cache_implementation="static"), "'static' is not supported"),

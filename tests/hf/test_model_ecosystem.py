@@ -105,7 +105,7 @@ def test_a_folder_loads_without_importing_the_library(tmp_path: Path) -> None:
         assert {"config.json", "model.safetensors", "modeling_primal.py"} <= files
         assert not {"model.py", "configuration.py"} & files  # no copy of the library's source
     assert last.startswith("ImportError: this model needs the library primal-attention")
-    assert "pip install 'primal-attention[hf]'" in last
+    assert "pip install '.[hf]' in a clone" in last
 
 
 @pytest.mark.parametrize("mode", MODES)

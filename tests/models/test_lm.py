@@ -24,7 +24,6 @@ KINDS = {
     "mean": {"attention": ("primal",)},
     "landmarks-conv": {"attention": ("primal",), "primal_mode": "landmarks", "conv": 4},
     "decay-conv-gate": {"attention": ("primal",), "primal_mode": "decay", "conv": 4, "gate": True, "primal_heads": 4},
-    "decay-before": {"attention": ("primal",), "primal_mode": "decay", "conv": 4, "conv_place": "before", "gate": True},
     "delta": {"attention": ("primal",), "primal_mode": "delta", "conv": 4, "gate": True},
     "delta-bare": {"attention": ("primal",), "primal_mode": "delta"},
     "primal+": {"attention": ("primal+",), "positions": "rotary"},
@@ -39,7 +38,7 @@ KINDS = {
     "flow": {"attention": ("flow",), "positions": "sinusoidal"},  # no state: generation reads the whole text again
 }
 STREAMING = [kind for kind in KINDS if kind != "flow"]
-PRIMAL = ["mean", "landmarks-conv", "decay-conv-gate", "decay-before", "delta"]
+PRIMAL = ["mean", "landmarks-conv", "decay-conv-gate", "delta"]
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5], [7], [2, 7, 1, 8]]
 
 

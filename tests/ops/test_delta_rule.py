@@ -39,9 +39,6 @@ def assert_same(actual: Callable[..., Any], expected: Callable[..., Any], inputs
         assert_close(one, other, ratio, f"output {i}" if i < 2 else f"gradient of input {i - 2}")
 
 
-# The equations
-
-
 @pytest.mark.parametrize("n", [1, 7, 16, 37])
 def test_chunks_equal_the_recurrence(n: int) -> None:
     """For heads that keep almost everything, forget at once, and in between; W_0 is shared by the heads."""

@@ -7,24 +7,27 @@ from pathlib import Path
 
 from primal_attention.cli.flags import Parser
 from primal_attention.utils.errors import DataError, RunError, import_package
+from primal_attention.utils.pretrained import pretrained_path
 
-ABOUT = """The file runs in onnxruntime without torch. Runs of uea take raw series and a padding mask of any batch size
-and length. Runs of lm take tokens and the state before them, and return logits and the state after them; the state is
-zero before the first token."""
+ABOUT = """The file runs in onnxruntime without torch. Classifiers of series take raw series and a padding mask of any
+batch size and length. Language models take tokens and the state before them, and return logits and the state after
+them; the state is zero before the first token."""
 
 
 def main(args: Sequence[str]) -> int:
     parser = Parser("export", "runs/uea/JapaneseVowels/primal-seed0 model.onnx", ABOUT)
-    parser.flag("run", "folder of a run of uea or lm", type=Path, metavar="RUN")
+    source = "folder of a run of uea or lm, or of save_pretrained, or the name of an included model"
+    parser.flag("run", source, type=Path, metavar="RUN")
     parser.flag("file", "the ONNX file to write", type=Path, metavar="FILE")
     options = parser.parse_args(args)
-    run, file = options.run, options.file
-    if file.suffix != ".onnx":
-        raise RunError(f"FILE must end in .onnx (got {file})")
+    if options.file.suffix != ".onnx":
+        raise RunError(f"FILE must end in .onnx (got {options.file})")
+    run, file = pretrained_path(options.run), options.file
     from primal_attention.train.checkpoint import read_run, read_summary
 
-    read_summary(run)
-    is_language = read_run(run)[1].benchmark == "lm"
+    if not (is_language := (run / "config.json").exists()):  # of save_pretrained
+        read_summary(run)
+        is_language = read_run(run)[1].benchmark == "lm"
     for package in ("onnx", "onnxscript"):
         import_package(package, "primal export")
     try:
@@ -62,9 +65,9 @@ def export_language_model(run: Path, file: Path) -> str:
     """Write a language model with its state as inputs and outputs, and describe them."""
     import torch
 
+    from primal_attention.cli.generate import load_model
     from primal_attention.models.export import export_streaming
-    from primal_attention.train.lm import load_language
 
-    model, _ = load_language(run)
+    model, _ = load_model(run)
     parts = export_streaming(model, file, torch.zeros(2, 3, dtype=torch.int64))
     return f"inputs: tokens and {len(parts)} parts of the state (state.…); outputs: output (logits) and next.…"

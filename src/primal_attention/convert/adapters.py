@@ -552,7 +552,8 @@ def padding_from_pairs(visible: Tensor, causal: bool) -> Tensor:
     if _can_check(visible):
         full = valid[:, None].expand_as(visible)
         order = torch.ones(queries, keys, dtype=torch.bool, device=visible.device).tril(keys - queries)
-        is_padding = ~new_keys[:, :, None]  # rows of padding may see anything
+        # Rows of padding may see nothing or everything; those of an earlier packed sequence see their own keys.
+        is_padding = ~new_keys[:, :, None] & (~visible.any(-1, keepdim=True) | visible.all(-1, keepdim=True))
         if not bool(((full & order if causal else full) == visible).logical_or(is_padding).all()):
             is_causal = not causal and bool(((full & order) == visible).logical_or(is_padding).all())
             raise ValueError(CAUSAL_MASK if is_causal else OTHER_MASK)

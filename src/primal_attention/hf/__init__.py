@@ -14,9 +14,8 @@ from __future__ import annotations
 try:
     import transformers
 except ImportError as missing:
-    raise ImportError(
-        f"primal_attention.hf needs transformers ({missing}): pip install 'primal-attention[hf]'"
-    ) from None
+    message = f"primal_attention.hf needs transformers ({missing}): pip install 'primal-attention[hf]'"
+    raise ImportError(message) from None
 
 from .configuration import AUTO_CLASSES, PrimalConfig
 from .model import (

@@ -48,7 +48,7 @@ try:
     from primal_attention.hf import {", ".join(AUTO_CLASSES.values())}
 except ImportError as missing:
     raise ImportError(
-        f"this model needs the library primal-attention ({{missing}}): pip install 'primal-attention[hf]'"
+        f"this model needs the library primal-attention ({{missing}}): run pip install '.[hf]' in a clone of it"
     ) from None
 '''
 
@@ -56,8 +56,8 @@ except ImportError as missing:
 class PrimalConfig(PreTrainedConfig):
     """Configuration of the models: the fields of `LanguageConfig` under the names of transformers.
 
-    Without `primal_mode` the Primal layers use the best setting without softmax attention on 204 MB of text:
-    the delta rule with convolution 4, a gate, half the heads and a rank of half the head width (see `LanguageConfig`).
+    Without `primal_mode` the Primal layers use the delta rule with convolution 4, a gate, half the heads and a rank of
+    half the head width (see `LanguageConfig`).
     Attributes whose argument is None are set to the value that it stands for.
 
     Args:
@@ -70,13 +70,12 @@ class PrimalConfig(PreTrainedConfig):
         hidden_act: activation of the MLPs, "gelu", "relu" or "glu".
         dropout: as in `LanguageConfig`.
         primal_mode: "mean", "landmarks", "decay" or "delta"; None is the setting above.
-        primal_heads: heads of the Primal layers; None is `num_attention_heads`.
-        rank: directions of the Primal layers; None is 30.
+        primal_heads: heads of the Primal layers; None is `num_attention_heads` if `primal_mode` is set.
+        rank: directions of the Primal layers; None is 30 if `primal_mode` is set.
         landmarks: landmarks of the mode "landmarks".
         max_context: the longest text of the mode "landmarks"; the other modes have no limit.
-        conv: kernel of a short causal convolution at each Primal layer; None and 0 are none.
-        conv_place: "beside" or "before".
-        gate: multiply each Primal layer's output by a gate; None is no gate.
+        conv: kernel of a short causal convolution at each Primal layer; 0 is none, None too if `primal_mode` is set.
+        gate: multiply each Primal layer's output by a gate; None is no gate if `primal_mode` is set.
         gate_activation: "silu" or "sigmoid".
         conv_layers: layers with convolution and gate, "primal" or "all".
         positions: "rotary" (needs a softmax layer), "sinusoidal" or "none"; None is what the layers need.
@@ -107,6 +106,8 @@ class PrimalConfig(PreTrainedConfig):
     ) -> None:
         if not tie_word_embeddings:
             raise ValueError("tie_word_embeddings must be True: input and output embeddings are one tensor here")
+        if kwargs.pop("conv_place", "beside") != "beside":  # of an earlier version
+            raise ValueError("conv_place='before' was removed: convolutions are added to the output of a layer")
         fields = {own: kwargs.pop(name) for own, name in NAMES.items() if name in kwargs}
         names = (attention,) if isinstance(attention, str) else tuple(attention)
         language = LanguageConfig(vocab_size, names, **fields).resolved()  # raises for wrong values

@@ -142,7 +142,7 @@ class PrimalPreTrainedModel(PreTrainedModel):
             output_hidden_states: Return the input of each layer and the last hidden state; None takes the
                 configuration's value.
             output_attentions: Not supported.
-            position_ids: Ignored: the state counts the tokens.
+            position_ids: Ignored, because the state counts the tokens, but those of packed sequences are refused.
             return_dict: False returns a tuple.
             **kwargs: Arguments of the loss function.
         """
@@ -153,6 +153,9 @@ class PrimalPreTrainedModel(PreTrainedModel):
             raise ValueError("exactly one of input_ids and inputs_embeds is required")
         if past_key_values is not None and not isinstance(past_key_values, PrimalCache):
             raise TypeError(f"past_key_values must be a PrimalCache (got {type(past_key_values).__name__})")
+        many = position_ids is not None and position_ids.shape[-1] > 1 and not torch.compiler.is_compiling()
+        if many and attention_mask is None and bool((position_ids.diff() < 0).any()):  # type: ignore[union-attr]
+            raise ValueError("position_ids of packed sequences are not supported: pad the batch instead")
         use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
         streams = past_key_values is not None or (use_cache and self.model.streams)
         cache = past_key_values or (PrimalCache(self.config) if streams else None)
@@ -164,6 +167,8 @@ class PrimalPreTrainedModel(PreTrainedModel):
         )
         if cache is not None and state is not None:
             cache.store(state, tokens.shape[1])
+        if attention_mask is None and input_ids is not None and self.config.pad_token_id is not None:
+            attention_mask = input_ids.ne(self.config.pad_token_id)  # to find the last token
         logits = self.compute_logits(hidden[-1], attention_mask, logits_to_keep)
         values: dict[str, Any] = {
             "loss": None if labels is None else self.compute_loss(logits, labels, **kwargs),
@@ -273,6 +278,8 @@ class PrimalForCausalLM(PrimalPreTrainedModel, GenerationMixin):
             if self.model.streams:
                 model_kwargs["past_key_values"] = PrimalCache(self.config)
             else:  # a layer without a streaming state: every step reads the complete text again
+                if model_kwargs.get("inputs_embeds") is not None:
+                    raise ValueError("a model with a layer without a state generates from input_ids only")
                 generation_config.use_cache = False
 
 

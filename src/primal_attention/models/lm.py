@@ -50,10 +50,10 @@ Positions = Literal["rotary", "sinusoidal", "none"]
 class LanguageConfig:
     """The hyperparameters of a `LanguageModel`, in plain values that a file can hold.
 
-    Without `primal_mode` the Primal layers have the best setting without softmax attention on 204 MB of text: the
-    delta rule with convolution 4, a gate, half of `num_heads` and a rank of half the head width. It has 1.4348 bits per
-    byte, softmax attention 1.3746 (`results/lm-unit-variance`); after 51 MB 1.9331, the mode "mean" 2.0974
-    (`results/lm-short`). These runs have `initializer_range=None`.
+    Without `primal_mode` the Primal layers use the delta rule with convolution 4, a gate, half of `num_heads` and a
+    rank of half the head width: the only current setting without softmax attention that was trained on 204 MB of text.
+    It has 1.4348 bits per byte, softmax attention 1.3746 (`results/lm-unit-variance`). After 51 MB it has 1.9331, the
+    mode "decay" with convolution 1.9279, "mean" 2.0974 (`results/lm-short`). Those have `initializer_range=None`.
 
     Args:
         vocabulary: number of tokens.
@@ -72,9 +72,8 @@ class LanguageConfig:
         rank: directions of the Primal layers; None is 30 if `primal_mode` is set.
         landmarks: landmarks of the mode "landmarks".
         max_length: the longest context of the mode "landmarks"; the other modes have no limit.
-        conv: kernel size of a short causal convolution at each Primal layer, in "delta" layers on q, k and h; 0 for
-            none, which is the default if `primal_mode` is set.
-        conv_place: "beside" adds the convolution to the layer's output, "before" to its input, through SiLU.
+        conv: kernel size of a short causal convolution that is added to the output of each Primal layer, in "delta"
+            layers of convolutions of q, k and h; 0 for none, which is the default if `primal_mode` is set.
         gate: gate each Primal layer's output, in "delta" layers the scores; None is False if `primal_mode` is set.
         gate_activation: activation of the gate, "silu" or "sigmoid".
         conv_layers: "primal" adds convolution and gate to the Primal layers only, "all" to all layers. Layers without
@@ -102,7 +101,6 @@ class LanguageConfig:
     landmarks: int = 300
     max_length: int = 512
     conv: int | None = None
-    conv_place: Literal["beside", "before"] = "beside"
     gate: bool | None = None
     gate_activation: Literal["silu", "sigmoid"] = "silu"
     conv_layers: Literal["primal", "all"] = "primal"
@@ -218,7 +216,6 @@ class LanguageModel(nn.Module):
             ffn_dim=config.ffn_dim,
             dropout=config.dropout,
             conv=config.conv or 0 if has_conv else 0,
-            conv_place=config.conv_place,
             gate=config.gate_activation if config.gate and has_conv else False,
             activation=config.activation,
         )

@@ -263,8 +263,7 @@ class DecoderBlock(EncoderBlock):
         attention: a causal attention module, or None for the convolution alone. Padding must be after the tokens.
         ffn_dim: hidden width of the feed-forward network, 4 · embed_dim if None.
         dropout: rate after attention and after each linear map.
-        conv: kernel of a causal convolution at the attention; 0 for none.
-        conv_place: "beside" adds C(h) to the output of the attention, "before" adds SiLU(C(h)) to its input.
+        conv: kernel of a causal convolution that is added to the output of the attention; 0 for none.
         gate: multiply the result by SiLU(W_g h) (True or "silu") or by σ(W_g h) ("sigmoid").
         activation: activation of the feed-forward network, as in `EncoderBlock`.
     """
@@ -278,17 +277,14 @@ class DecoderBlock(EncoderBlock):
         ffn_dim: int | None = None,
         dropout: float = 0.0,
         conv: int = 0,
-        conv_place: Literal["beside", "before"] = "beside",
         gate: bool | Literal["silu", "sigmoid"] = False,
         activation: Activation = "gelu",
     ) -> None:
         super().__init__(embed_dim, num_heads, attention, ffn_dim=ffn_dim, dropout=dropout, activation=activation)
-        checks.one_of("conv_place", conv_place, ("beside", "before"))
         checks.one_of("gate", gate, (True, False, "silu", "sigmoid"))
         if attention is None and not conv:
             raise ValueError("a block without attention needs conv, or it mixes no tokens")
         self.conv = CausalConv(embed_dim, conv) if conv else None
-        self.conv_place = conv_place
         self.gate = nn.Linear(embed_dim, embed_dim, bias=False) if gate else None
         self.gate_activation = F.sigmoid if gate == "sigmoid" else F.silu
 
@@ -310,11 +306,10 @@ class DecoderBlock(EncoderBlock):
         local: Any = None if self.conv is None else self.conv(x, past.conv)
         y, attention = local, None
         if self.attention is not None:
-            is_before = local is not None and self.conv_place == "before"
             streaming = {"state": past.attention, "return_state": True} if return_state else {}
-            y = self.attention(x + F.silu(local) if is_before else x, key_padding_mask=key_padding_mask, **streaming)
+            y = self.attention(x, key_padding_mask=key_padding_mask, **streaming)
             y, attention = y if return_state else (y, None)
-            y = y if local is None or is_before else y + local
+            y = y if local is None else y + local
         y = self.dropout(y if self.gate is None else y * self.gate_activation(self.gate(x)))
         if not return_state:
             return y

@@ -87,7 +87,7 @@ def chunked(
     w = _initial(k, v, initial, dtype)
     size = min(chunk, length)
     spare = -length % size  # the rows that fill the last chunk have γ = 1 and β = 0
-    q, k, v = (F.pad(t, (0, 0, 0, spare)).unflatten(-2, (-1, size)) for t in (q, k, v))  # (…, M, C, ·)
+    q, k, v = (F.pad(t, (0, 0, 0, spare)).contiguous().unflatten(-2, (-1, size)) for t in (q, k, v))  # (…, M, C, ·)
     log_decay, beta = (F.pad(t.to(dtype), (0, spare)).unflatten(-1, (-1, size)) for t in (log_decay, beta))
     total, beta = log_decay.cumsum(dim=-1), beta[..., None]
     from_start, to_end = total.exp()[..., None], (total[..., -1:] - total).exp()[..., None]

@@ -34,6 +34,7 @@ REMOVED = {
     "augment.unequal": True,
     "data.held": "random",
     "evaluation.streaming": "off",
+    "model.conv_place": "beside",
     "model.differences": False,
     "trainer.accumulate": 1,
 }

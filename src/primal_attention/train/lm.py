@@ -69,7 +69,7 @@ class LanguageNetwork(NetworkConfig):
 
     layers: int = 6
     rank: int | None = None
-    """Directions of the Primal layers; None is 30."""
+    """Directions of the Primal layers; None is 30, with primal-mode None half the head width."""
     ffn_dim: int | None = None
     """Hidden width of the feed-forward networks; None gives as many parameters as softmax with 4 × embed-dim."""
     activation: Literal["gelu", "relu"] = "gelu"
@@ -79,14 +79,12 @@ class LanguageNetwork(NetworkConfig):
     """mean: the paper's; landmarks: causal and data-dependent; decay: a learned decay; delta: the delta rule; None:
     delta with half the heads, a rank of half the head width, conv 4 and gate: the best without softmax attention."""
     primal_heads: int | None = None
-    """Heads of the Primal layers, for more time scales of decay; None is num-heads."""
+    """Heads of the Primal layers, for more time scales of decay; None is num-heads, half with primal-mode None."""
     landmarks: int = 300
     conv: int | None = None
-    """Kernel of a short causal convolution at each Primal layer; None and 0 are none."""
-    conv_place: Literal["beside", "before"] = "beside"
-    """Add the convolution to the layer's output, or apply it to the layer's input."""
-    gate: bool = False
-    """A multiplicative gate on each Primal layer's output; always on with primal-mode None."""
+    """Kernel of a short causal convolution at each Primal layer; 0 is none, None is 4 with primal-mode None, else 0."""
+    gate: bool | None = None
+    """A multiplicative gate on each Primal layer's output; None is on with primal-mode None, else off."""
     gate_activation: Literal["silu", "sigmoid"] = "silu"
     """Activation of the gates."""
     conv_layers: Literal["primal", "all"] = "primal"
@@ -119,7 +117,7 @@ class LanguageRecipe(Recipe):
         model = self.model
         if model.primal_mode is None and not model.has_primal_layers:
             model = replace(model, primal_mode="mean")  # not used
-        unset = [name for name, value in vars(model).items() if value is None or value is False]
+        unset = [name for name, value in vars(model).items() if value is None]
         model = replace(model, **{name: value for name, value in primal_defaults(model).items() if name in unset})
         if model.positions is None:
             names = ("attention", "layers", "primal_mode", "conv", "conv_layers")
@@ -132,9 +130,7 @@ class LanguageRecipe(Recipe):
         """Return the attention, the mode of its Primal layers, and their convolution and gate."""
         model, words = self.resolved().model, [super().label()]
         words += [str(model.primal_mode)] if model.has_primal_layers else []
-        if model.has_convolution:
-            before = model.conv_place == "before" and model.primal_mode != "delta"
-            words.append(f"conv{model.conv}" + ("-before" if before else ""))
+        words += [f"conv{model.conv}"] if model.has_convolution else []
         if model.gate and (model.has_primal_layers or model.has_convolution):
             words.append("gate" if model.gate_activation == "silu" else model.gate_activation)
         return "-".join(words)

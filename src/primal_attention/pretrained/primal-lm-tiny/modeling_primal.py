@@ -4,5 +4,5 @@ try:
     from primal_attention.hf import PrimalConfig, PrimalModel, PrimalForCausalLM, PrimalForSequenceClassification, PrimalForTokenClassification
 except ImportError as missing:
     raise ImportError(
-        f"this model needs the library primal-attention ({missing}): pip install 'primal-attention[hf]'"
+        f"this model needs the library primal-attention ({missing}): run pip install '.[hf]' in a clone of it"
     ) from None
