@@ -83,8 +83,8 @@ class LanguageNetwork(NetworkConfig):
     landmarks: int = 300
     conv: int | None = None
     """Kernel of a short causal convolution at each Primal layer; 0 is none, None is 4 with primal-mode None, else 0."""
-    gate: bool | None = None
-    """A multiplicative gate on each Primal layer's output; None is on with primal-mode None, else off."""
+    gate: bool = False
+    """A multiplicative gate on each Primal layer's output; always on with primal-mode None."""
     gate_activation: Literal["silu", "sigmoid"] = "silu"
     """Activation of the gates."""
     conv_layers: Literal["primal", "all"] = "primal"
@@ -117,7 +117,7 @@ class LanguageRecipe(Recipe):
         model = self.model
         if model.primal_mode is None and not model.has_primal_layers:
             model = replace(model, primal_mode="mean")  # not used
-        unset = [name for name, value in vars(model).items() if value is None]
+        unset = [name for name, value in vars(model).items() if value is None or value is False]
         model = replace(model, **{name: value for name, value in primal_defaults(model).items() if name in unset})
         if model.positions is None:
             names = ("attention", "layers", "primal_mode", "conv", "conv_layers")
