@@ -257,12 +257,16 @@ def control_table() -> str:
         seeds = set.intersection(*(set(by_set[name]) for by_set in pair for name in names))
         own, other = ({seed: fmean(by_set[name][seed] for name in names) for seed in seeds} for by_set in pair)
         result = Difference.between(own, other)
-        return "–" if result is None else f"{result.show()} ({result.seeds})"
+        if result is None:
+            return "–"
+        mark = " \\*" if result.half_interval and abs(result.mean) > result.half_interval else ""
+        return f"{result.show()} ({result.seeds}){mark}"
 
     rows = [[name, *(difference(model, [name]) for model in controls)] for name in sets]
     rows.append([f"mean of the {len(sets)} sets", *(difference(model, sets) for model in controls)])
     heading = ["PrimalClassifier minus the control, points (seeds)", *controls.values()]
-    return render(heading, rows, [f"`results/{folder}`: the fits of the table above."])
+    notes = ["\\*: beyond the interval.", f"`results/{folder}`: the fits of the table above."]
+    return render(heading, rows, notes)
 
 
 def unseen_table() -> str:
