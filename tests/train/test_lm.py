@@ -1,7 +1,9 @@
 """Language recipes: every token evaluated once, equal parameters, runs that repeat and can be loaded again."""
 
+import json
 import math
 import re
+import runpy
 import shutil
 from pathlib import Path
 from typing import Any
@@ -192,6 +194,20 @@ def refuse_foreign_vocabularies(run: Path) -> None:
     file.unlink()
     with pytest.raises(DataError, match=r"vocabulary.json does not exist"):
         load_language(run)
+
+
+def test_the_effect_of_the_objective_is_measured_before_and_after_training(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {**toy.SMALL, **SMALL, "model.primal_mode": "mean", "trainer.steps_per_epoch": 1}
+    fields = [f"{field}={json.dumps(value)}" for field, value in changes.items()]
+    monkeypatch.setattr("sys.argv", ["", "lm/wikipedia", f"--data={folder}", f"--out={tmp_path}", "--set", *fields])
+    assert runpy.run_path("benchmarks/objective_effect.py")["main"]() == 0
+    for curve in json.loads((tmp_path / "lm-wikipedia.json").read_text())["curves"]:
+        assert [row["step"] for row in curve["rows"]] == [0, 1]
+        assert all(
+            math.isfinite(value) for row in curve["rows"] for x in row["layers"].values() for value in x.values()
+        )
 
 
 def test_a_vocabulary_beside_the_text_is_used(folder: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -288,6 +288,10 @@ class LanguageModule(TrainingModule):
 
     splits_sequences: ClassVar[bool] = True
     headline: ClassVar[str] = "bits_per_byte"
+
+    def inputs(self, batch: Batch) -> tuple[Any, ...]:
+        (windows,) = batch
+        return self.tokens(windows[:, :-1])
 
     def task_loss(self, batch: Batch) -> Tensor:
         (windows,) = batch
