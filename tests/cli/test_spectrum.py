@@ -18,6 +18,7 @@ def test_runs_give_a_table_numbers_and_plots(workplace: Path, primal) -> None:
     code, out, _ = primal("spectrum", "one", "--samples", "5")
     assert code == 0
     assert "softmax" in out
+    assert out.startswith(f"{workplace.name}/one\n"), "the run and its folder"
     folder = workplace / "results" / "spectrum"
     for name in ("spectrum.csv", "spectrum.png", "spectrum.svg"):
         assert (folder / name).stat().st_size > 0

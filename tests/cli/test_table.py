@@ -121,6 +121,13 @@ def test_sets_without_data_are_left_out_and_named(launched: Launched, primal, mo
     assert "Handwriting" in out
 
 
+def test_every_table_looks_for_data_where_the_recipe_does(launched: Launched, primal) -> None:
+    for benchmark, folder in (("image", "data/image"), ("lm", "data/lm/wikipedia"), ("lra", "data/lra/text")):
+        Path(folder).mkdir(parents=True)
+        primal("table", benchmark, "--models", "softmax", "--seeds", "1")
+        assert launched.names() == ["softmax-seed0"], benchmark
+
+
 def test_long_range_arena_and_trainings_of_another_length(launched: Launched, primal) -> None:
     Path("data/lra/listops").mkdir(parents=True)
     words = ["lra", "--models", "primal", "--sets", "listops", "--seeds", "1", "--set", "trainer.batch_size=4"]

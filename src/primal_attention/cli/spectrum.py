@@ -40,7 +40,7 @@ def main(args: Sequence[str]) -> int:
     sources = {folder: load_run(folder, options.samples, BATCH_SIZE) for folder in options.runs}
     spectra: dict[str, Spectrum] = {}
     for folder, (model, batches) in sources.items():
-        name = f"{folder.parent.name}/{folder.name}"
+        name = "/".join(folder.resolve().parts[-2:])
         label = f"{name} ({len(spectra) + 1})" if name in spectra else name
         with Progress(len(batches), label) as bar:
             try:

@@ -180,7 +180,7 @@ def sets_without_data(plan: Plan, names: set[str], kind: TableKind, options: arg
     has_data: dict[str, Callable[[str, Path | None], object]] = {
         "uea": uea.find,
         "d4rl": d4rl.find,
-        "image": lambda name, folder: (folder or default_folder("images")).is_dir(),
+        "image": lambda name, folder: (folder or default_folder("image")).is_dir(),
         "lm": lambda name, folder: (folder or default_folder("lm", name)).is_dir(),
         "lra": lambda name, folder: (folder / name if folder else default_folder("lra", name)).is_dir(),
     }

@@ -51,7 +51,7 @@ EXTRAS = {
     "ksvd": "scipy sklearn",
     "language": "tokenizers",
     "lra": "pyarrow",
-    "rl": "gymnasium h5py imageio minari mujoco",
+    "rl": "gymnasium h5py minari mujoco",
     "vision": "PIL timm torchvision",
     "hf": "accelerate transformers",
     "onnx": "onnx onnxruntime onnxscript",
