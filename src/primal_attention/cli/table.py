@@ -21,7 +21,7 @@ from primal_attention.utils.progress import Progress
 
 if TYPE_CHECKING:
     from primal_attention.report.tables import TableKind
-    from primal_attention.train.grid import Outcome, Plan, Variant
+    from primal_attention.train.grid import Plan, Variant
 
 ABOUT = """Finished runs are not run again; interrupted ones continue. uea-modern compares PrimalClassifier with other
 classifiers."""
@@ -211,16 +211,15 @@ def run_jobs(jobs: list[Any], kind: TableKind, options: argparse.Namespace) -> l
     if kind.source == "fits":
         return classifiers.run_fits(jobs)
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # in worker processes: the settings are the table's
+    errors = []
     with Progress(len(jobs), "runs") as bar:
-
-        def report(outcome: Outcome) -> None:
+        for outcome in grid.run(jobs, workers, options.launcher or "local") if jobs else ():
             scores = outcome.summary["scores"] if outcome.summary else {}
             texts = [f"{name.replace('_', ' ')} {in_full(score)}" for name, score in scores.items()]
-            bar.advance(f"{outcome.job.recipe} {outcome.job.run.name}: {outcome.error or '  '.join(texts)}")
-
-        outcomes = grid.run(jobs, workers=workers, launcher=options.launcher or "local", report=report) if jobs else []
-    failed = [outcome for outcome in outcomes if outcome.summary is None]
-    return [f"{outcome.job.recipe} {outcome.job.run.name}: {outcome.error}" for outcome in failed]
+            line = f"{outcome.job.recipe} {outcome.job.run.name}: {outcome.error or '  '.join(texts)}"
+            errors += [line] if outcome.summary is None else []
+            bar.advance(line)
+    return errors
 
 
 def table_command(args: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ import os
 import shlex
 import signal
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -137,20 +137,9 @@ def run_job(job: Job) -> Outcome:
         return Outcome(job, error=f"{type(error).__name__}: {error}")
 
 
-def run(
-    jobs: Iterable[Job],
-    *,
-    workers: int = 1,
-    launcher: Literal["local", "ray"] = "local",
-    report: Callable[[Outcome], None] = lambda _: None,
-) -> list[Outcome]:
-    """Run jobs in local processes or on a Ray cluster; `report` is called as each one ends."""
-    outcomes = []
-    launch = _run_on_ray if launcher == "ray" else _run_locally
-    for outcome in launch(list(jobs), workers):
-        outcomes.append(outcome)
-        report(outcome)
-    return outcomes
+def run(jobs: Sequence[Job], workers: int = 1, launcher: Literal["local", "ray"] = "local") -> Iterable[Outcome]:
+    """Run jobs in local processes or on a Ray cluster; yield the outcome of each one as it ends."""
+    return (_run_on_ray if launcher == "ray" else _run_locally)(jobs, workers)
 
 
 def _run_locally(jobs: Sequence[Job], workers: int) -> Iterable[Outcome]:
