@@ -29,10 +29,17 @@ from primal_attention.data import d4rl
 from primal_attention.data.d4rl import HORIZON, Trajectories, normalized_score
 from primal_attention.data.storage import one_line
 from primal_attention.models.d4rl import DecisionTransformer
-from primal_attention.train.batches import Batches, derive_seed
 from primal_attention.train.config import NetworkConfig, OptimConfig, Recipe, TrainerConfig, require_range
 from primal_attention.train.registry import D4RL_SETS
-from primal_attention.train.task import Batch, Experiment, TrainingModule, hash_data, precision_context
+from primal_attention.train.task import (
+    Batch,
+    Batches,
+    Experiment,
+    TrainingModule,
+    derive_seed,
+    hash_data,
+    precision_context,
+)
 from primal_attention.utils.errors import RunError, import_package, install_hint
 
 ETA = 0.05

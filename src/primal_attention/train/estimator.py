@@ -32,10 +32,9 @@ from primal_attention.data.uea import CompressedChannels, PrincipalChannels, fol
 from primal_attention.models.convolution_features import ConvolutionFeatures, RidgeHead, fit_weights
 from primal_attention.models.uea import ScorePosterior, pooled_scores
 from primal_attention.train import distributed, loop
-from primal_attention.train.batches import Batches, derive_seed
 from primal_attention.train.checkpoint import read_weights
 from primal_attention.train.config import from_plain, to_plain
-from primal_attention.train.task import Experiment
+from primal_attention.train.task import Batches, Experiment, derive_seed
 from primal_attention.train.uea import (
     AugmentConfig,
     ClassificationModule,

@@ -32,9 +32,8 @@ from primal_attention.data.image import ImageData, ImageFiles, ImageSplit, colla
 from primal_attention.data.storage import default_folder
 from primal_attention.data.uea import stratified_holdout
 from primal_attention.models.image import deit
-from primal_attention.train.batches import Batches, derive_seed
 from primal_attention.train.config import NetworkConfig, OptimConfig, Recipe, TrainerConfig, require_range
-from primal_attention.train.task import NO_LABEL, Batch, Experiment, TrainingModule, hash_data
+from primal_attention.train.task import NO_LABEL, Batch, Batches, Experiment, TrainingModule, derive_seed, hash_data
 from primal_attention.utils.errors import DataError
 
 ETA, RANK = 0.05, 96  # the paper's

@@ -32,10 +32,9 @@ from primal_attention.data.storage import default_folder
 from primal_attention.models.lm import LanguageConfig, LanguageModel, primal_defaults
 from primal_attention.nn.blocks import attention_names
 from primal_attention.ops.landmarks import WITHOUT_FLOAT64
-from primal_attention.train.batches import Batches, derive_seed
 from primal_attention.train.checkpoint import load_weights, read_run, read_summary
 from primal_attention.train.config import NetworkConfig, OptimConfig, Recipe, TrainerConfig, require, require_range
-from primal_attention.train.task import Batch, Experiment, TrainingModule, hash_data
+from primal_attention.train.task import Batch, Batches, Experiment, TrainingModule, derive_seed, hash_data
 from primal_attention.utils.errors import DataError, RunError
 from primal_attention.utils.files import check
 

@@ -21,12 +21,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from primal_attention.data.storage import one_line
 from primal_attention.nn.baselines.random_buffers import draw_counts, restore_draw_counts
 from primal_attention.train import checkpoint, distributed
-from primal_attention.train.batches import derive_seed
 from primal_attention.train.checkpoint import State, load_weights, read_summary
 from primal_attention.train.config import Recipe
 from primal_attention.train.logs import Summary, check_loggers, make_loggers, summarize
 from primal_attention.train.step import GATHERED, TrainingStep, learning_rate, make_optimizer, records_steps
-from primal_attention.train.task import Experiment, compile_failure
+from primal_attention.train.task import Experiment, compile_failure, derive_seed
 from primal_attention.utils.errors import Preempted, RunError
 from primal_attention.utils.files import write_csv, write_error, write_json, write_text, write_weights
 

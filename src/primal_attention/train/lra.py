@@ -31,9 +31,8 @@ from primal_attention.data.storage import default_folder
 from primal_attention.models.lra import LRAClassifier
 from primal_attention.models.uea import without_r_scores
 from primal_attention.nn.blocks import Activation
-from primal_attention.train.batches import Batches, derive_seed
 from primal_attention.train.config import NetworkConfig, OptimConfig, Recipe, TrainerConfig, override, require_range
-from primal_attention.train.task import Batch, Experiment, TrainingModule, hash_data
+from primal_attention.train.task import Batch, Batches, Experiment, TrainingModule, derive_seed, hash_data
 
 READERS = {
     "listops": listops.load,

@@ -1,9 +1,9 @@
-"""The base class of the benchmarks' training tasks: task loss, KSVD loss, averaged weights, scores.
+"""The base classes of the training tasks: batches in memory, task loss, KSVD loss, averaged weights, scores.
 
     loss = task loss + η · mean_l J_l²
 
 The two losses and J are logged separately. All random numbers of an epoch (dropout, augmentation) follow from the seed
-and the epoch's number, so a resumed run repeats what an uninterrupted one does.
+and the epoch's number, and so does the order of its batches. A resumed run repeats what an uninterrupted one does.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import dataclasses
 import hashlib
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -30,13 +31,119 @@ from primal_attention.data.uea import Standardizer
 from primal_attention.models.uea import MaskedBatchNorm
 from primal_attention.nn.objective import ksvd_loss, primal_layers
 from primal_attention.parallel import Context, context_parallel, shard
-from primal_attention.train.batches import Batches, derive_seed
 from primal_attention.train.config import Recipe, TrainerConfig
 from primal_attention.utils.errors import DivergedError, RunError
 
 NO_LABEL = -1  # of a row that only fills an evaluation batch
 CHECK_EVERY = 50  # steps between two checks of the loss on a device; each check waits for the device
 Batch = tuple[Tensor, ...]
+
+
+def derive_seed(*parts: object) -> int:
+    """Return a 63-bit seed from any values; similar inputs give unrelated streams."""
+    digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+@dataclass(eq=False)
+class Batches:
+    """Rows of several tensors of equal length.
+
+    In distributed training each rank takes its share of every batch, so that the union of the ranks' batches is the
+    batch of a single process. Subclasses override `order` and `rows` (which samples), `gather` and `finish` (their
+    tensors).
+
+    Args:
+        tensors: The first dimension counts the samples.
+        batch_size: Samples per batch, over all ranks.
+        shuffle_seed: None keeps the data's order.
+        steps: Batches per epoch, all of full size; the next epoch continues in the pass over the data. 0 is one pass.
+    """
+
+    tensors: list[Tensor]
+    batch_size: int
+    shuffle_seed: int | None = None
+    steps: int = 0
+
+    # Set by the loop.
+    rank, world, epoch = 0, 1, 0
+    skip = 0  # batches to leave out at the start of the next iteration
+    group = 1  # batches that are gathered at once
+
+    @property
+    def samples(self) -> int:
+        return len(self.tensors[0])
+
+    @property
+    def samples_per_epoch(self) -> int:
+        return self.steps * min(self.batch_size, self.samples) if self.steps else self.samples
+
+    def __len__(self) -> int:
+        return self.steps or -(-self.samples // self.batch_size)
+
+    def part(self, number: int) -> float:
+        """Return this rank's samples in a batch over the ranks' mean: the weight of its mean.
+
+        A rank that got a repeated sample because there were too few has weight 0.
+        """
+        size = min(self.batch_size, self.samples if self.steps else self.samples - number * self.batch_size)
+        return len(range(self.rank, size, self.world)) * self.world / size
+
+    def to(self, device: torch.device) -> Batches:
+        """Move the set to the device: sets are small, and a copy per step would cost more."""
+        self.tensors = [t.to(device) for t in self.tensors]
+        return self
+
+    def order(self, turn: int) -> Tensor:
+        """Return the order of the samples in one pass over the data."""
+        if self.shuffle_seed is None:
+            return torch.arange(self.samples)
+        generator = torch.Generator().manual_seed(derive_seed("order", self.shuffle_seed, turn))
+        return torch.randperm(self.samples, generator=generator)
+
+    def rows(self) -> Iterator[Tensor]:
+        """Yield the samples of each batch of the epoch."""
+        if not self.steps:
+            yield from self.order(self.epoch).split(self.batch_size)
+            return
+        # Full batches only: steps of one shape are compiled and recorded once.
+        per_turn = max(1, self.samples // self.batch_size)
+        turn, order = -1, torch.empty(0)
+        for position in range(self.epoch * self.steps, (self.epoch + 1) * self.steps):
+            if turn != position // per_turn:
+                turn = position // per_turn
+                order = self.order(turn)
+            start = position % per_turn * self.batch_size
+            yield order[start : start + self.batch_size]
+
+    def remaining_rows(self) -> Iterator[Tensor]:
+        """Yield this rank's samples of each batch, once without the first `skip` batches."""
+        skip, self.skip = self.skip, 0
+        for rows in islice(self.rows(), skip, None):
+            # Every rank needs at least one sample to stay in step, so samples repeat if there are few.
+            own = torch.arange(self.rank, max(len(rows), self.world), self.world) % len(rows)
+            yield rows if self.world == 1 else rows[own]
+
+    def gather(self, rows: Tensor) -> Sequence[Tensor]:
+        """Return the tensors of some samples, whose numbers are on the device."""
+        return [t[rows] for t in self.tensors]
+
+    def finish(self, batch: tuple[Tensor, ...], rows: Tensor) -> tuple[Tensor, ...]:
+        """Change a batch of the samples `rows` before it is used."""
+        return batch
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        """Yield batches as tuples of tensors."""
+        remaining = self.remaining_rows()
+        while group := list(islice(remaining, self.group)):
+            sizes = [len(rows) for rows in group]
+            samples, device = torch.cat(group), self.tensors[0].device
+            if device.type == "cuda":
+                samples = samples.pin_memory()  # for a copy that does not wait for the device
+            tensors = self.gather(samples.to(device, non_blocking=True))
+            batches = zip(*(t.split(sizes) for t in tensors), strict=True)
+            for rows, batch in zip(group, batches, strict=True):
+                yield self.finish(batch, rows)
 
 
 class TrainingModule(nn.Module):

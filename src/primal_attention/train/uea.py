@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from primal_attention.data import uea
 from primal_attention.data.uea import PrincipalChannels, SeriesData, Split, Standardizer, pad, stratified_holdout
 from primal_attention.models.uea import modern_classifier, paper_classifier, without_r_scores
-from primal_attention.train.batches import Batches
 from primal_attention.train.config import NetworkConfig, OptimConfig, Recipe, TrainerConfig, require, require_range
-from primal_attention.train.task import Batch, Experiment, TrainingModule, hash_data
+from primal_attention.train.task import Batch, Batches, Experiment, TrainingModule, hash_data
 
 EVALUATED_TOKENS = 2**16  # in one evaluation batch
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from primal_attention.train.batches import Batches, derive_seed
+from primal_attention.train.task import Batches, derive_seed
 
 
 def epochs(batches: Batches, count: int) -> list[list[int]]:
