@@ -15,6 +15,7 @@ import toy
 from faults import assert_same, cut_off
 
 from primal_attention.cli import main as cli
+from primal_attention.report.results import read_metrics
 from primal_attention.train import checkpoint, loop
 from primal_attention.utils import files
 from primal_attention.utils.errors import RunError
@@ -226,9 +227,9 @@ def test_a_full_disk_is_one_line_and_leaves_no_half_file(
 
 
 def test_what_the_writers_write_the_readers_read(tmp_path: Path):
-    assert checkpoint.read_metrics(tmp_path / "metrics.csv") == {}, "no epoch has ended yet"
+    assert read_metrics(tmp_path / "metrics.csv") == {}, "no epoch has ended yet"
     files.write_csv(tmp_path / "metrics.csv", [{"epoch": 1, "loss": 0.5}, {"epoch": 2, "loss": 0.25, "J": -1}])
     expected = {"epoch": [1.0, 2.0], "loss": [0.5, 0.25], "J": [None, -1.0]}
-    assert checkpoint.read_metrics(tmp_path / "metrics.csv") == expected
+    assert read_metrics(tmp_path / "metrics.csv") == expected
     files.write_json(tmp_path / "a.json", {"command": "primal \udcff"})  # an argument that is not UTF-8
     assert files.read_json(tmp_path / "a.json") == {"command": "primal \udcff"}

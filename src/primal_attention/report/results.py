@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from primal_attention.bench import measurement
+from primal_attention.data.storage import one_line
 from primal_attention.train import classifiers, registry
-from primal_attention.train.checkpoint import FREE, check_content, read_metrics
+from primal_attention.train.checkpoint import FREE, check_content
 from primal_attention.train.classifiers import Fit
 from primal_attention.train.config import Recipe, flatten, from_plain, override, to_plain
 from primal_attention.train.grid import Job, Plan, Variant
@@ -248,6 +249,22 @@ def read_benchmark(file: Path) -> dict[str, Any]:
         if row["status"] == measurement.OK and row.get("recompilations") is None:  # rows that count graphs have no time
             check(row, {"seconds": Number(above=0)}, file, f"rows[{i}]")
     return {**content, "rows": [{"label": row["name"], "note": "", "seconds": None, **row} for row in content["rows"]]}
+
+
+def read_metrics(path: Path) -> dict[str, list[float | None]]:
+    """Return the columns of metrics.csv; an empty cell is None. A run without a finished epoch has no file."""
+    if not path.exists():
+        return {}
+    header, rows = read_csv(path)
+    if "epoch" not in header:
+        raise RunError(f"{path}: the column epoch is missing")
+    table: dict[str, list[float | None]] = {name: [] for name in header}
+    for line, row in enumerate(rows, start=2):
+        for name, cell in zip(header, row, strict=True):
+            table[name].append(read_cell(cell, f"{path} line {line}: {one_line(name, 60)}"))
+        if not (table["epoch"][-1] or 0.5).is_integer():
+            raise RunError(f"{path} line {line}: epoch is not a whole number")
+    return table
 
 
 def read_spectrum(file: Path) -> dict[str, list[float]]:

@@ -1,7 +1,7 @@
-"""The files of a run folder: name, lock, config.yaml, checkpoints, and a reader for each file.
+"""The files of a run folder: name, lock, config.yaml, checkpoints, and readers of what a training needs.
 
     config.yaml                   read_run          the resolved recipe, with the command and the versions
-    metrics.csv                   read_metrics      one row per epoch; nothing that a second run would not repeat
+    metrics.csv                                     one row per epoch; `report.results` reads it
     model.safetensors             read_weights      the weights that the test score belongs to
     summary.json                  read_summary      the result; written last: its presence means the run has finished
     checkpoints/last.ckpt         read_checkpoint   `torch.save`'s format, then a line with its sha256
@@ -47,7 +47,6 @@ ROWS = "rows"  # key of a process's rows of a tensor that FSDP splits
 MAX_CONFIG_BYTES = 2**20  # the YAML parser needs seconds per megabyte
 TRAILER = b"\nsha256 "  # follows the content of a checkpoint, with 64 digits and a newline
 TRAILER_BYTES = len(TRAILER) + 64 + 1
-Table = dict[str, list[float | None]]
 
 SUMMARY = {
     "benchmark": str,
@@ -441,22 +440,6 @@ def _not_a_run(folder: Path) -> RunError:
     if folder.is_file():
         return RunError(f"{folder} is a file where a folder is needed")
     return RunError(f"{folder} is not a run folder: it has no config.yaml")
-
-
-def read_metrics(path: Path) -> Table:
-    """Return the columns of metrics.csv; an empty cell is None. A run without a finished epoch has no file."""
-    if not path.exists():
-        return {}
-    header, rows = files.read_csv(path)
-    if "epoch" not in header:
-        raise RunError(f"{path}: the column epoch is missing")
-    table: Table = {name: [] for name in header}
-    for line, row in enumerate(rows, start=2):
-        for name, cell in zip(header, row, strict=True):
-            table[name].append(files.read_cell(cell, f"{path} line {line}: {one_line(name, 60)}"))
-        if not (table["epoch"][-1] or 0.5).is_integer():
-            raise RunError(f"{path} line {line}: epoch is not a whole number")
-    return table
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
