@@ -26,8 +26,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from primal_attention.data import uea
-from primal_attention.data.uea import SeriesData, Split
 from primal_attention.utils.provenance import collect
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,16 +40,22 @@ def write_data(folder: Path) -> None:
     """Write waves of three frequencies, with lengths from 20 to 40."""
     rng = np.random.default_rng(0)
 
-    def split(samples: int) -> Split:
+    def split(samples: int) -> tuple[np.ndarray, np.ndarray]:
         labels = np.arange(samples) % 3
         lengths = rng.integers(20, 41, samples)
         waves = [
             np.sin(0.3 * (1 + label) * np.arange(length)[:, None] + rng.uniform(0, 6, 2))
             for label, length in zip(labels, lengths, strict=True)
         ]
-        return Split(waves, labels.astype(np.int64))
+        X = np.full((samples, 2, 40), np.nan)
+        for row, wave in zip(X, waves, strict=True):
+            row[:, : len(wave)] = wave.T
+        return X, np.array(["a", "b", "c"])[labels]
 
-    uea.save_npz(SeriesData("Waves", split(160), split(40), ("a", "b", "c")), folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for part, samples in (("TRAIN", 160), ("TEST", 40)):
+        X, y = split(samples)
+        np.savez(folder / f"Waves_{part}.npz", X=X, y=y)
 
 
 def train(work: Path, out: Path, strategy: str, kill: tuple[float, int] | None = None) -> dict[str, Any]:

@@ -433,7 +433,7 @@ DATA_KINDS = {
     ),
     "retrieval": data_kind(
         make_retrieval, tokens.PAIRS["train"], tokens.load_retrieval, PAIRS_DAMAGES, harmless="truncated",
-        layout=tokens.PAIRS["train"], recipe="lra/retrieval",
+        layout="primal data retrieval --articles", recipe="lra/retrieval",
     ),
     "reviews": data_kind(
         make_reviews, "train.parquet", tokens.load_text, REVIEWS, layout="train.parquet", recipe="lra/text"

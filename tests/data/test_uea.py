@@ -47,18 +47,12 @@ def test_japanese_vowels_needs_no_download(tmp_path: Path, monkeypatch: pytest.M
         uea.load("JapaneseVowels")
 
 
-def test_unequal_lengths_missing_values_and_the_saved_form(toy: Path, tmp_path: Path):
+def test_unequal_lengths_and_missing_values(toy: Path):
     data = uea.load("Toy", toy)
     assert [s.shape for s in data.train.series] == [(3, 2), (2, 2), (4, 2)]
     assert data.train.series[2].T.tolist() == [[1, 2, 3, 4], [4, 5, 6, 6]]
     assert data.train.labels.tolist() == [0, 1, 1]
     assert len(uea.load("Toy", toy / "Toy").train) == 3, "files directly in the folder are found"
-    uea.save_npz(data, tmp_path / "saved")
-    again = uea.load("Toy", tmp_path / "saved")
-    assert again.classes == data.classes
-    assert again.test.labels.tolist() == data.test.labels.tolist()
-    for a, b in zip(data.train.series, again.train.series, strict=True):
-        np.testing.assert_array_equal(a, b)
 
 
 def test_numeric_labels_are_ordered_by_value(tmp_path: Path):

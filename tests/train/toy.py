@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from primal_attention.data import uea
 from primal_attention.data.lra import listops
 from primal_attention.data.uea import SeriesData, Split
 from primal_attention.train import registry
@@ -34,8 +33,13 @@ def data(name: str = "Toy") -> SeriesData:
 
 
 def folder(place: Path) -> Path:
-    """The toy set in its cached form."""
-    uea.save_npz(data(), place)
+    """The toy set as files."""
+    place.mkdir(parents=True, exist_ok=True)
+    for part, split in (("TRAIN", data().train), ("TEST", data().test)):
+        X = np.full((len(split), 2, 12), np.nan)
+        for row, series in zip(X, split.series, strict=True):
+            row[:, : len(series)] = series.T
+        np.savez(place / f"Toy_{part}.npz", X=X, y=np.array(data().classes)[split.labels])
     return place
 
 

@@ -1,7 +1,6 @@
 """Multivariate time series with class labels: the UEA archive, one's own files, and the preprocessing of both.
 
     data = load("Handwriting", "data/uea")     # data/uea/Handwriting/Handwriting_TRAIN.ts and _TEST.ts
-    save_npz(data, "data/uea")                 # Handwriting_TRAIN.npz and _TEST.npz: load faster, and without aeon
     data = load_file("mine.parquet")           # one's own data: .npz, .parquet or .ts
 
 A series is an array (time, channels). Missing values are interpolated along time, `Standardizer` scales each channel by
@@ -17,7 +16,6 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,6 @@ import numpy as np
 
 from primal_attention.data.storage import default_folder, one_line, read_npz, reading
 from primal_attention.utils.errors import DataError, import_package
-from primal_attention.utils.files import write_atomically
 
 ARCHIVE = "https://www.timeseriesclassification.com"
 INSIDE_AEON = ("JapaneseVowels", "BasicMotions")
@@ -178,10 +175,8 @@ def fix_signs(directions: np.ndarray) -> np.ndarray:
     return directions * np.where(np.take_along_axis(directions, first, axis=0) < 0, -1.0, 1.0)
 
 
-def pad(
-    series: Sequence[np.ndarray], *, length: int | None = None, clip: bool = True, dtype: type = np.float32
-) -> tuple[np.ndarray, np.ndarray]:
-    """Stack to (samples, time, channels) with zeros on the right, and the mask (samples, time), True = padding.
+def pad(series: Sequence[np.ndarray], *, length: int | None = None, clip: bool = True) -> tuple[np.ndarray, np.ndarray]:
+    """Stack to float32 (samples, time, channels) with zeros on the right, and the mask (samples, time), True = padding.
 
     `length` is the least length of the result; longer series are cut to it unless `clip` is off.
     """
@@ -189,7 +184,7 @@ def pad(
     if length is None or (not clip and longest > length):
         length = longest
     channels = series[0].shape[1] if len(series) else 0
-    values: np.ndarray = np.zeros((len(series), length, channels), dtype=dtype)
+    values: np.ndarray = np.zeros((len(series), length, channels), dtype=np.float32)
     mask = np.ones((len(series), length), dtype=bool)
     for i, s in enumerate(series):
         n = min(len(s), length)
@@ -252,16 +247,6 @@ def find(name: str, folder: str | Path | None = None) -> Path | None:
         aeon = import_package("aeon", "reading .ts files")
         return Path(aeon.__file__).parent / "datasets" / "data" / name / f"{name}_TRAIN.ts"
     return None
-
-
-def save_npz(data: SeriesData, folder: str | Path) -> None:
-    """Write both splits as `.npz` files, which `load` prefers over `.ts` files."""
-    for part, split in (("TRAIN", data.train), ("TEST", data.test)):
-        values, mask = pad(split.series, dtype=np.float64)
-        values[mask] = np.nan
-        arrays = {"X": values.transpose(0, 2, 1), "y": np.array(data.classes)[split.labels]}
-        file = Path(folder) / f"{data.name}_{part}.npz"
-        write_atomically(file, partial(np.savez_compressed, **arrays))  # type: ignore[arg-type]
 
 
 # One's own files

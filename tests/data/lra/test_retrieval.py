@@ -68,6 +68,6 @@ def test_bad_input_is_one_line(articles: Path, tmp_path: Path) -> None:
         retrieval.write(tmp_path / "set", articles=tmp_path)
     with pytest.raises(DataError, match=r"40 articles .* \(\d+ pairs\) do not fill the splits \(train 5,000"):
         retrieval.write(tmp_path / "set", articles=articles)
-    with pytest.raises(DataError, match="too few to pair different articles"):
+    with pytest.raises(DataError, match="too few to pair different articles: raise --train"):
         retrieval.write(tmp_path / "set", {"train": 4, "valid": 4, "test": 3}, articles=articles)
     assert not (tmp_path / "set").exists()

@@ -94,7 +94,8 @@ def pair(articles: Sequence[Sequence[Segment]], rng: np.random.Generator) -> lis
     _, counts = np.unique([segments[i][0] for i in swapped], return_counts=True)
     step = int(counts.max(initial=1))  # beyond the segments of the same article
     if len(swapped) < 2 * step:
-        raise DataError(f"{len(segments)} pairs of {len(articles)} articles are too few to pair different articles")
+        few = f"{len(segments)} pairs of {len(articles)} articles are too few to pair different articles"
+        raise DataError(f"{few}: raise --train, --valid and --test")
     partner = {i: swapped[(place + step) % len(swapped)] for place, i in enumerate(swapped)}
     rows = []
     for i, (_, (first_id, first, _)) in enumerate(segments):

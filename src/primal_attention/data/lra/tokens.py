@@ -161,7 +161,8 @@ def _review_arrays(texts: Sequence[str], labels: Sequence[int], length: int, pla
 
 def load_retrieval(folder: str | Path, length: int = TEXT_LENGTH) -> TokenData:
     """Read the three files of pairs."""
-    source = "Long-Range Arena's release has the AAN pairs"
+    own = f"'primal data retrieval --articles FOLDER --out {folder}' makes pairs of other articles"
+    source = f"Long-Range Arena's release has the AAN pairs; {own}"
     splits = load_tables(Path(folder), PAIRS, source, _read_pairs, length)
     return TokenData("retrieval", **splits, vocabulary=256, classes=2, padded=True)
 
