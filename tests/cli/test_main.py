@@ -133,6 +133,8 @@ WRONG = {
     "train uea/Toy --no-trainer.progress": "did you mean --trainer.progress?",
     "train uea/Toy --model.attention primel": "did you mean 'primal'",
     "train uea/Toy --model.num-heads 7": "num_heads=7",
+    "train uea-modern/Toy --augment.warp inf": "augment.warp must be a finite number (got inf)",
+    "table uea --sets Toy --set optim.lr=1e999": "optim.lr must be a finite number (got inf)",
     "train uea/Toy --model.rank 3 --trainer.devices 2": "--trainer.strategy ddp",
     "train uea/Toy --trainer.accelerator gpu": "trainer.accelerator gpu",
     "train own.py:slow": "own.py has no recipe 'slow'",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import types
 import typing
 import warnings
@@ -262,6 +263,8 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         return tuple(_convert(args[0], v, where) for v in items)
     if dataclasses.is_dataclass(hint):
         return from_plain(typing.cast(type, hint), value, f"{where}.")
+    if hint is float and isinstance(value, float):
+        require(math.isfinite(value), f"{where} must be a finite number (got {value})")
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         require(abs(value) < 2**1023, f"{where} must be float (got a larger number)")
         return float(value)
