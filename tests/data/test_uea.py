@@ -68,6 +68,8 @@ def test_a_missing_set_or_file_says_what_to_do(toy: Path):
         uea.load("Handwriting", toy / "nowhere")
     with pytest.raises(DataError, match="did you mean Toy"):
         uea.load("Tooy", toy)
+    with pytest.raises(DataError, match=r"Toy_TEST\.ts, which is a file: get it from"):
+        uea.load("Toy", toy / "Toy" / "Toy_TEST.ts")
     (toy / "Toy" / "Toy_TEST.ts").unlink()
     with pytest.raises(DataError, match=r"Toy_TEST\.ts is missing"):
         uea.load("Toy", toy)

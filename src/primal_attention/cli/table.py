@@ -121,7 +121,7 @@ def make_plan(kind: TableKind, options: argparse.Namespace) -> Plan:
     check_name(family, families, f"recipe family of {kind.benchmark}")
     fields = dict(read_change(item) for item in options.set)
     changes = {**kind.changes, **fields}
-    sets, folders = tuple(options.sets or kind.sets), {}
+    sets, folders = tuple(dict.fromkeys(options.sets or kind.sets)), {}
     if kind.source == "fits":
         classifiers.check_parameters(fields)
         changes["holdout"] = options.holdout or 0.0

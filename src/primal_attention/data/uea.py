@@ -227,8 +227,9 @@ def load(name: str, folder: str | Path | None = None) -> SeriesData:
         known = [place.stem.removesuffix("_TRAIN") for place in root.iterdir()] if root.is_dir() else []
         near = difflib.get_close_matches(name, [*known, *INSIDE_AEON], n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
+        state = "" if root.is_dir() else ", which is a file" if root.exists() else ", which does not exist"
         raise DataError(
-            f"UEA set {name!r} is not in {root}{'' if root.is_dir() else ', which does not exist'}{hint}: get it from "
+            f"UEA set {name!r} is not in {root}{state}{hint}: get it from "
             f"{ARCHIVE} and unpack it to {root / name / name}_TRAIN.ts, or name another folder with --data.folder"
         )
     test = train.with_name(f"{name}_TEST{train.suffix}")
