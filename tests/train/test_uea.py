@@ -116,6 +116,7 @@ def test_a_warp_is_monotonic_and_stays_inside_the_series(padded):
     assert_close(warp_time(x, mask, 0.0, crop=0.0), x, 1e-5)
     warped, ramp = warp_time(x, mask, 0.5), warp_time(torch.arange(9.0).view(1, 9, 1).expand(3, 9, 1), mask, 0.8)
     assert (warped[mask] == 0).all()
+    assert warp_time(x, mask, 1e6).isfinite().all(), "speeds do not overflow"
     for i in range(3):
         low, high = x[i, ~mask[i]].aminmax(dim=0)
         inside = warped[i, ~mask[i]]

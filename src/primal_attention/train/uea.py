@@ -264,7 +264,7 @@ def warp_time(x: Tensor, mask: Tensor, strength: float, knots: int = 4, crop: fl
     """
     batch, steps, _ = x.shape
     last = ((~mask).sum(dim=1, keepdim=True) - 1).clamp(min=0)  # (B, 1)
-    knot_speed = torch.exp(strength * torch.randn(batch, 1, knots + 2, device=x.device))
+    knot_speed = torch.exp((strength * torch.randn(batch, 1, knots + 2, device=x.device)).clamp(-30, 30))
     speed = F.interpolate(knot_speed, steps, mode="linear", align_corners=True).squeeze(1)
     speed = speed.masked_fill(mask, 0.0)
     path = speed.cumsum(dim=1) - speed[:, :1]
