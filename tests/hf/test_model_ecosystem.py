@@ -130,7 +130,7 @@ def test_a_block_on_the_disk_gives_the_same_logits_and_text(mode: str, tmp_path:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_lora_on_all_linear_maps_and_prompt_tuning_train(mode: str) -> None:
+def test_lora_on_all_linear_maps_and_prompt_tuning_train(mode: str, tmp_path: Path) -> None:
     tokens, mask = batch()
     labels = tokens.masked_fill(mask == 0, -100)
     for settings in (
@@ -149,6 +149,11 @@ def test_lora_on_all_linear_maps_and_prompt_tuning_train(mode: str) -> None:
         if mode != "flow":  # without a state, every step would need the embeddings of the text again
             drawn = model.generate(input_ids=tokens, attention_mask=mask, max_new_tokens=4, pad_token_id=0)
             assert drawn.shape == (3, 13)
+        if isinstance(settings, peft.LoraConfig):
+            expected = model(input_ids=tokens, attention_mask=mask).logits
+            model.merge_and_unload().save_pretrained(tmp_path)
+            merged = hf.AutoModelForCausalLM.from_pretrained(tmp_path)
+            torch.testing.assert_close(merged(tokens, mask).logits, expected, rtol=1e-4, atol=1e-4)  # float32, new sums
 
 
 def test_a_folder_of_an_earlier_version_keeps_its_meaning(tmp_path: Path) -> None:
