@@ -10,7 +10,7 @@ import torchao.quantization as torchao
 import transformers as hf
 
 from closeness import assert_close
-from convert.hf_models import DECODERS, ENCODERS, IMAGES, OTHERS, ROTARY, SMALL, TEXT, inputs, make, output
+from convert.hf_models import DECODERS, ENCODERS, IMAGE, IMAGES, OTHERS, ROTARY, SMALL, TEXT, inputs, make, output
 from primal_attention import PrimalAttention, ksvd_loss, load_primalized, primalize
 from primal_attention.nn.objective import primal_layers
 
@@ -253,6 +253,7 @@ REFUSED = [
         lambda: primalize(hf.T5EncoderModel(hf.T5Config(**T5))),
         r"SelfAttention \(T5Attention\) cannot be replaced: it adds a bias .*relative",
     ),
+    (lambda: primalize(hf.SiglipVisionModel(hf.SiglipVisionConfig(**IMAGE))), "no adapter supports SiglipAttention"),
     (lambda: primalize(make("llama", head_dim=16)), "heads have 64 features and its input 32"),
     (
         lambda: primalize(hf.Qwen3Model(hf.Qwen3Config(**TEXT, num_key_value_heads=2, head_dim=8))),

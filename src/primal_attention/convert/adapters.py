@@ -245,7 +245,7 @@ def find_torch(name: str, module: nn.Module, parent: nn.Module | None) -> Site |
     if not isinstance(module, nn.MultiheadAttention):
         return None
     is_cross = isinstance(parent, nn.TransformerDecoderLayer) and module is parent.multihead_attn
-    if is_cross or not module._qkv_same_embed_dim:
+    if is_cross or is_transformers_attention(parent) or not module._qkv_same_embed_dim:  # SigLIP pools by such a module
         raise UnsupportedError(CROSS)
     if module.bias_k is not None or module.add_zero_attn:
         raise UnsupportedError("it appends keys without tokens (add_bias_kv, add_zero_attn)")
@@ -364,7 +364,7 @@ def find_transformers(name: str, module: Any, parent: nn.Module | None) -> Site 
     return Site(name, module, projections, wrap)
 
 
-def is_transformers_attention(module: nn.Module) -> bool:
+def is_transformers_attention(module: nn.Module | None) -> bool:
     return type(module).__module__.startswith("transformers.") and "Attention" in type(module).__name__
 
 
