@@ -16,6 +16,7 @@ import transformers as hf
 from hf.small_models import MODES, batch, make, train
 from primal_attention import PrimalAttention
 from primal_attention.hf import PrimalConfig, PrimalForCausalLM
+from primal_attention.hf.configuration import AUTO_CLASSES
 from primal_attention.models.lm import LanguageModel
 
 HEADS = ["AutoModelForSequenceClassification", "AutoModelForTokenClassification"]
@@ -94,12 +95,12 @@ for name in [*names, "none"]:
 
 def test_a_folder_loads_without_importing_the_library(tmp_path: Path) -> None:
     make("default").save_pretrained(tmp_path / "model")
-    names = ["AutoModelForCausalLM", "AutoModelForSequenceClassification"]
+    names = [name for name in AUTO_CLASSES if name != "AutoConfig"]
     environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-W", "ignore", "-c", LOAD, str(tmp_path), *names]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     *printed, last = done.stdout.splitlines()
-    assert printed == [name.replace("AutoModel", "Primal") for name in names], done.stdout + done.stderr
+    assert printed == [AUTO_CLASSES[name] for name in names], done.stdout + done.stderr
     for name in names:
         files = {file.name for file in (tmp_path / name).iterdir()}
         assert {"config.json", "model.safetensors", "modeling_primal.py"} <= files
