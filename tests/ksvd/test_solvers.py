@@ -16,6 +16,7 @@ from primal_attention.ksvd.solvers import choose_solver
 PROMISED = 1e-8
 
 EXPLICIT = ("cosine", "linear")
+SIDE = st.integers(1, 60)
 EXACT_PAIRS = [
     (kernel, solver)
     for kernel in ("cosine", "linear", "rbf", "sne")
@@ -42,13 +43,7 @@ def assert_is_svd(ksvd: KernelSVD, K: np.ndarray, tolerance: float = PROMISED) -
 
 
 @settings(max_examples=80, deadline=None)
-@given(
-    n=st.integers(1, 60),
-    m=st.integers(1, 60),
-    width=st.integers(1, 12),
-    share=st.floats(0, 1),
-    pair=st.sampled_from(EXACT_PAIRS),
-)
+@given(n=SIDE, m=SIDE, width=st.integers(1, 12), share=st.floats(0, 1), pair=st.sampled_from(EXACT_PAIRS))
 def test_exact_solvers_agree_with_numpy(n, m, width, share, pair) -> None:
     """Also ranks below n_components, where singular values are zero, and all of the spectrum."""
     X, Z = two_sources(n, m, width, seed=n * m)
