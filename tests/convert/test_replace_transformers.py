@@ -2,6 +2,7 @@
 
 import pickle
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import peft
 import pytest
@@ -10,7 +11,7 @@ import torchao.quantization as torchao
 import transformers as hf
 
 from closeness import assert_close
-from convert.hf_models import DECODERS, ENCODERS, IMAGES, OTHERS, ROTARY, SMALL, TEXT, inputs, make, output
+from convert.hf_models import DECODERS, ENCODERS, IMAGE, IMAGES, OTHERS, ROTARY, SMALL, TEXT, inputs, make, output
 from primal_attention import PrimalAttention, ksvd_loss, load_primalized, primalize
 from primal_attention.nn.objective import primal_layers
 
@@ -54,10 +55,8 @@ def test_model_runs_and_trains(kind) -> None:
 
 
 MAPS = {
-    "bert": ("self.query", "self.key", "output.dense"),
-    "roberta": ("self.query", "self.key", "output.dense"),
+    **dict.fromkeys(("bert", "roberta", "electra"), ("self.query", "self.key", "output.dense")),
     "distilbert": ("q_lin", "k_lin", "out_lin"),
-    "electra": ("self.query", "self.key", "output.dense"),
     **dict.fromkeys(("llama", "mistral", "qwen2", "vit", "deit"), ("q_proj", "k_proj", "o_proj")),
     **dict.fromkeys(("cliptext", "clipvision", "whisper"), ("q_proj", "k_proj", "out_proj")),
 }
@@ -150,9 +149,23 @@ def test_rotary_positions_are_applied_to_q_and_k(kind, keywords) -> None:
     assert_close(model.get_submodule(name)(x, position_embeddings=positions)[0], plain(x), EXACT)
 
 
+def test_calls_of_other_threads_do_not_change_the_rotation() -> None:
+    model, ids = replaced("llama"), inputs("llama")["input_ids"]
+    expected = output(model, input_ids=ids)
+
+    def call_in_another_thread(*_) -> None:
+        handle.remove()
+        ThreadPoolExecutor(1).submit(output, model, input_ids=ids[:, :4]).result()
+
+    handle = next(iter(primal_layers(model).values())).qk_proj.register_forward_hook(call_in_another_thread)
+    assert_close(output(model, input_ids=ids), expected, EXACT)
+
+
 @pytest.mark.parametrize("kind", [*ENCODERS, *DECODERS, "cliptext"])
 def test_order_matters_after_all_layers_are_replaced(kind) -> None:
-    model, ids = replaced(kind), inputs(kind)["input_ids"]
+    # One layer where it can be: a second causal layer sees the order of the first one's prefixes without positions.
+    sizes = {"num_hidden_layers": 1} if kind in ROTARY else {}
+    model, ids = primalize(make(kind, **sizes), "all", **SMALL).model, inputs(kind)["input_ids"]
     swapped = ids[:, [1, 0, *range(2, 9)]]
     assert (output(model, input_ids=ids)[:, -1] - output(model, input_ids=swapped)[:, -1]).abs().max() > 1e-3
     if kind in ROTARY:
@@ -176,6 +189,8 @@ def test_a_saved_folder_loads_unchanged_and_the_plain_classes_refuse_it(kind, ke
         with_head.save_pretrained(tmp_path / "head")
         for one in (with_head.bert, load_primalized(hf.BertModel, tmp_path / "head")):
             assert_close(output(one, **call), output(model, **call), EXACT)
+        more = {"num_labels": 7, "ignore_mismatched_sizes": True}
+        assert load_primalized(type(with_head), tmp_path / "head", **more)(**call).logits.shape == (2, 7)
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta", "electra"])
@@ -251,11 +266,9 @@ REFUSED = [
         lambda: primalize(hf.T5EncoderModel(hf.T5Config(**T5))),
         r"SelfAttention \(T5Attention\) cannot be replaced: it adds a bias .*relative",
     ),
+    (lambda: primalize(hf.SiglipVisionModel(hf.SiglipVisionConfig(**IMAGE))), "no adapter supports SiglipAttention"),
     (lambda: primalize(make("llama", head_dim=16)), "heads have 64 features and its input 32"),
-    (
-        lambda: primalize(hf.Qwen3Model(hf.Qwen3Config(**TEXT, num_key_value_heads=2, head_dim=8))),
-        "no adapter supports Qwen3Attention",
-    ),
+    (lambda: primalize(hf.Qwen3Model(hf.Qwen3Config(**TEXT))), "no adapter supports Qwen3Attention"),
     (lambda: primalize(adapted("bert", ["query"]), "all"), r"a map of peft.*: merge adapters before primalize"),
     (lambda: primalize(quantised("llama"), "all"), "a weight of Int8Tensor: quantise or shard after primalize"),
     (lambda: primalize(make("bert"), causal=True), r"causal=True contradicts encoder\.layer\.2"),

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf.small_models import MODES, batch, make
 from primal_attention import ksvd_loss
-from primal_attention.hf import PrimalCache, PrimalConfig, PrimalForCausalLM, from_model
+from primal_attention.hf import PrimalCache, PrimalConfig, PrimalForCausalLM, PrimalModel, from_model
 from primal_attention.models.lm import LanguageConfig, LanguageModel
 
 
@@ -34,6 +34,8 @@ def test_a_saved_model_loads_unchanged(mode: str, tmp_path: Path) -> None:
     assert type(loaded) is PrimalForCausalLM
     assert not loaded.training
     assert torch.equal(loaded(tokens, mask).logits, model(tokens, mask).logits)
+    narrow = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert narrow.generate(tokens, attention_mask=mask, max_new_tokens=2, pad_token_id=0).shape == (3, 11)
 
 
 @torch.no_grad()
@@ -135,6 +137,8 @@ def test_the_trainer_reduces_the_loss(tmp_path: Path) -> None:
 BAD_INPUT = [
     (lambda m: m(), "exactly one of input_ids and inputs_embeds is required"),
     (lambda m: m(inputs_embeds=torch.zeros(1, 3, 15)), "embeddings must have shape"),
+    (lambda m: PrimalModel(m.config)(batch()[0], labels=batch()[0]), "PrimalModel takes no labels"),
+    (lambda m: PrimalConfig(num_attention_heads=0), "num_heads must be at least 1"),
     (lambda m: PrimalConfig(positions="rotary"), "positions='rotary' needs a softmax layer"),
     (lambda m: m(batch()[0], output_attentions=True), "output_attentions is not supported"),
     (lambda m: m(batch()[0], past_key_values=hf.DynamicCache()), "must be a PrimalCache .got DynamicCache"),

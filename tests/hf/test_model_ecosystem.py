@@ -16,6 +16,7 @@ import transformers as hf
 from hf.small_models import MODES, batch, make, train
 from primal_attention import PrimalAttention
 from primal_attention.hf import PrimalConfig, PrimalForCausalLM
+from primal_attention.hf.configuration import AUTO_CLASSES
 from primal_attention.models.lm import LanguageModel
 
 HEADS = ["AutoModelForSequenceClassification", "AutoModelForTokenClassification"]
@@ -94,12 +95,12 @@ for name in [*names, "none"]:
 
 def test_a_folder_loads_without_importing_the_library(tmp_path: Path) -> None:
     make("default").save_pretrained(tmp_path / "model")
-    names = ["AutoModelForCausalLM", "AutoModelForSequenceClassification"]
+    names = [name for name in AUTO_CLASSES if name != "AutoConfig"]
     environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-W", "ignore", "-c", LOAD, str(tmp_path), *names]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     *printed, last = done.stdout.splitlines()
-    assert printed == [name.replace("AutoModel", "Primal") for name in names], done.stdout + done.stderr
+    assert printed == [AUTO_CLASSES[name] for name in names], done.stdout + done.stderr
     for name in names:
         files = {file.name for file in (tmp_path / name).iterdir()}
         assert {"config.json", "model.safetensors", "modeling_primal.py"} <= files
@@ -130,7 +131,7 @@ def test_a_block_on_the_disk_gives_the_same_logits_and_text(mode: str, tmp_path:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_lora_on_all_linear_maps_and_prompt_tuning_train(mode: str) -> None:
+def test_lora_on_all_linear_maps_and_prompt_tuning_train(mode: str, tmp_path: Path) -> None:
     tokens, mask = batch()
     labels = tokens.masked_fill(mask == 0, -100)
     for settings in (
@@ -143,12 +144,16 @@ def test_lora_on_all_linear_maps_and_prompt_tuning_train(mode: str) -> None:
         assert losses[-1] < losses[0] - 0.1
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         assert not [name for name, p in trained.items() if "lora_A" not in name and not p.grad.abs().sum() > 0]
-        if isinstance(settings, peft.LoraConfig):
-            maps = [m for m in make(mode).modules() if isinstance(m, torch.nn.Linear)]
-            assert len([name for name in trained if "lora_B" in name]) == len(maps)
         if mode != "flow":  # without a state, every step would need the embeddings of the text again
             drawn = model.generate(input_ids=tokens, attention_mask=mask, max_new_tokens=4, pad_token_id=0)
             assert drawn.shape == (3, 13)
+        if isinstance(settings, peft.LoraConfig):
+            maps = [m for m in make(mode).modules() if isinstance(m, torch.nn.Linear)]
+            assert len([name for name in trained if "lora_B" in name]) == len(maps)
+            expected = model(input_ids=tokens, attention_mask=mask).logits
+            model.merge_and_unload().save_pretrained(tmp_path)
+            merged = hf.AutoModelForCausalLM.from_pretrained(tmp_path)
+            torch.testing.assert_close(merged(tokens, mask).logits, expected, rtol=1e-4, atol=1e-4)  # float32, new sums
 
 
 def test_a_folder_of_an_earlier_version_keeps_its_meaning(tmp_path: Path) -> None:

@@ -28,6 +28,9 @@ def test_a_padded_batch_generates_what_its_prompts_generate(mode: str) -> None:
     assert torch.equal(alone[0, len(prompts[0]) :], together[0, 9:])
     uncached = model.generate(tokens, attention_mask=mask, max_new_tokens=5, use_cache=False, **GREEDY)
     assert torch.equal(uncached, together)
+    order = mask.argsort(dim=1, descending=True, stable=True)
+    right = model.generate(tokens.gather(1, order), attention_mask=mask.gather(1, order), max_new_tokens=5, **GREEDY)
+    assert torch.equal(right[:, 9:], together[:, 9:])
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "flow"])

@@ -61,14 +61,8 @@ def lagrangian_gradients(data, ksvd: KernelSVD) -> dict[str, torch.Tensor]:
     """∂L of the proof with respect to every primal and dual variable, by automatic differentiation."""
     X, Z = data
     F = np.eye(5) if ksvd.transformation_ is None else ksvd.transformation_
-    values = {
-        "W_e": ksvd.primal_weights_.w_e,
-        "W_r": ksvd.primal_weights_.w_r,
-        "e": ksvd.transform(X),
-        "r": ksvd.transform_keys(Z),
-        "h_e": ksvd.left_vectors_,
-        "h_r": ksvd.right_vectors_,
-    }
+    (w_e, w_r), (h_e, h_r) = ksvd.primal_weights_, (ksvd.left_vectors_, ksvd.right_vectors_)
+    values = {"W_e": w_e, "W_r": w_r, "e": ksvd.transform(X), "r": ksvd.transform_keys(Z), "h_e": h_e, "h_r": h_r}
     v = {name: torch.tensor(value, requires_grad=True) for name, value in values.items()}
     lam = torch.tensor(1 / ksvd.singular_values_)
     queries, keys = torch.tensor(phi_q(X) @ F.T), torch.tensor(phi_k(Z) @ F.T)
@@ -125,12 +119,8 @@ def test_objective_is_zero_at_the_solution(data, f, solver) -> None:
     scale = ksvd.singular_values_.sum()
     assert abs(ksvd.objective_) < EXACT * scale
     w_e, w_r = ksvd.primal_weights_
-    written_out = (
-        0.5 * (ksvd.transform(X) ** 2 / ksvd.singular_values_).sum()
-        + 0.5 * (ksvd.transform_keys(Z) ** 2 / ksvd.singular_values_).sum()
-        - np.trace(w_e.T @ w_r)
-    )
-    assert abs(written_out) < EXACT * scale
+    energies = (ksvd.transform(X) ** 2).sum(axis=0) + (ksvd.transform_keys(Z) ** 2).sum(axis=0)
+    assert abs(0.5 * (energies / ksvd.singular_values_).sum() - np.trace(w_e.T @ w_r)) < EXACT * scale
 
 
 def objective_at(K: np.ndarray, H_e: np.ndarray, H_r: np.ndarray, lam: np.ndarray) -> float:

@@ -9,9 +9,9 @@ import torch
 onnxruntime = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
+from hf import small_models as hf_models  # noqa: E402
 from primal_attention import PrimalAttention  # noqa: E402
 from primal_attention.models.export import Standardized, export_onnx, export_streaming  # noqa: E402
-from primal_attention.models.lm import LanguageConfig, LanguageModel  # noqa: E402
 from primal_attention.nn.baselines.softmax import CachedSoftmaxAttention  # noqa: E402
 from primal_attention.ops import reference  # noqa: E402
 
@@ -85,12 +85,15 @@ def test_the_cache_of_softmax_layers_grows_from_length_zero(tmp_path) -> None:
 
 
 def test_a_causal_model_without_a_state_takes_padding_anywhere(tmp_path) -> None:
-    sizes = {"embed_dim": 16, "num_heads": 2, "layers": 1, "ffn_dim": 16, "rank": 4}
-    model = LanguageModel(LanguageConfig(30, ("primal",), primal_mode="mean", **sizes)).eval()
-    call = {"tokens": torch.zeros(2, 5, dtype=torch.int64), "key_padding_mask": torch.zeros(2, 5, dtype=torch.bool)}
-    export_onnx(model, tmp_path / "model.onnx", call)
-    tokens, mask = torch.randint(0, 30, (3, 9)), torch.rand(3, 9) < 0.3
-    (logits,) = onnxruntime.InferenceSession(tmp_path / "model.onnx").run(
-        None, {"tokens": tokens.numpy(), "key_padding_mask": mask.numpy()}
-    )
-    assert_near(logits * ~mask.numpy()[..., None], model(tokens, mask) * ~mask[..., None])
+    model = hf_models.make("mean", num_hidden_layers=1)
+    tokens, mask = torch.randint(0, 30, (3, 9)), (torch.rand(3, 9) < 0.7).long()
+    calls = [(model, {"input_ids": tokens, "attention_mask": mask})]
+    calls.append((model.model, {"tokens": tokens, "key_padding_mask": mask == 0}))
+    for exported, call in calls:
+        export_onnx(exported, tmp_path / "model.onnx", {name: t[:2, :5] for name, t in call.items()})
+        session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+        logits = session.run(None, {name: t.numpy() for name, t in call.items()})[0]
+        assert_near(logits * mask.numpy()[..., None], model(tokens, mask).logits * mask[..., None])
+    assert model.config.use_cache
+    with pytest.raises(ValueError, match="delta rule are exported by export_streaming only"):
+        export_onnx(hf_models.make("default"), tmp_path / "model.onnx", calls[0][1])

@@ -16,7 +16,7 @@ them; the state is zero before the first token."""
 
 def main(args: Sequence[str]) -> int:
     parser = Parser("export", "runs/uea/JapaneseVowels/primal-seed0 model.onnx", ABOUT)
-    source = "folder of a run of uea or lm, or of save_pretrained, or the name of an included model"
+    source = "folder of a run of uea or lm, or of save_pretrained, or the name of an included language model"
     parser.flag("run", source, type=Path, metavar="RUN")
     parser.flag("file", "the ONNX file to write", type=Path, metavar="FILE")
     options = parser.parse_args(args)

@@ -49,7 +49,7 @@ def load_model(run: str | Path) -> tuple[LanguageModel, Vocabulary]:
 
 def main(args: Sequence[str]) -> int:
     parser = Parser("generate", EXAMPLE)
-    source = "folder of a run or of save_pretrained, or the name of an included model"
+    source = "folder of a run or of save_pretrained, or the name of an included language model"
     parser.flag("run", source, type=Path, metavar="RUN")
     parser.flag("--prompt", "beginning of the text", default=None)
     parser.flag("--prompt-file", "file with the beginning of the text", type=Path)

@@ -8,6 +8,7 @@ or transformers. `READERS` takes further classes.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -115,6 +116,7 @@ class Refusal:
 
 
 Rotation = tuple[Tensor, Tensor]  # cos and sin of the angles, (B or 1, N, head_dim) each
+CALL = threading.local()  # its `rotation` is that of the layer that this thread is calling
 
 
 class RotaryPrimalAttention(PrimalAttention):
@@ -123,24 +125,22 @@ class RotaryPrimalAttention(PrimalAttention):
     The rotation comes first: features, running sums and states are those of rotated queries and keys.
     """
 
-    _rotation: Rotation | None = None
-
     def forward(self, x: Tensor, *args: Any, rotation: Rotation | None = None, **kwargs: Any) -> Any:
         """Attend as PrimalAttention does; `rotation` is cos and sin as the models of transformers compute them."""
-        self._rotation = self._check_rotation(rotation)
+        CALL.rotation = self._check_rotation(rotation)
         try:
             return super().forward(x, *args, **kwargs)
         finally:
-            self._rotation = None
+            CALL.rotation = None
 
     def kernel_factors(
         self, x: Tensor, key_padding_mask: Tensor | None = None, rotation: Rotation | None = None
     ) -> tuple[Tensor, Tensor]:
-        self._rotation = self._check_rotation(rotation)
+        CALL.rotation = self._check_rotation(rotation)
         try:
             return super().kernel_factors(x, key_padding_mask)
         finally:
-            self._rotation = None
+            CALL.rotation = None
 
     def _check_rotation(self, rotation: Rotation | None) -> Rotation:
         self._check_not_sharded("a rotary position")
@@ -156,9 +156,8 @@ class RotaryPrimalAttention(PrimalAttention):
 
     def _project_qk(self, x: Tensor) -> Tensor:
         """Return q and k, (B, N, 2d), with coordinates m and m + p/2 of every head rotated."""
-        assert self._rotation is not None
         qk = super()._project_qk(x)
-        cos, sin = (t.unsqueeze(-2) for t in self._rotation)
+        cos, sin = (t.unsqueeze(-2) for t in CALL.rotation)
         z = qk.unflatten(-1, (2 * self.num_heads, -1))
         first, second = z.chunk(2, dim=-1)
         return (z * cos + torch.cat([-second, first], dim=-1) * sin).to(qk.dtype).flatten(-2)
@@ -245,7 +244,7 @@ def find_torch(name: str, module: nn.Module, parent: nn.Module | None) -> Site |
     if not isinstance(module, nn.MultiheadAttention):
         return None
     is_cross = isinstance(parent, nn.TransformerDecoderLayer) and module is parent.multihead_attn
-    if is_cross or not module._qkv_same_embed_dim:
+    if is_cross or is_transformers_attention(parent) or not module._qkv_same_embed_dim:  # SigLIP pools by such a module
         raise UnsupportedError(CROSS)
     if module.bias_k is not None or module.add_zero_attn:
         raise UnsupportedError("it appends keys without tokens (add_bias_kv, add_zero_attn)")
@@ -364,7 +363,7 @@ def find_transformers(name: str, module: Any, parent: nn.Module | None) -> Site 
     return Site(name, module, projections, wrap)
 
 
-def is_transformers_attention(module: nn.Module) -> bool:
+def is_transformers_attention(module: nn.Module | None) -> bool:
     return type(module).__module__.startswith("transformers.") and "Attention" in type(module).__name__
 
 

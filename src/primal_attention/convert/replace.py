@@ -294,9 +294,8 @@ def load_primalized(model_class: Any, folder: str | Path, **from_pretrained_kwar
         if isinstance(module, PrimalHF):
             module.is_loading = False
     # Only of attentions: a head may be new, and the head of another task is ignored, as by from_pretrained.
-    names = [*sorted(info["missing_keys"]), *sorted(info["unexpected_keys"])]
-    wrong = [name for name in names if any(part in name for part in ("primal.", "attention", "attn"))]
-    wrong += sorted(info["mismatched_keys"])
+    names = [*info["missing_keys"], *info["unexpected_keys"], *(name for name, *_ in info["mismatched_keys"])]
+    wrong = sorted(name for name in names if any(part in name for part in ("primal.", "attention", "attn")))
     if wrong:
         raise ValueError(
             f"the weights in {folder} do not fit {model_class.__name__}: {len(wrong)} names, first {wrong[0]}"

@@ -48,8 +48,7 @@ class PrimalCache(Cache):
         slots: list[Any] = [slot.state for slot in self.layers]
         if slots[0] is None:
             return None
-        position: Tensor = slots[0][1]
-        return LanguageState(tuple(block for block, _ in slots), position)
+        return LanguageState(tuple(block for block, _ in slots), slots[0][1])
 
     def store(self, state: LanguageState, columns: int) -> None:
         """Store the state after `columns` more columns of input."""
@@ -138,7 +137,7 @@ class PrimalPreTrainedModel(PreTrainedModel):
             labels: Causal: the tokens (B, N), which are shifted here. Classes of tokens (B, N) or of sequences (B,).
                 −100 is ignored. `PrimalModel` takes none.
             use_cache: Return the state; None takes the configuration's value outside training.
-            logits_to_keep: Number of last positions, or their indices, whose logits are computed; 0 is all.
+            logits_to_keep: Number of last positions, or their indices, with logits; 0 is all, 1 each row's last token.
             output_hidden_states: Return the input of each layer and the last hidden state; None takes the
                 configuration's value.
             output_attentions: Not supported.
@@ -159,17 +158,17 @@ class PrimalPreTrainedModel(PreTrainedModel):
         use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
         streams = past_key_values is not None or (use_cache and self.model.streams)
         cache = past_key_values or (PrimalCache(self.config) if streams else None)
-        every_layer = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        every_layer = bool(self.config.output_hidden_states if output_hidden_states is None else output_hidden_states)
         padding = padding_mask(attention_mask, tokens)
         past = None if cache is None else cache.state
-        hidden, state = self.model.hidden(
-            tokens, padding, state=past, return_state=streams, every_layer=bool(every_layer)
-        )
+        hidden, state = self.model.hidden(tokens, padding, state=past, return_state=streams, every_layer=every_layer)
         if cache is not None and state is not None:
             cache.store(state, tokens.shape[1])
-        if attention_mask is None and input_ids is not None and self.config.pad_token_id is not None:
+        if self.has_score and attention_mask is None and input_ids is not None and self.config.pad_token_id is not None:
             attention_mask = input_ids.ne(self.config.pad_token_id)  # to find the last token
         logits = self.compute_logits(hidden[-1], attention_mask, logits_to_keep)
+        if labels is not None and logits is None:
+            raise ValueError(f"{type(self).__name__} takes no labels: it has no loss")
         values: dict[str, Any] = {
             "loss": None if labels is None else self.compute_loss(logits, labels, **kwargs),
             "logits": logits,
@@ -218,11 +217,7 @@ class PrimalForSequenceClassification(PrimalPreTrainedModel):
     has_score = True
 
     def compute_logits(self, hidden: Tensor, attention_mask: Tensor | None, logits_to_keep: int | Tensor) -> Tensor:
-        if attention_mask is None:
-            return self.score(hidden[:, -1])
-        places = torch.arange(hidden.shape[1], device=hidden.device)
-        last = (places * (attention_mask[:, -hidden.shape[1] :] != 0)).argmax(dim=1)
-        return self.score(hidden[torch.arange(len(hidden), device=hidden.device), last])
+        return self.score(last_tokens(hidden, attention_mask))
 
 
 class PrimalForTokenClassification(PrimalPreTrainedModel):
@@ -251,6 +246,8 @@ class PrimalForCausalLM(PrimalPreTrainedModel, GenerationMixin):
     def compute_logits(self, hidden: Tensor, attention_mask: Tensor | None, logits_to_keep: int | Tensor) -> Tensor:
         if not isinstance(logits_to_keep, int):
             hidden = hidden[:, logits_to_keep]
+        elif logits_to_keep == 1:  # of `generate`, whose prompts may be padded on the right
+            hidden = last_tokens(hidden, attention_mask)[:, None]
         elif logits_to_keep:
             hidden = hidden[:, -logits_to_keep:]
         weight = self.model.embedding.weight
@@ -281,6 +278,15 @@ class PrimalForCausalLM(PrimalPreTrainedModel, GenerationMixin):
                 if model_kwargs.get("inputs_embeds") is not None:
                     raise ValueError("a model with a layer without a state generates from input_ids only")
                 generation_config.use_cache = False
+
+
+def last_tokens(hidden: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """Return the hidden state of the last token of each sequence, (B, hidden_size)."""
+    if attention_mask is None:
+        return hidden[:, -1]
+    places = torch.arange(hidden.shape[1], device=hidden.device)
+    last = (places * (attention_mask[:, -hidden.shape[1] :] != 0)).argmax(dim=1)
+    return hidden[torch.arange(len(hidden), device=hidden.device), last]
 
 
 def padding_mask(attention_mask: Tensor | None, tokens: Tensor) -> Tensor | None:

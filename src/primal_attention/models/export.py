@@ -34,15 +34,19 @@ def export_onnx(
     """Write a model whose calls are independent of each other, such as a classifier.
 
     Args:
-        model: called with the inputs as keywords.
+        model: called with the inputs as keywords. Layers with the delta rule need `export_streaming`.
         file: the ONNX file.
         inputs: an example of each input, (B, N, …), by the name of the argument. B and N, both at least 2 here, are
             dynamic in the file.
         outputs: names of the outputs.
     """
+    if any(isinstance(layer, DeltaPrimalAttention) for layer in model.modules()):
+        raise ValueError("layers with the delta rule are exported by export_streaming only, one token per call")
     model = _prepare(model)
+    if hasattr(getattr(model, "config", None), "use_cache"):  # of transformers, whose caches cannot be outputs
+        model.config.use_cache = False  # type: ignore[union-attr]
     shapes = {name: dict.fromkeys((0, 1), torch.export.Dim.DYNAMIC) for name in inputs}
-    _write(Path(file), model, (), dict(inputs), shapes, list(inputs), outputs)
+    _write(Path(file), model, ((), dict(inputs)), shapes, list(inputs), outputs)
 
 
 def export_streaming(
@@ -69,12 +73,11 @@ def export_streaming(
     single_token = single_token or any(isinstance(layer, DeltaPrimalAttention) for layer in model.modules())
     parts, examples, shapes = _describe_state(model, tokens)
     step = StatefulStep(model, model.initial_state(len(tokens)))  # type: ignore[operator]
-    dynamic = torch.export.Dim.DYNAMIC
-    token_shape = {0: dynamic} if single_token else {0: dynamic, 1: dynamic}
+    token_shape = dict.fromkeys((0,) if single_token else (0, 1), torch.export.Dim.DYNAMIC)
     example = tokens[:, :1] if single_token else tokens
     names = [f"state.{part}" for part in parts]
     after = ["output", *(f"next.{part}" for part in parts)]
-    _write(Path(file), step, (example, examples), {}, (token_shape, shapes), [name, *names], after)
+    _write(Path(file), step, ((example, examples), {}), (token_shape, shapes), [name, *names], after)
     return names
 
 
@@ -157,16 +160,10 @@ def _prepare(model: nn.Module) -> nn.Module:
 
 
 def _write(
-    file: Path,
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    shapes: Any,
-    inputs: Sequence[str],
-    outputs: Sequence[str],
+    file: Path, model: nn.Module, call: tuple[Any, Any], shapes: Any, inputs: Sequence[str], outputs: Sequence[str]
 ) -> None:
     # The strides of a slice would become operators that ONNX does not have.
-    args, kwargs = tree_map_only(Tensor, lambda t: t.clone(memory_format=torch.contiguous_format), (args, kwargs))
+    args, kwargs = tree_map_only(Tensor, lambda t: t.clone(memory_format=torch.contiguous_format), call)
     table: dict[Any, Any] = {torch.ops.aten.searchsorted.Tensor: _searchsorted, torch.ops.aten.sort.stable: _sort}
     with torch.no_grad(), _quiet():
         program = torch.onnx.export(
@@ -192,8 +189,7 @@ def _sort(self: Any, *, stable: bool = True, dim: int = -1, descending: bool = F
 
     op: Any = opset18
     values = op.Cast(self, to=7)  # of a mask; 7 is int64
-    length = op.Shape(values, start=dim)
-    return op.TopK(values, op.Slice(length, [0], [1]), axis=dim, largest=int(descending), sorted=1)
+    return op.TopK(values, op.Slice(op.Shape(values, start=dim), [0], [1]), axis=dim, largest=int(descending), sorted=1)
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from primal_attention.nn.baselines import make_attention
 from primal_attention.nn.baselines.softmax import CachedSoftmaxAttention
 from primal_attention.nn.blocks import Activation, BlockState, DecoderBlock, attention_names
-from primal_attention.nn.checks import one_of
+from primal_attention.nn.checks import one_of, positive
 from primal_attention.nn.delta import DeltaPrimalAttention
 from primal_attention.ops.padding import Padding
 
@@ -110,12 +110,12 @@ class LanguageConfig:
     def __post_init__(self) -> None:
         if self.primal_mode in ("selective", "dual"):
             raise ValueError(f"attention {self.primal_mode!r} was removed; use 'decay' or 'delta'")
-        if self.primal_mode is not None:
-            one_of("primal_mode", self.primal_mode, get_args(PrimalMode))
+        one_of("primal_mode", self.primal_mode, (*get_args(PrimalMode), None))
         one_of("gate_activation", self.gate_activation, ("silu", "sigmoid"))
         one_of("conv_layers", self.conv_layers, ("primal", "all"))
-        if self.positions is not None:
-            one_of("positions", self.positions, get_args(Positions))
+        one_of("positions", self.positions, (*get_args(Positions), None))
+        for name in ("vocabulary", "embed_dim", "num_heads", "ffn_dim"):
+            positive(name, getattr(self, name))
         names = attention_names(self.attention, self.layers)
         if self.positions == "rotary" and "softmax" not in names:
             raise ValueError(

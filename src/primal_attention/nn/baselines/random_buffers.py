@@ -82,7 +82,7 @@ def _random_layers(model: nn.Module) -> dict[str, RandomBuffers]:
 
 
 def gaussian(generator: torch.Generator, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=generator, device=generator.device)
+    return torch.randn(*shape, generator=generator, device=generator.device, dtype=torch.float32)  # QR needs it
 
 
 def orthogonal_gaussian(generator: torch.Generator, rows: int, columns: int) -> Tensor:
