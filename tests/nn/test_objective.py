@@ -94,6 +94,8 @@ def test_a_forward_without_gradients_is_refused_only_where_gradients_are_needed(
 def test_bad_calls_of_the_loss_are_refused() -> None:
     with pytest.raises(ValueError, match=r"model has no PrimalAttention layer \(Linear\)"):
         ksvd_loss(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match=r"model must be an nn\.Module \(got list\)"):
+        ksvd_loss([make("plain")])
     with pytest.raises(RuntimeError, match="layer '0' has no objective yet: call the model in training mode"):
         ksvd_loss(two_layers())
     layer = make("plain")

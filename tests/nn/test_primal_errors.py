@@ -97,12 +97,16 @@ BAD_CALLS: list[tuple[str, Any, dict[str, Any], str]] = [
     ("plain", inputs(9), {"cu_seqlens": PACKED.to("meta")}, "cu_seqlens must be on the device of the layer, cpu (got"),
     ("plain", inputs(9), {"cu_seqlens": bounds(0)}, f"{BOUNDARIES} (got torch.int32, shape (1,))"),
     ("plain", inputs(9), {"cu_seqlens": PACKED, "max_seqlen": 4}, "max_seqlen must be at least 5, the longest of cu_s"),
+    ("plain", inputs(9), {"cu_seqlens": PACKED, "max_seqlen": 5.0}, "max_seqlen must be an integer (got 5.0)"),
     ("plain", X, {"max_seqlen": 5}, "max_seqlen=5 is used only with cu_seqlens"),
     ("plain", X, {"return_state": True}, STREAMS),
     ("plain", X, {"state": make("causal").initial_state(2)}, STREAMS),
     ("causal", inputs(9), {"cu_seqlens": PACKED, "return_state": True}, "state and cu_seqlens exclude each other"),
     ("causal", inputs(9), {"cu_seqlens": PACKED, "state": make("causal").initial_state(2)}, "state and cu_seqlens exc"),
     ("plain", X, {"key": X + 1}, CROSS),
+    ("plain", X.clone().requires_grad_()[:], {"key": X}, CROSS),
+    ("plain", X, {"key": [X]}, "key must be a tensor (got list)"),
+    ("plain", X, {"attn_mask": [HIDDEN]}, "attn_mask must be a tensor (got list)"),
     ("plain", X, {"value": X + 1}, CROSS),
     ("plain", X, {"need_weights": True}, "need_weights=True is not supported: the layer forms no N×N matrix"),
     ("plain", X, {"is_causal": True}, "is_causal=True needs a layer with causal=True"),
@@ -139,6 +143,10 @@ def test_streaming_calls_are_checked() -> None:
         causal.step(inputs(2), make("causal_data_dependent").initial_state(2))
     with pytest.raises(ValueError, match=r"state must have as many sequences as x, 2 \(got 3\)"):
         causal.step(inputs(2), causal.initial_state(3))
+    with pytest.raises(ValueError, match="state must be on the device of the layer, cpu"):
+        causal.step(inputs(2), make("causal", device="meta").initial_state(2))
+    with pytest.raises(ValueError, match=r"batch_size must be an integer of at least 0 \(got -1\)"):
+        causal.initial_state(-1)
 
 
 @pytest.mark.parametrize(

@@ -214,6 +214,30 @@ def test_hooks_receive_the_shapes_of_the_maps(mode: str, backend: str) -> None:
     }
 
 
+def test_hooks_of_all_modules_run_for_the_maps() -> None:
+    layer, called = make("data_dependent"), []
+    handle = nn.modules.module.register_module_forward_hook(lambda module, x, y: called.append(module))
+    try:
+        layer(inputs(2, 9))
+    finally:
+        handle.remove()
+    assert called == [*(layer.get_submodule(name) for name in MAPS), layer]
+
+
+def test_a_backward_hook_of_the_layer_accepts_the_call_of_multihead_attention() -> None:
+    layer, x, seen = make("data_dependent"), inputs(2, 9).requires_grad_(), []
+    y = layer(x)
+    (expected,) = torch.autograd.grad(y.square().sum(), x)
+    layer.register_full_backward_hook(lambda module, grad_x, grad_y: seen.append(grad_x[0]))  # three views of x
+    hooked, _ = layer(x, x, x)
+    (grad,) = torch.autograd.grad(hooked.square().sum(), x)
+    for t in (grad, *seen):
+        assert torch.equal(t, expected)
+    assert len(seen) == 1
+    with pytest.raises(ValueError, match="cross-attention is not defined"):
+        layer(x, x.detach(), x)
+
+
 @pytest.mark.parametrize("mode", ["data_dependent", "causal"])
 def test_a_new_peft_adapter_changes_nothing_and_a_trained_one_can_be_merged(mode: str) -> None:
     peft = pytest.importorskip("peft", reason="the LoRA tests need PEFT")

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 def primal_layers(model: nn.Module) -> dict[str, PrimalAttention]:
     """Return the Primal-Attention layers of a model by name. Frozen copies made by PEFT are left out."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module (got {type(model).__name__})")
     return {
         name: module
         for name, module in model.named_modules()
@@ -108,6 +110,7 @@ def ksvd_loss(
 
 def _objectives(name: str, layer: PrimalAttention) -> list[Tensor]:
     """J of the recorded calls of a layer, or of its last one."""
+    name = name or type(layer).__name__
     if layer._last_call is not None:
         objectives = _recorded_objectives(layer._last_call)
     elif layer._objective is not None:
