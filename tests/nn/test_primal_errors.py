@@ -104,7 +104,6 @@ BAD_CALLS: list[tuple[str, Any, dict[str, Any], str]] = [
     ("causal", inputs(9), {"cu_seqlens": PACKED, "return_state": True}, "state and cu_seqlens exclude each other"),
     ("causal", inputs(9), {"cu_seqlens": PACKED, "state": make("causal").initial_state(2)}, "state and cu_seqlens exc"),
     ("plain", X, {"key": X + 1}, CROSS),
-    ("plain", X.clone().requires_grad_()[:], {"key": X}, CROSS),
     ("plain", X, {"key": [X]}, "key must be a tensor (got list)"),
     ("plain", X, {"attn_mask": [HIDDEN]}, "attn_mask must be a tensor (got list)"),
     ("plain", X, {"value": X + 1}, CROSS),

@@ -31,13 +31,7 @@ class LongformerAttention(BaselineAttention):
     drops_weights = True
 
     def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        *,
-        window: int = 128,
-        global_tokens: int = 1,
-        **common: Any,
+        self, embed_dim: int, num_heads: int, *, window: int = 128, global_tokens: int = 1, **common: Any
     ) -> None:
         super().__init__(embed_dim, num_heads, **common)
         checks.positive("window", window)
