@@ -79,7 +79,8 @@ def device(name: str, value: Tensor, expected: torch.device) -> None:
 
 
 def dtype(x: Tensor, expected: torch.dtype) -> None:
-    if x.dtype != expected and not torch.is_autocast_enabled(x.device.type):
+    is_cast = x.is_floating_point() and torch.float64 not in (x.dtype, expected)  # by autocast
+    if x.dtype != expected and not (is_cast and torch.is_autocast_enabled(x.device.type)):
         raise TypeError(f"x must have the dtype of the layer's parameters, {expected} (got {x.dtype})")
 
 

@@ -110,7 +110,6 @@ def ksvd_loss(
 
 def _objectives(name: str, layer: PrimalAttention) -> list[Tensor]:
     """J of the recorded calls of a layer, or of its last one."""
-    name = name or type(layer).__name__
     if layer._last_call is not None:
         objectives = _recorded_objectives(layer._last_call)
     elif layer._objective is not None:
