@@ -196,16 +196,20 @@ def test_the_meta_device_and_reset_parameters(mode: str, decay: Any, feature_map
     assert layer(x.flatten(0, 1), cu_seqlens=bounds, max_seqlen=9).shape == (18, EMBED)
     if mode in CAUSAL:
         assert layer.step(x[:, 0], layer.initial_state(2))[0].is_meta
-    layer = layer.to_empty(device="cpu")
-    with torch.no_grad():
-        for tensor in (*layer.parameters(), *layer.buffers()):
-            tensor.fill_(torch.nan)
-    layer.reset_parameters()
-    if layer.decay is not None:
-        assert torch.equal(layer.decay, make(mode, decay).decay)
-    if feature_map == "softmax":
-        assert 0.5 < layer.frequencies.std() < 1.5
-    assert torch.isfinite(layer(inputs(2, 9))).all()
+    stored, x = make(mode, decay, feature_map=feature_map).state_dict(), inputs(2, 9)
+    assigned, layer = copy.deepcopy(layer), layer.to_empty(device="cpu")
+    for restore in (layer.reset_parameters, lambda: layer.load_state_dict(stored)):
+        with torch.no_grad():
+            for tensor in (*layer.parameters(), *layer.buffers()):
+                tensor.fill_(torch.nan)
+        restore()
+        if layer.decay is not None:
+            assert torch.equal(layer.decay, make(mode, decay).decay)
+        if feature_map == "softmax":
+            assert 0.5 < layer.frequencies.std() < 1.5
+        assert torch.isfinite(layer(x)).all()
+    assigned.load_state_dict(stored, assign=True)
+    assert torch.equal(assigned(x), layer(x))
 
 
 # Copies and stored weights

@@ -301,9 +301,8 @@ def load_primalized(model_class: Any, folder: str | Path, **from_pretrained_kwar
         raise ValueError(
             f"the weights in {folder} do not fit {model_class.__name__}: {len(wrong)} names, first {wrong[0]}"
         )
-    for layer in primal_layers(model).values():  # the buffer of a fixed decay is not saved
-        if layer._fixed_decay is not None and layer.decay_logit is not None:
-            layer.decay_logit.copy_(torch.tensor(layer._fixed_decay, dtype=torch.float64).logit())
+    for layer in primal_layers(model).values():
+        layer.restore_decay()
     return model
 
 

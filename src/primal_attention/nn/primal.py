@@ -196,16 +196,25 @@ class PrimalAttention(nn.Module):
                 with torch.no_grad():
                     w.copy_(start)
         nn.init.uniform_(self.sqrt_lambda)
+        self.restore_decay()
         with torch.no_grad():
-            if self._fixed_decay is not None:
-                assert self.decay_logit is not None
-                self.decay_logit.copy_(torch.tensor(self._fixed_decay, dtype=torch.float64, device="cpu").logit())
-            elif self.decay_logit is not None:
+            if self.decay_logit is not None and self._fixed_decay is None:
                 # Time scales 1 / (1 − γ) from about one to four hundred tokens.
                 heads = self.num_heads
                 self.decay_logit.copy_(torch.linspace(-1.0, 6.0, heads) if heads > 1 else torch.tensor([2.5]))
             if self.frequencies is not None:
                 self.frequencies.normal_()
+
+    def restore_decay(self) -> None:
+        """Set a fixed decay. Its buffer is not part of the state dict."""
+        if self._fixed_decay is not None and self.decay_logit is not None:
+            if self.decay_logit.device != self.sqrt_lambda.device:  # on "meta" before `load_state_dict(assign=True)`
+                self.decay_logit = torch.empty_like(self.decay_logit, device=self.sqrt_lambda.device)
+            self.decay_logit.copy_(torch.tensor(self._fixed_decay, dtype=torch.float64, device="cpu").logit())
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)  # type: ignore[no-untyped-call]
+        self.restore_decay()
 
     @property
     def mode(self) -> Mode:

@@ -33,7 +33,7 @@ class Layers(NamedTuple):
 
     @property
     def sizes(self) -> dict[str, Any]:
-        return {"attention": self.names, "num_heads": self.num_heads, "layers": len(self.names)}
+        return {"attention": tuple(self.names), "num_heads": self.num_heads, "layers": len(self.names)}
 
 
 class Block(NamedTuple):
@@ -208,10 +208,8 @@ def load_lm(state: State, num_heads: int | None) -> LanguageModel:
     embeddings = state["decoder.embed_tokens.weight"]
     config = LanguageConfig(
         len(embeddings),
-        attention=tuple(layers.names),
         embed_dim=embeddings.shape[1],
-        num_heads=layers.num_heads,
-        layers=len(layers.names),
+        **layers.sizes,
         ffn_dim=len(state[f"{prefix}0.fc1.weight"]),
         activation="relu",
         primal_mode="mean",

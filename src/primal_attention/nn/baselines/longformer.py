@@ -43,9 +43,8 @@ class LongformerAttention(BaselineAttention):
         self.global_proj: nn.Linear | None = None
         if global_tokens:
             bias, weight = self.in_proj.bias is not None, self.in_proj.weight
-            self.global_proj = nn.Linear(
-                embed_dim, 3 * embed_dim, bias=bias, device=weight.device, dtype=weight.dtype
-            )  # rows [W_q; W_k; W_v], for the global tokens' own attention
+            # Rows [W_q; W_k; W_v], for the global tokens' own attention.
+            self.global_proj = nn.Linear(embed_dim, 3 * embed_dim, bias=bias, device=weight.device, dtype=weight.dtype)
 
     def mix(self, x: Tensor, tokens: Tokens) -> Tensor:
         y = self._windowed(x, tokens)
