@@ -572,10 +572,10 @@ class RecordedCall:
 
 def is_same(t: Tensor, x: Tensor) -> bool:
     """Return True if t is x. Backward hooks of modules, and FSDP, replace each argument by a view of its own."""
-    if t is x or torch.compiler.is_compiling() or t._base is None or t._base is not x._base:
+    if t is x or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return t is x
-    layouts = [(z.shape, z.stride(), z.storage_offset(), z.dtype, z.requires_grad) for z in (t, x)]
-    return layouts[0] == layouts[1]
+    views = [(z.untyped_storage()._cdata, z.shape, z.stride(), z.storage_offset(), z.requires_grad) for z in (t, x)]
+    return views[0] == views[1]
 
 
 def has_hooks(module: nn.Module) -> bool:
