@@ -44,6 +44,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"decay": 1e-50, "data_dependent": False}, "decay underflows in float32 (got 1e-50): use at least 1.2e-38"),
     ({"decay": "fast", **CAUSAL_SUM}, "decay must be one of 'learned' (got 'fast')"),
     ({"decay": True, **CAUSAL_SUM}, "decay must be one of 'learned' (got True)"),
+    ({"decay": ["a"], **CAUSAL_SUM}, "decay must be None, 'learned', a number or a number per head (got ['a'])"),
     ({"decay": 1.5, **CAUSAL_SUM}, "decay must lie in (0, 1] (got 1.5)"),
     ({"decay": [0.5, 0.9], **CAUSAL_SUM}, "decay must be one number or num_heads=3 numbers (got [0.5, 0.9])"),
     ({"causal": True}, "max_length is required when causal and data_dependent: the landmark grid spans it"),

@@ -159,7 +159,12 @@ class PrimalAttention(nn.Module):
             checks.one_of("decay", decay, ("learned",))
             self.decay_logit = nn.Parameter(torch.empty(self.num_heads, **factory))
         else:
-            rates = torch.as_tensor(decay, dtype=torch.float64, device="cpu")
+            try:
+                rates = torch.as_tensor(decay, dtype=torch.float64, device="cpu")
+            except (TypeError, ValueError):
+                raise TypeError(
+                    f"decay must be None, 'learned', a number or a number per head (got {decay!r})"
+                ) from None
             if rates.ndim > 1 or rates.numel() not in (1, self.num_heads):
                 raise ValueError(f"decay must be one number or num_heads={self.num_heads} numbers (got {decay!r})")
             if not ((rates > 0) & (rates <= 1)).all():
