@@ -47,6 +47,11 @@ def inputs(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(*shape, EMBED, dtype=dtype)
 
 
+def tensors(state: Any) -> list[Tensor]:
+    """The tensors of a streaming state."""
+    return [part for part in state if isinstance(part, Tensor)]
+
+
 def padding_mask(lengths: list[int], width: int, where: str) -> Tensor:
     """(B, N) bool, True at the padding of sequences of the lengths: at the "right", at the "left", or in "gaps"."""
     mask = torch.ones(len(lengths), width, dtype=torch.bool)

@@ -188,6 +188,7 @@ def with_part(name: str, value: object) -> nn.Module:
         (lambda: nn.Linear(3, 3), {}, "nothing to replace in Linear: no attention was found"),
         (encoder, {"layers": 3}, "layers has 3, and the model has 3 replaceable attention modules"),
         (encoder, {"layers": []}, "layers is empty"),
+        (encoder, {"layers": 1.5}, "layers must be 'last', 'all', indices or a predicate"),
         (encoder, {"layers": "first"}, "layers must be 'last', 'all', indices or a predicate"),
         (encoder, {"layers": lambda *_: False}, r"none of the model's attention modules \(layers\.0\.self_attn, "),
         (encoder, {"num_heads": 3}, "num_heads is read from the replaced module"),

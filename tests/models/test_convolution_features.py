@@ -47,9 +47,11 @@ def test_leave_one_out_scores_are_those_of_fits_without_the_sample(labelled):
         np.testing.assert_allclose(held_out[i], expected, rtol=1e-6, atol=1e-6)
 
 
-def test_features_of_unequal_and_short_series_leave_the_generators_alone():
+def test_features_of_unequal_and_short_series_leave_generators_and_threads_alone():
     rng = np.random.default_rng(1)
     series = [rng.standard_normal((length, 2)) for length in (3, 5, 8, 4)]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     np.random.seed(5)
     torch.manual_seed(5)
     features = ConvolutionFeatures.fit(series, 0)
@@ -58,6 +60,8 @@ def test_features_of_unequal_and_short_series_leave_the_generators_alone():
     torch.manual_seed(5)
     assert drawn == (np.random.rand(), torch.rand(1).item())
     values = features(series)
+    assert torch.get_num_threads() == 1  # numba's threads set those of torch
+    torch.set_num_threads(threads)
     assert np.isfinite(values).all()
     settings = {name: getattr(features, name) for name in ("shape", "kernels", "seed")}
     np.testing.assert_array_equal(ConvolutionFeatures.restore(features.arrays(), **settings)(series), values)

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from closeness import assert_close
-from primal_attention.nn.blocks import CausalConv, DecoderBlock, Encoder, EncoderBlock, attention_names
+from primal_attention.nn.blocks import CausalConv, DecoderBlock, Encoder, EncoderBlock, LocalMixing, attention_names
 from primal_attention.nn.objective import primal_layers
 from primal_attention.nn.primal import PrimalAttention
 
@@ -45,6 +45,14 @@ def test_bad_arguments_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             call()
+
+
+def test_hooks_of_a_convolution_run():
+    local, called = LocalMixing(8, 3), []
+    local.conv.register_forward_pre_hook(lambda *_: called.append("forward"))
+    local.conv.register_full_backward_hook(lambda *_: called.append("backward"))
+    local(torch.randn(2, 5, 8, requires_grad=True)).sum().backward()
+    assert called == ["forward", "backward"]
 
 
 def test_post_ln_is_the_original_order():

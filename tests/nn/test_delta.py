@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from kernel_cases import make_delta
 from primal_attention import PrimalAttention, ksvd_loss
@@ -16,12 +16,6 @@ from primal_attention.ops.delta_rule import recurrence
 
 EXACT = {"rtol": 0.0, "atol": 1e-11}  # float64
 make_layer = partial(make_delta, 3, 4, rank=4, backend="auto", dtype=torch.float64)
-
-
-def padding_mask(length: int) -> Tensor:
-    mask = torch.zeros(2, length, dtype=torch.bool)
-    mask[0, [0, 4]] = mask[1, 6:] = True
-    return mask
 
 
 def test_the_layer_equals_its_equations() -> None:
@@ -52,7 +46,8 @@ def test_the_layer_equals_its_equations() -> None:
 
 
 def test_padded_equals_single_and_every_parameter_has_a_gradient() -> None:
-    layer, mask = make_layer(), padding_mask(9)
+    layer, mask = make_layer(), torch.zeros(2, 9, dtype=torch.bool)
+    mask[0, [0, 4]] = mask[1, 6:] = True
     x = torch.randn(2, 9, 12, dtype=torch.float64)
     y, scores, state = layer(x.masked_fill(mask[..., None], torch.nan), mask, return_scores=True, return_state=True)
     objective = layer.objective

@@ -63,12 +63,8 @@ def test_the_sum_form_is_zero_at_the_kernel_svd() -> None:
 # The loss
 
 
-def two_layers() -> nn.Sequential:
-    return nn.Sequential(make("data_dependent"), make("plain"))
-
-
 def test_reductions_over_samples_and_layers() -> None:
-    model = two_layers()
+    model = nn.Sequential(make("data_dependent"), make("plain"))
     model(inputs(4, 7))
     j = [layer.objective for layer in model]
     samples, batch = [(one**2).mean() for one in j], [one.mean() ** 2 for one in j]
@@ -94,8 +90,10 @@ def test_a_forward_without_gradients_is_refused_only_where_gradients_are_needed(
 def test_bad_calls_of_the_loss_are_refused() -> None:
     with pytest.raises(ValueError, match=r"model has no PrimalAttention layer \(Linear\)"):
         ksvd_loss(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match=r"model must be an nn\.Module \(got list\)"):
+        ksvd_loss([make("plain")])
     with pytest.raises(RuntimeError, match="layer '0' has no objective yet: call the model in training mode"):
-        ksvd_loss(two_layers())
+        ksvd_loss(nn.Sequential(make("data_dependent"), make("plain")))
     layer = make("plain")
     layer(inputs(1, 3))
     with pytest.raises(ValueError, match=r"^reduction must be one of 'sample', 'batch' \(got 'sum'\)$"):

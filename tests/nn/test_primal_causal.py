@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from closeness import assert_close
-from primal_cases import CAUSAL_AND_DECAYS, MAX_LENGTH, inputs, make, pad
+from primal_cases import CAUSAL_AND_DECAYS, MAX_LENGTH, inputs, make, pad, tensors
 
 # float64: the recurrence adds in another order than the full pass, over hundreds of tokens.
 SAME = 1e-12
@@ -25,10 +25,6 @@ def stream(layer: Any, x: Tensor, state: Any) -> tuple[Tensor, Any]:
         y_t, state = layer.step(x_t, state)
         ys.append(y_t)
     return torch.stack(ys, 1), state
-
-
-def tensors(state: Any) -> list[Tensor]:
-    return [part for part in state if isinstance(part, Tensor)]
 
 
 @every_map

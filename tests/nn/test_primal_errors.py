@@ -44,6 +44,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"decay": 1e-50, "data_dependent": False}, "decay underflows in float32 (got 1e-50): use at least 1.2e-38"),
     ({"decay": "fast", **CAUSAL_SUM}, "decay must be one of 'learned' (got 'fast')"),
     ({"decay": True, **CAUSAL_SUM}, "decay must be one of 'learned' (got True)"),
+    ({"decay": ["a"], **CAUSAL_SUM}, "decay must be None, 'learned', a number or a number per head (got ['a'])"),
     ({"decay": 1.5, **CAUSAL_SUM}, "decay must lie in (0, 1] (got 1.5)"),
     ({"decay": [0.5, 0.9], **CAUSAL_SUM}, "decay must be one number or num_heads=3 numbers (got [0.5, 0.9])"),
     ({"causal": True}, "max_length is required when causal and data_dependent: the landmark grid spans it"),
@@ -97,12 +98,15 @@ BAD_CALLS: list[tuple[str, Any, dict[str, Any], str]] = [
     ("plain", inputs(9), {"cu_seqlens": PACKED.to("meta")}, "cu_seqlens must be on the device of the layer, cpu (got"),
     ("plain", inputs(9), {"cu_seqlens": bounds(0)}, f"{BOUNDARIES} (got torch.int32, shape (1,))"),
     ("plain", inputs(9), {"cu_seqlens": PACKED, "max_seqlen": 4}, "max_seqlen must be at least 5, the longest of cu_s"),
+    ("plain", inputs(9), {"cu_seqlens": PACKED, "max_seqlen": 5.0}, "max_seqlen must be an integer (got 5.0)"),
     ("plain", X, {"max_seqlen": 5}, "max_seqlen=5 is used only with cu_seqlens"),
     ("plain", X, {"return_state": True}, STREAMS),
     ("plain", X, {"state": make("causal").initial_state(2)}, STREAMS),
     ("causal", inputs(9), {"cu_seqlens": PACKED, "return_state": True}, "state and cu_seqlens exclude each other"),
     ("causal", inputs(9), {"cu_seqlens": PACKED, "state": make("causal").initial_state(2)}, "state and cu_seqlens exc"),
     ("plain", X, {"key": X + 1}, CROSS),
+    ("plain", X, {"key": [X]}, "key must be a tensor (got list)"),
+    ("plain", X, {"attn_mask": [HIDDEN]}, "attn_mask must be a tensor (got list)"),
     ("plain", X, {"value": X + 1}, CROSS),
     ("plain", X, {"need_weights": True}, "need_weights=True is not supported: the layer forms no N×N matrix"),
     ("plain", X, {"is_causal": True}, "is_causal=True needs a layer with causal=True"),
@@ -117,6 +121,12 @@ BAD_CALLS: list[tuple[str, Any, dict[str, Any], str]] = [
 def test_a_bad_call_is_refused(mode: str, x: Any, keywords: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=rf"^{re.escape(message)}.*\Z"):
         make(mode)(x, **keywords)
+
+
+def test_autocast_does_not_hide_a_dtype_that_it_leaves() -> None:
+    for x in (X, X.long()):
+        with torch.autocast("cpu"), pytest.raises(TypeError, match="x must have the dtype of the layer's parameters"):
+            make("plain", dtype=torch.float32)(x)
 
 
 def test_changed_boundaries_are_checked_again() -> None:
@@ -139,6 +149,10 @@ def test_streaming_calls_are_checked() -> None:
         causal.step(inputs(2), make("causal_data_dependent").initial_state(2))
     with pytest.raises(ValueError, match=r"state must have as many sequences as x, 2 \(got 3\)"):
         causal.step(inputs(2), causal.initial_state(3))
+    with pytest.raises(ValueError, match="state must be on the device of the layer, cpu"):
+        causal.step(inputs(2), make("causal", device="meta").initial_state(2))
+    with pytest.raises(ValueError, match=r"batch_size must be an integer of at least 0 \(got -1\)"):
+        causal.initial_state(-1)
 
 
 @pytest.mark.parametrize(

@@ -27,33 +27,6 @@ class ScaledLinear(nn.Linear):
         return F.linear(x, 1.5 * self.weight, self.bias)
 
 
-class QuantisedWeight(Tensor):
-    """An int8 weight that only F.linear can read, like the tensor subclasses of torchao."""
-
-    @staticmethod
-    def __new__(cls, codes: Tensor, scale: Tensor) -> QuantisedWeight:
-        return Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype, device=codes.device)
-
-    def __init__(self, codes: Tensor, scale: Tensor) -> None:
-        self.codes, self.scale = codes, scale
-
-    def dequantise(self) -> Tensor:
-        return self.codes * self.scale
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is F.linear:
-            x, weight, *bias = args
-            return F.linear(x, weight.dequantise(), *bias)
-        with torch._C.DisableTorchFunctionSubclass():
-            return function(*args, **(kwargs or {}))
-
-    @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert function is torch.ops.aten.detach.default, f"{function} cannot read a quantised weight"
-        return QuantisedWeight(args[0].codes, args[0].scale)
-
-
 # Each function changes a map of the layer and returns the weight of the plain map with the same result.
 
 
@@ -85,11 +58,10 @@ def prune_half(layer: PrimalAttention, name: str) -> Tensor:
 
 
 def quantise(layer: PrimalAttention, name: str) -> Tensor:
+    torchao = pytest.importorskip("torchao.quantization", reason="the tests of int8 weights need torchao")
     module = layer.get_submodule(name)
-    scale = module.weight.detach().abs().max() / 7
-    weight = QuantisedWeight((module.weight / scale).round().to(torch.int8), scale)
-    module.weight = nn.Parameter(weight, requires_grad=False)
-    return weight.dequantise()
+    torchao.quantize_(module, torchao.Int8WeightOnlyConfig())
+    return module.weight.dequantize()
 
 
 def hook(layer: PrimalAttention, name: str) -> Tensor:
@@ -165,9 +137,10 @@ def assert_same_training(layer: PrimalAttention, plain: PrimalAttention, layout:
 def test_changed_maps_take_effect_in_outputs_objective_and_gradients(
     mode: str, change: str, names: tuple[str, ...]
 ) -> None:
-    layer, plain = changed_pair(change, names, mode)
+    dtype = torch.float32 if change == "quantised" else torch.float64  # torchao has no float64
+    layer, plain = changed_pair(change, names, mode, dtype=dtype)
     for layout in ("full", "padded", "packed", *(["streaming"] if mode in CAUSAL else [])):
-        assert_same_training(layer, plain, layout, inputs(2, 12).requires_grad_())
+        assert_same_training(layer, plain, layout, inputs(2, 12, dtype=dtype).requires_grad_())
 
 
 @pytest.mark.supports("PEFT", "cuda")
@@ -212,6 +185,23 @@ def test_hooks_receive_the_shapes_of_the_maps(mode: str, backend: str) -> None:
         for name, (before, after) in shapes.items()
         for event, shape in (("input", before), ("output", after), ("grad_output", after), ("grad_input", before))
     }
+
+
+def test_hooks_of_all_modules_run_for_the_maps() -> None:
+    layer, called = make("data_dependent"), []
+    with nn.modules.module.register_module_forward_hook(lambda module, x, y: called.append(module)):
+        layer(inputs(2, 9))
+    assert called == [*(layer.get_submodule(name) for name in MAPS), layer]
+
+
+def test_a_backward_hook_of_the_layer_accepts_the_call_of_multihead_attention() -> None:
+    layer, x, seen = make("data_dependent"), inputs(2, 9).requires_grad_(), []
+    (expected,) = torch.autograd.grad(layer(x).square().sum(), x)
+    layer.register_full_backward_hook(lambda module, grad_x, grad_y: seen.append(grad_x[0]))  # three views of x
+    seen += torch.autograd.grad(layer(x, x, x)[0].square().sum(), x)
+    assert [torch.equal(grad, expected) for grad in seen] == [True, True]
+    with pytest.raises(ValueError, match="cross-attention is not defined"):
+        layer(x, x.detach(), x)
 
 
 @pytest.mark.parametrize("mode", ["data_dependent", "causal"])

@@ -49,20 +49,12 @@ def parts_of(golden: dict[str, Tensor], own_name: str) -> list[str]:
 
 
 def layer_of(golden: dict[str, Tensor], meta: dict[str, Any], backend: str) -> PrimalAttention:
-    causal = meta["kind"] in CAUSAL
+    causal, trace = meta["kind"] in CAUSAL, "weights" if meta["trace_no_x"] else "projections"
+    settings: dict[str, Any] = {"rank": meta["s"], "landmarks": meta["n"] or 1, "objective_trace": trace}
+    settings |= {"causal": causal, "data_dependent": not causal, "backend": backend, "dtype": torch.float64}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some published ranks are above the head width
-        layer = PrimalAttention(
-            meta["H"] * meta["head_dim"],
-            meta["H"],
-            rank=meta["s"],
-            landmarks=meta["n"] or 1,
-            data_dependent=not causal,
-            causal=causal,
-            objective_trace="weights" if meta["trace_no_x"] else "projections",
-            backend=backend,
-            dtype=torch.float64,
-        )
+        layer = PrimalAttention(meta["H"] * meta["head_dim"], meta["H"], **settings)
     state = {name: torch.cat([golden[f"p_{part}"] for part in parts_of(golden, name)]) for name in NAMES}
     layer.load_state_dict(state)
     return layer

@@ -14,6 +14,7 @@ import golden_files
 from closeness import assert_close
 from primal_attention import ksvd_loss, load_official
 from primal_attention.nn.objective import primal_layers
+from primal_attention.ops.reference import split_heads
 
 TIGHT = 1e-11  # float64 through two layers; the stored arrays are float64 or exact
 GOLDEN = ("full_uea_primalformer", "full_lra_primalformer_dual", "full_lra_primalplus")
@@ -96,10 +97,6 @@ def with_biases(maps: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
 def primal_shapes(prefix: str, heads: int, width: int, rank: int) -> dict[str, tuple[int, ...]]:
     shapes = {f"{prefix}{w}": (heads, width, rank) for w in ("We", "Wr")} | {f"{prefix}Lambda": (heads, rank)}
     return shapes | with_biases({f"{prefix}concate_weight": (width, 2 * rank)})
-
-
-def split_heads(x: Tensor, heads: int) -> Tensor:
-    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
 class Plain:

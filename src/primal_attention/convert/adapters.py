@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..nn.primal import PrimalAttention
+from ..nn.primal import PrimalAttention, is_same
 from ..ops.types import Weights
 
 RELATIVE = "it adds a bias to every pair of tokens (relative positions), and Primal-Attention has no pairs"
@@ -279,7 +279,7 @@ class PrimalMultihead(Replacement):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        if not all(other is None or _is_same(other, query) for other in (key, value)):
+        if not all(other is None or is_same(other, query) for other in (key, value)):
             raise ValueError(f"query, key and value must be one tensor: otherwise {CROSS}")
         if is_causal and not self.primal.causal:
             raise ValueError("is_causal=True needs a causal layer: primalize(…, causal=True)")
@@ -293,10 +293,6 @@ class PrimalMultihead(Replacement):
         if query.ndim == 2:
             return y[0], None
         return (y if self.batch_first else y.transpose(0, 1)), None
-
-
-def _is_same(a: Tensor, b: Tensor) -> bool:
-    return a is b or (a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride())
 
 
 # timm

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy as copying
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -186,7 +186,7 @@ def _choose(model: nn.Module, sites: list[Site], refusals: list[Refusal], layers
     elif layers in ("last", "all"):
         chosen = sites if layers == "all" else sites[-1:]
     else:
-        indices: list[Any] = [layers] if isinstance(layers, int) else list(layers)
+        indices: list[Any] = list(layers) if isinstance(layers, Iterable) else [layers]
         for index in indices:
             if not isinstance(index, int) or isinstance(index, bool):
                 raise ValueError(f"layers must be 'last', 'all', indices or a predicate (got {layers!r})")
@@ -300,9 +300,8 @@ def load_primalized(model_class: Any, folder: str | Path, **from_pretrained_kwar
         raise ValueError(
             f"the weights in {folder} do not fit {model_class.__name__}: {len(wrong)} names, first {wrong[0]}"
         )
-    for layer in primal_layers(model).values():  # the buffer of a fixed decay is not saved
-        if layer._fixed_decay is not None and layer.decay_logit is not None:
-            layer.decay_logit.copy_(torch.tensor(layer._fixed_decay, dtype=torch.float64).logit())
+    for layer in primal_layers(model).values():
+        layer.restore_decay()
     return model
 
 

@@ -10,7 +10,8 @@ classification", 2023; C. W. Tan et al., "MultiRocket: multiple pooling operator
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,18 @@ def resample(series: np.ndarray, length: int) -> np.ndarray:
         return series
     position = np.linspace(0, len(series) - 1, length)
     return np.stack([np.interp(position, np.arange(len(series)), channel) for channel in series.T], axis=1)
+
+
+@contextmanager
+def preserve_settings() -> Iterator[None]:
+    """Restore the generators and thread counts of numpy and torch, which aeon and numba change."""
+    state, threads = np.random.get_state(), torch.get_num_threads()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        np.random.set_state(state)
+        torch.set_num_threads(threads)
 
 
 class ConvolutionFeatures:
@@ -81,19 +94,14 @@ class ConvolutionFeatures:
         return np.ascontiguousarray(np.stack([resample(s, self.shape[1]).T for s in series]), dtype=np.float32)
 
     def _fit_transforms(self, values: np.ndarray) -> None:
-        """Fit both transforms; the generators and thread counts of numpy and torch stay as they were."""
-        state, threads = np.random.get_state(), torch.get_num_threads()
-        try:
-            with torch.random.fork_rng():
-                self.hydra.fit(values)
-                self.rocket.fit(values)
-        finally:
-            np.random.set_state(state)
-            torch.set_num_threads(threads)
+        with preserve_settings():
+            self.hydra.fit(values)
+            self.rocket.fit(values)
 
     def _transform(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        parts = [self.hydra.transform(values[i : i + CHUNK]) for i in range(0, len(values), CHUNK)]
-        return np.sqrt(np.concatenate(parts).clip(min=0)), self.rocket.transform(values)
+        with preserve_settings():
+            parts = [self.hydra.transform(values[i : i + CHUNK]) for i in range(0, len(values), CHUNK)]
+            return np.sqrt(np.concatenate(parts).clip(min=0)), self.rocket.transform(values)
 
     def arrays(self) -> dict[str, np.ndarray]:
         """All fitted arrays, for a file."""

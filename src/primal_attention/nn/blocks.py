@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from . import checks
 from .baselines import make_attention
+from .primal import has_hooks
 
 
 def attention_names(attention: str | Sequence[str], layers: int) -> tuple[str, ...]:
@@ -50,7 +51,7 @@ def convolve(conv: nn.Conv1d, x: Tensor, context: Any = None) -> Tensor:
 
     On a shard, tokens of the neighbouring shards replace the zero padding.
     """
-    if context is None and x.device.type == "cpu" and conv.groups == x.shape[2] > 1 and not conv._forward_hooks:
+    if context is None and x.device.type == "cpu" and conv.groups == x.shape[2] > 1 and not has_hooks(conv):
         # The two-dimensional kernel reads tokens as they lie in memory and is several times faster.
         rows = conv.weight.unsqueeze(2), conv.bias, 1, (0, conv.kernel_size[0] // 2)
         return F.conv2d(x.transpose(1, 2).unsqueeze(2), *rows, groups=conv.groups).squeeze(2).transpose(1, 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from numbers import Real
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
@@ -17,6 +17,11 @@ def positive(name: str, value: int) -> None:
         raise TypeError(f"{name} must be an integer (got {value!r})")
     if value < 1:
         raise ValueError(f"{name} must be at least 1 (got {value})")
+
+
+def sequences(batch_size: int) -> None:
+    if not isinstance(batch_size, (Integral, torch.SymInt)) or batch_size < 0:
+        raise ValueError(f"batch_size must be an integer of at least 0 (got {batch_size!r})")
 
 
 def boolean(name: str, value: object) -> None:
@@ -52,6 +57,7 @@ def rank(rank: int, head_dim: int, landmarks: int | None) -> None:
 
 
 def tokens(x: Tensor, embed_dim: int, packed: bool) -> None:
+    tensor("x", x)
     if x.is_nested:
         raise ValueError("x must be padded or packed (got a nested tensor; encoders need enable_nested_tensor=False)")
     shape, ndim = ("(total, embed_dim)", 2) if packed else ("(batch, tokens, embed_dim)", 3)
@@ -61,15 +67,20 @@ def tokens(x: Tensor, embed_dim: int, packed: bool) -> None:
         raise ValueError("x must have at least one token (got 0)")
 
 
-def device(name: str, tensor: Tensor, expected: torch.device) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a tensor (got {type(tensor).__name__})")
-    if tensor.device != expected:
-        raise ValueError(f"{name} must be on the device of the layer, {expected} (got {tensor.device})")
+def tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a tensor (got {type(value).__name__})")
+
+
+def device(name: str, value: Tensor, expected: torch.device) -> None:
+    tensor(name, value)
+    if value.device != expected:
+        raise ValueError(f"{name} must be on the device of the layer, {expected} (got {value.device})")
 
 
 def dtype(x: Tensor, expected: torch.dtype) -> None:
-    if x.dtype != expected and not torch.is_autocast_enabled(x.device.type):
+    is_cast = x.is_floating_point() and torch.float64 not in (x.dtype, expected)  # by autocast
+    if x.dtype != expected and not (is_cast and torch.is_autocast_enabled(x.device.type)):
         raise TypeError(f"x must have the dtype of the layer's parameters, {expected} (got {x.dtype})")
 
 
@@ -88,10 +99,11 @@ def padding_mask(mask: Tensor, x: Tensor) -> Tensor:
     return is_padding
 
 
-def state(state: State, kind: type[State], batch: int, label: str) -> None:
+def state(state: State, kind: type[State], batch: int, label: str, expected: torch.device) -> None:
     if not isinstance(state, kind):
         raise TypeError(f"state must be a {kind.__name__}, as initial_state returns it (got {type(state).__name__})")
     if state.layer and state.layer != label:
         raise ValueError(f"state belongs to another kind of layer ({state.layer}); this layer is {label}")
+    device("state", state[0], expected)
     if state[0].shape[0] != batch:
         raise ValueError(f"state must have as many sequences as x, {batch} (got {state[0].shape[0]})")

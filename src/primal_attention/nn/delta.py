@@ -194,6 +194,7 @@ class DeltaPrimalAttention(PrimalAttention):
 
     def initial_state(self, batch_size: int) -> DeltaState:  # type: ignore[override]
         """Return the state before the first token."""
+        checks.sequences(batch_size)
         like = self.sqrt_lambda
         shape = (2, batch_size, self.num_heads, self.head_dim, self.rank)
         zeros = torch.zeros(shape, dtype=accumulation_dtype(like.dtype), device=like.device)

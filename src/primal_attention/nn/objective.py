@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 def primal_layers(model: nn.Module) -> dict[str, PrimalAttention]:
     """Return the Primal-Attention layers of a model by name. Frozen copies made by PEFT are left out."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module (got {type(model).__name__})")
     return {
         name: module
         for name, module in model.named_modules()

@@ -159,7 +159,12 @@ class PrimalAttention(nn.Module):
             checks.one_of("decay", decay, ("learned",))
             self.decay_logit = nn.Parameter(torch.empty(self.num_heads, **factory))
         else:
-            rates = torch.as_tensor(decay, dtype=torch.float64, device="cpu")
+            try:
+                rates = torch.as_tensor(decay, dtype=torch.float64, device="cpu")
+            except (TypeError, ValueError):
+                raise TypeError(
+                    f"decay must be None, 'learned', a number or a number per head (got {decay!r})"
+                ) from None
             if rates.ndim > 1 or rates.numel() not in (1, self.num_heads):
                 raise ValueError(f"decay must be one number or num_heads={self.num_heads} numbers (got {decay!r})")
             if not ((rates > 0) & (rates <= 1)).all():
@@ -196,16 +201,25 @@ class PrimalAttention(nn.Module):
                 with torch.no_grad():
                     w.copy_(start)
         nn.init.uniform_(self.sqrt_lambda)
+        self.restore_decay()
         with torch.no_grad():
-            if self._fixed_decay is not None:
-                assert self.decay_logit is not None
-                self.decay_logit.copy_(torch.tensor(self._fixed_decay, dtype=torch.float64, device="cpu").logit())
-            elif self.decay_logit is not None:
+            if self.decay_logit is not None and self._fixed_decay is None:
                 # Time scales 1 / (1 − γ) from about one to four hundred tokens.
                 heads = self.num_heads
                 self.decay_logit.copy_(torch.linspace(-1.0, 6.0, heads) if heads > 1 else torch.tensor([2.5]))
             if self.frequencies is not None:
                 self.frequencies.normal_()
+
+    def restore_decay(self) -> None:
+        """Set a fixed decay. Its buffer is not part of the state dict."""
+        if self._fixed_decay is not None and self.decay_logit is not None:
+            if self.decay_logit.device != self.sqrt_lambda.device:  # on "meta" before `load_state_dict(assign=True)`
+                self.decay_logit = torch.empty_like(self.decay_logit, device=self.sqrt_lambda.device)
+            self.decay_logit.copy_(torch.tensor(self._fixed_decay, dtype=torch.float64, device="cpu").logit())
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)  # type: ignore[no-untyped-call]
+        self.restore_decay()
 
     @property
     def mode(self) -> Mode:
@@ -385,9 +399,12 @@ class PrimalAttention(nn.Module):
         is_causal: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
         """Raise for a call of `nn.MultiheadAttention` that is not supported; return key and padding mask."""
+        for name, t in (("key", key), ("value", value), ("attn_mask", attn_mask)):
+            if t is not None:
+                checks.device(name, t, self.sqrt_lambda.device)
         if key is not None and value is None and mask is None and (key.dtype == torch.bool or key.ndim < x.ndim):
             key, mask = None, key
-        if any(t is not None and t is not x for t in (key, value)):
+        if any(t is not None and not is_same(t, x) for t in (key, value)):
             raise ValueError("key and value must be x itself: cross-attention is not defined for this method")
         if need_weights:
             raise ValueError("need_weights=True is not supported: the layer forms no N×N matrix (see kernel_matrix)")
@@ -436,7 +453,7 @@ class PrimalAttention(nn.Module):
         elif max_seqlen is not None:
             raise ValueError(f"max_seqlen={max_seqlen} is used only with cu_seqlens")
         if state is not None:
-            checks.state(state, self._state_type, x.shape[0], self._state_label())
+            checks.state(state, self._state_type, x.shape[0], self._state_label(), x.device)
         if streams or cu_seqlens is not None:
             self._check_not_sharded("state" if streams else "cu_seqlens")
         if self.max_length is None:
@@ -500,6 +517,7 @@ class PrimalAttention(nn.Module):
         Args:
             batch_size: number of sequences.
         """
+        checks.sequences(batch_size)
         if not self.causal:
             raise ValueError("initial_state needs a causal layer (causal=False): only the causal modes stream")
         heads, p, s = self.num_heads, self.head_dim, self.rank
@@ -557,11 +575,25 @@ class RecordedCall:
         self.is_differentiated = True
 
 
+def is_same(t: Tensor, x: Tensor) -> bool:
+    """Return True if t is x. Backward hooks of modules, and FSDP, replace each argument by a view of its own."""
+    if t is x or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return t is x
+    views = [(z.untyped_storage()._cdata, z.shape, z.stride(), z.storage_offset(), z.requires_grad) for z in (t, x)]
+    return views[0] == views[1]
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return True if calling the module runs hooks, its own or those of all modules."""
+    own = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return bool(own or nn.modules.module._has_any_global_hook())
+
+
 def read_linear(module: nn.Module) -> tuple[Tensor, Tensor | None] | None:
     """Return weight and bias of an nn.Linear without hooks; None if the map must be called."""
     if type(module) is not nn.Linear or "forward" in module.__dict__:
         return None
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+    if has_hooks(module):
         return None
     weight = module.weight
     return (weight, module.bias) if type(weight) in (nn.Parameter, Tensor) else None

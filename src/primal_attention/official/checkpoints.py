@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,10 @@ class Layers(NamedTuple):
     names: list[str]
     num_heads: int
     primal: dict[str, int]  # rank and landmarks; empty without a Primal layer
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        return {"attention": tuple(self.names), "num_heads": self.num_heads, "layers": len(self.names)}
 
 
 class Block(NamedTuple):
@@ -122,10 +126,8 @@ def load_uea(state: State, num_heads: int | None) -> TimeSeriesClassifier:
         state["project_inp.weight"].shape[1],
         len(state["output_layer.bias"]),
         max_length,
-        attention=layers.names,
         embed_dim=width,
-        num_heads=layers.num_heads,
-        layers=len(layers.names),
+        **layers.sizes,
         ffn_dim=len(state[f"{prefix}0.conv1.weight"]),
         attention_kwargs={"primal": layers.primal} if layers.primal else {},
         attend_to_padding=True,
@@ -165,10 +167,8 @@ def load_lra(state: State, num_heads: int | None) -> LRAClassifier:
         len(tokens),
         len(state[f"{head}2.bias"]),
         len(positions),
-        attention=layers.names,
         embed_dim=tokens.shape[1],
-        num_heads=layers.num_heads,
-        layers=len(layers.names),
+        **layers.sizes,
         ffn_dim=len(hidden),
         pairs=hidden.shape[1] == 4 * tokens.shape[1],
         attention_kwargs={"primal": layers.primal} if layers.primal else {},
@@ -208,10 +208,8 @@ def load_lm(state: State, num_heads: int | None) -> LanguageModel:
     embeddings = state["decoder.embed_tokens.weight"]
     config = LanguageConfig(
         len(embeddings),
-        attention=tuple(layers.names),
         embed_dim=embeddings.shape[1],
-        num_heads=layers.num_heads,
-        layers=len(layers.names),
+        **layers.sizes,
         ffn_dim=len(state[f"{prefix}0.fc1.weight"]),
         activation="relu",
         primal_mode="mean",
@@ -249,10 +247,8 @@ def load_d4rl(state: State, num_heads: int | None) -> DecisionTransformer:
     model = DecisionTransformer(
         state["embed_state.weight"].shape[1],
         action_dim,
-        attention=layers.names,
         embed_dim=width,
-        num_heads=layers.num_heads,
-        layers=len(layers.names),
+        **layers.sizes,
         max_episode=len(state["embed_timestep.weight"]),
         attention_kwargs={"primal": {"rank": layers.primal["rank"]}} if layers.primal else {},
     )
@@ -301,12 +297,10 @@ def load_image(state: State, num_heads: int | None) -> ImageClassifier:
     width, _, patch, _ = state["patch_embed.proj.weight"].shape
     model = deit(
         len(state["head.weight"]),
-        attention=layers.names,
         image_size=math.isqrt(state["pos_embed"].shape[1] - 1) * patch,
         patch_size=patch,
         embed_dim=width,
-        num_heads=layers.num_heads,
-        layers=len(layers.names),
+        **layers.sizes,
         mlp_ratio=len(state["blocks.0.mlp.fc1.bias"]) // width,
         drop_path=0.0,
         rank=layers.primal.get("rank", 1),

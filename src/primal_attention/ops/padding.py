@@ -22,6 +22,8 @@ def check_boundaries(cu_seqlens: Tensor, total: int, max_seqlen: int | None = No
         )
     if torch.compiler.is_compiling() or cu_seqlens.is_meta:
         return
+    if not (max_seqlen is None or hasattr(max_seqlen, "__index__")):
+        raise TypeError(f"max_seqlen must be an integer (got {max_seqlen!r})")
     # Inference tensors have no version counter, so a change could not be noticed: read them every time.
     mark = None if cu_seqlens.is_inference() else (cu_seqlens._version, total, max_seqlen)
     if mark is not None and getattr(cu_seqlens, "_primal_checked", None) == mark:

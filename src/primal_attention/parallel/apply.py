@@ -51,13 +51,7 @@ def _refuse_mixers(model: nn.Module) -> None:
     from ..nn.baselines.base import BaselineAttention
     from ..nn.primal import PrimalAttention
 
-    mixers = (
-        BaselineAttention,
-        nn.MultiheadAttention,
-        nn.RNNBase,
-        nn.modules.conv._ConvNd,
-        nn.modules.batchnorm._BatchNorm,
-    )
+    of_torch = (nn.MultiheadAttention, nn.RNNBase, nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm)
     safe: set[int] = set()
     for name, module in model.named_modules():
         if isinstance(module, PrimalAttention):
@@ -67,7 +61,7 @@ def _refuse_mixers(model: nn.Module) -> None:
         if has_context:  # the module passes its context on to its children
             for child in module.children():
                 safe |= {id(child), *(map(id, child) if isinstance(child, nn.ModuleList) else ())}
-        elif id(module) not in safe and isinstance(module, (*mixers, PrimalAttention)):
+        elif id(module) not in safe and isinstance(module, (*of_torch, BaselineAttention, PrimalAttention)):
             raise ValueError(
                 f"layer {name!r} ({type(module).__name__}) mixes tokens and cannot work on a part of a sequence: "
                 "context parallelism is for models whose attention is Primal in every layer"

@@ -284,8 +284,6 @@ def _nearest_tokens(edges: Tensor, counts: Tensor, order: Tensor, width: int) ->
 # the ranks of a parameter's gradients is the gradient of L. DDP and FSDP compute this mean.
 
 OPS = torch.ops._c10d_functional
-
-
 ADJOINTS = {"sum": "sum", "gather": "scatter", "scatter": "gather"}
 
 

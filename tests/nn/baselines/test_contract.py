@@ -322,6 +322,8 @@ def test_bad_input_is_refused_by_name(name: str) -> None:
         (ValueError, r"dropout .*1\.5", lambda: build(name, dropout=1.5)),
         (TypeError, "landmark_count", lambda: build(name, landmark_count=3)),
         (ValueError, "embed_dim=16", lambda: attn(torch.cat([x, x], dim=-1))),
+        (TypeError, "x must be a tensor", lambda: attn(x.tolist())),
+        (TypeError, "causal must be True or False", lambda: build(name, causal="no")),
         (TypeError, "key_padding_mask must be a bool tensor", lambda: attn(x, key_padding_mask=x[..., 0].long())),
         (ValueError, "key_padding_mask must have shape", lambda: attn(x, key_padding_mask=x[..., 0].mT > 0)),
         *([] if name in CAUSAL else [(ValueError, name, lambda: build(name, causal=True))]),
@@ -331,11 +333,11 @@ def test_bad_input_is_refused_by_name(name: str) -> None:
 
 
 def test_names() -> None:
-    assert set(NAMES) == {
-        *("softmax", "primal", "linear", "performer", "reformer", "longformer"),
-        *("linformer", "nystrom", "yoso", "cosformer", "soft", "flow"),
-    }
+    expected = "softmax primal linear performer reformer longformer linformer nystrom yoso cosformer soft flow"
+    assert set(NAMES) == set(expected.split())
     with pytest.raises(ValueError, match="'perfomer': did you mean 'performer'"):
         make_attention("perfomer", DIM, HEADS)
+    with pytest.raises(TypeError, match="name of an attention must be a text"):
+        make_attention(None, DIM, HEADS)
     with pytest.raises(ValueError, match="known are softmax, primal"):
         make_attention("zzz", DIM, HEADS)

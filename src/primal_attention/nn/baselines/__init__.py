@@ -84,6 +84,8 @@ def make_attention(name: str, embed_dim: int, num_heads: int, **settings: Any) -
 
 
 def _check_name(name: str) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"the name of an attention must be a text (got {name!r})")
     if name in _CLASSES:
         return
     near = difflib.get_close_matches(name, attention_names(), n=1, cutoff=0.4)

@@ -75,6 +75,8 @@ class BaselineAttention(nn.Module):
         super().__init__()
         checks.widths(embed_dim, num_heads)
         checks.probability("dropout", dropout)
+        checks.boolean("causal", causal)
+        checks.boolean("bias", bias)
         if causal and not self.traits.supports_causal:
             name = type(self).__name__.removesuffix("Attention").lower()
             raise ValueError(f"causal=True is not defined for attention {name!r}: use causal=False")

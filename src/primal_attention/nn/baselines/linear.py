@@ -147,12 +147,8 @@ def causal_linear(
     scores = (q @ k.mT).tril()  # (B, H, n, C, C)
     num = scores @ v + q @ before_kv.to(q.dtype)
     den = scores.sum(-1, dtype=state.k.dtype) + (q @ before_k.to(q.dtype)).squeeze(-1)
-    after = LinearState(
-        sums_kv[:, :, -1],
-        sums_k[:, :, -1, :, 0],
-        state.log_scale if scale is None else scale[..., -1],
-        state.position,
-    )
+    log_scale = state.log_scale if scale is None else scale[..., -1]
+    after = LinearState(sums_kv[:, :, -1], sums_k[:, :, -1, :, 0], log_scale, state.position)
     return num.flatten(2, 3)[:, :, :length], den.flatten(2, 3)[:, :, :length], after
 
 

@@ -30,13 +30,7 @@ class LinformerAttention(BaselineAttention):
     drops_weights = True
 
     def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        *,
-        projected_length: int = 256,
-        max_length: int = 4096,
-        **common: Any,
+        self, embed_dim: int, num_heads: int, *, projected_length: int = 256, max_length: int = 4096, **common: Any
     ) -> None:
         super().__init__(embed_dim, num_heads, **common)
         checks.positive("projected_length", projected_length)

@@ -31,13 +31,7 @@ class LongformerAttention(BaselineAttention):
     drops_weights = True
 
     def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        *,
-        window: int = 128,
-        global_tokens: int = 1,
-        **common: Any,
+        self, embed_dim: int, num_heads: int, *, window: int = 128, global_tokens: int = 1, **common: Any
     ) -> None:
         super().__init__(embed_dim, num_heads, **common)
         checks.positive("window", window)
@@ -49,9 +43,8 @@ class LongformerAttention(BaselineAttention):
         self.global_proj: nn.Linear | None = None
         if global_tokens:
             bias, weight = self.in_proj.bias is not None, self.in_proj.weight
-            self.global_proj = nn.Linear(
-                embed_dim, 3 * embed_dim, bias=bias, device=weight.device, dtype=weight.dtype
-            )  # rows [W_q; W_k; W_v], for the global tokens' own attention
+            # Rows [W_q; W_k; W_v], for the global tokens' own attention.
+            self.global_proj = nn.Linear(embed_dim, 3 * embed_dim, bias=bias, device=weight.device, dtype=weight.dtype)
 
     def mix(self, x: Tensor, tokens: Tokens) -> Tensor:
         y = self._windowed(x, tokens)

@@ -31,13 +31,7 @@ class SoftAttention(BaselineAttention):
     projections = 2
 
     def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        *,
-        landmarks: int = 49,
-        newton_iterations: int = 20,
-        **common: Any,
+        self, embed_dim: int, num_heads: int, *, landmarks: int = 49, newton_iterations: int = 20, **common: Any
     ) -> None:
         super().__init__(embed_dim, num_heads, **common)
         checks.positive("landmarks", landmarks)

@@ -25,8 +25,7 @@ from torch.nn import functional as F
 from .. import reference
 from ..feature_maps import accumulation_dtype
 from ..types import Mode, Output, RunningState, Scores, State, Weights
-from .matmul import accumulate_column_sums, accumulate_linear, linear_into
-from .output import OutputGradients, OutputMap
+from .output import OutputGradients, OutputMap, accumulate_column_sums, accumulate_linear, linear_into
 from .scores import ProjectionWeights, decay_factors, landmark_positions, project, project_backward, running_sum_
 
 BLOCK_SIZE = 3 * 2**20  # numbers in z and the scores of a block: large products that stay in the cache

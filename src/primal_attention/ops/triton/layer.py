@@ -64,6 +64,7 @@ def fused_attention(
         qk = None if qk is None else operation(PermuteRows)(qk, source, place)
     flat = x.reshape(-1, x.shape[-1])
     z = None if qk is None else qk.reshape(-1, qk.shape[-1])
+    projection = (flat, weights.qk_weight, weights.qk_bias, z)
     is_uniform = cu_seqlens is None and valid is None
     layout = (is_uniform, sequences.is_single_chunk, *sequences[:-1])
     final_state, total_trace = None, None
@@ -80,9 +81,8 @@ def fused_attention(
             local = grid - offset[:, None]
             rows = torch.where((local >= 0) & (local < sequences.lengths[:, None]), first - offset[:, None], -1)
         scores, energy, total_trace = operation(CausalLandmarkScores)(
-            flat, weights.qk_weight, weights.qk_bias, z, weights.w_e, weights.w_r, log_decay, initial, rows, grid,
-            marks_before, offset, dtype, *layout,
-        )  # fmt: skip
+            *projection, weights.w_e, weights.w_r, log_decay, initial, rows, grid, marks_before, offset, dtype, *layout
+        )
     elif mode.data_dependent or (not mode.causal and decay is None):
         rows, origin, min_length = None, None, 0
         if mode.data_dependent and boundary.landmark_rows is not None:
@@ -96,9 +96,8 @@ def fused_attention(
             rows = landmark_table(sequences, mode.landmarks, shift)
         needs_weights = trace == "projections" and rows is not None
         scores, energy, total_trace, wx = operation(BidirectionalScores)(
-            flat, weights.qk_weight, weights.qk_bias, z, origin, weights.w_e, weights.w_r, rows,
-            dtype, needs_weights, min_length, *layout,
-        )  # fmt: skip
+            *projection, origin, weights.w_e, weights.w_r, rows, dtype, needs_weights, min_length, *layout
+        )
         if needs_weights:
             total_trace = (wx[:, :, 0] * wx[:, :, 1]).sum((2, 3))  # (B, H)
     else:
@@ -106,16 +105,7 @@ def fused_attention(
             past = state if isinstance(state, RunningState) else boundary.past
             initial = None if past is None else torch.stack([past.query_sum, past.key_sum], dim=2).float()
             scores, energy, total_trace, final = operation(CausalSumScores)(
-                flat,
-                weights.qk_weight,
-                weights.qk_bias,
-                z,
-                weights.w_e,
-                weights.w_r,
-                log_decay,
-                initial,
-                dtype,
-                *layout,
+                *projection, weights.w_e, weights.w_r, log_decay, initial, dtype, *layout
             )
             final_state = _running_state(final, tokens, decay, past) if need_state else None
         else:
