@@ -144,9 +144,6 @@ def test_amd_and_apple_devices_use_the_equations(monkeypatch: pytest.MonkeyPatch
     assert primal.device_problem(torch.device("mps")) == "x is on 'mps', the kernels run on 'cuda'"
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert primal.device_problem(torch.device("cuda")) == "the kernels are untested on AMD GPUs"
-    for page, statement in (
-        ("README.md", "Apple MPS and AMD are untested."),
-        ("docs/guide/install.md", "AMD GPUs and Apple MPS are untested."),
-    ):
-        text = (SOURCE.parents[1] / page).read_text(encoding="utf-8")
-        assert statement in " ".join(text.split()), page
+    for page in ("README.md", "docs/guide/install.md"):
+        text = " ".join((SOURCE.parents[1] / page).read_text(encoding="utf-8").split())
+        assert re.search("Apple MPS and AMD are untested|AMD GPUs and Apple MPS are untested", text), page
