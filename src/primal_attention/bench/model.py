@@ -326,7 +326,7 @@ CHUNK = 16384  # tokens of all sequences that are read at once before the step t
 VOCABULARY = 8192
 LANGUAGE_MODELS: dict[str, dict[str, Any]] = {
     "sdpa": {"attention": ("softmax",)},
-    "primal-mean": {"positions": "sinusoidal"},
+    "primal-mean": {"primal_mode": "mean"},
     "primal-decay": {"primal_mode": "decay", "conv": 4, "gate": True},
     "primal-delta": {"primal_mode": "delta", "conv": 4, "gate": True},
 }
