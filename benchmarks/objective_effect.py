@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -72,7 +73,8 @@ def main() -> int:
         training.fit()
         curves.append({"eta": eta, "rows": training.measurements})
         facts = dict(training.experiment.facts)
-    origin = provenance.collect(command=shlex.join(["python", *sys.argv]), device=training.device)
+    command = re.sub(r" --(data|out) \S+", "", shlex.join(["python", *sys.argv]))  # folders of this machine
+    origin = provenance.collect(command=command, device=training.device, data_sha256=facts.get("sha256"))
     file = args.out / f"{args.recipe.replace('/', '-')}.json"
     write_json(file, {"recipe": args.recipe, "rank": recipe.model.rank, "data": facts, "curves": curves, **origin})
     print(f"wrote {file}")
@@ -166,7 +168,7 @@ def draw(folder: Path) -> None:
                 values = [mean_of(row["layers"], key) for row in curve["rows"]]
                 axis.plot(steps, values, label=f"η = {curve['eta']:g}")
             axis.set(xlabel="step", title=f"{stored['recipe']}\n{label}")
-            if key == "J":
+            if max(map(abs, axis.get_ylim())) > 10:
                 axis.set_yscale("symlog", linthresh=0.1)
         panels[0].legend()
     figure.tight_layout()

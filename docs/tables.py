@@ -39,6 +39,12 @@ FEATURES = {
     "context parallelism": "context parallelism",
 }
 DEVICES = {"cpu": "CPU", "cuda": "CUDA"}
+GENERATED = {
+    "sdpa": "softmax (KV cache)",
+    "primal-mean": "Primal, mean",
+    "primal-decay": "Primal, decay + conv + gate",
+    "primal-delta": "Primal, delta + conv + gate",
+}
 
 
 def make_table(name: str) -> str:
@@ -286,20 +292,20 @@ def unseen_table() -> str:
 
 
 def generate_table() -> str:
-    """Time of one more token of whole language models against the tokens read before."""
-    stored = read_json("bench/generate.json")
-    current = [row for row in stored["rows"] if "dual" not in row["name"]]  # a mode that was removed
-    lengths = sorted({row["length"] for row in current})
-    names = [f"{n // 1024}K" if n < 2**20 else f"{n // 2**20}M" for n in lengths]
+    """Tokens per second of whole language models against the tokens read before, and the size of their state."""
+    files = ("bench/generate.json", "bench/generate-64.json")
+    reports = [read_json(path) for path in files]
+    stored = [row for report in reports for row in report["rows"]]
+    lengths = sorted({row["length"] for row in stored})
     rows = []
-    for label in dict.fromkeys(row["label"] for row in current):
-        by_length = {row["length"]: row for row in current if row["label"] == label}
-        times = [f"{by_length[n]['seconds'] * 1e3:,.1f}" for n in lengths]
-        states = " → ".join(f"{by_length[n]['state_bytes'] / 1e3:,.1f}" for n in (lengths[0], lengths[-1]))
-        rows.append([label, *times, states])
-    heading = ["ms per token", *names, f"state, kB: {names[0]} → {names[-1]}"]
-    notes = [*origin(stored, "bench/generate.json"), "The command is now `primal bench generate --layers 2`."]
-    return render(heading, rows, notes)
+    for batch, name in dict.fromkeys((row["batch"], row["name"]) for row in stored):
+        own = {row["length"]: row for row in stored if (row["batch"], row["name"]) == (batch, name)}
+        speeds = [f"{own[n]['tokens_per_second']:,.0f}" if n in own else "–" for n in lengths]
+        states = dict.fromkeys(f"{own[n]['state_bytes'] / 1e3:,.1f}" for n in (min(own), max(own)))
+        rows.append([str(batch), GENERATED[name], *speeds, " → ".join(states)])
+    names = [f"{n // 2**10}K" if n < 2**20 else f"{n // 2**20}M" for n in lengths]
+    heading = ["sequences", "tokens per second after", *names, "state of a sequence, kB"]
+    return render(heading, rows, [note for pair in zip(reports, files, strict=True) for note in origin(*pair)])
 
 
 def origin(stored: Mapping[str, Any], path: str) -> list[str]:
@@ -313,6 +319,29 @@ def group_note(files: Iterable[Mapping[str, Any]], pattern: str) -> str:
     parts = [(stored["commit"][:7], stored["hardware"]["gpu"]) for stored in files]
     commits, devices = (", ".join(dict.fromkeys(part)) for part in zip(*parts, strict=True))
     return f"`results/{pattern}`, each with its command; commit {commits}; device {devices}."
+
+
+def objective_table() -> str:
+    """Layers before and after trainings with several η: means over the layers, and over e and r."""
+    rows, notes = [], []
+    for file in sorted((ROOT / "results" / "objective").glob("*.json")):
+        stored = read_json(f"objective/{file.name}")
+        for curve in stored["curves"]:
+
+            def change(*names: str, form: str, ends: Sequence[Any] = (curve["rows"][0], curve["rows"][-1])) -> str:
+                means = [fmean(layer[n] for layer in row["layers"].values() for n in names) for row in ends]
+                return " → ".join(f"{mean:{form}}" for mean in means)
+
+            numbers = [
+                change("J", form=".3g"),
+                change("effective_rank_e", "effective_rank_r", form=".1f"),
+                change("orthogonality_e", "orthogonality_r", form=".2f"),
+                change("explained_1", form=".2f"),
+            ]
+            rows.append([stored["recipe"], f"{curve['eta']:g}", f"{curve['rows'][-1]['step']:,}", *numbers])
+        notes += origin(stored, f"objective/{file.name}")
+    heading = ["recipe", "η", "steps", "J", "effective rank", "mean \\|cosine\\|", "first direction of K"]
+    return render(heading, rows, notes)
 
 
 # Predicted scaling
@@ -431,7 +460,7 @@ def situation_table() -> str:
     short = "primal table lra --recipe lra-short --any-length --sets listops text image pathfinder"
     lra = read_column(f"{short} --models softmax primal primal+ nystrom", "validation_chosen_mean")
     image = read_column("primal table image --set trainer.epochs=12", "validation_chosen_mean")
-    mean, delta, cache = state["primal-mean"] / 1e3, state["primal-delta"] / 1e3, state["softmax"] / 1e9
+    mean, delta, cache = state["primal-mean"] / 1e3, state["primal-delta"] / 1e3, state["sdpa"] / 1e9
 
     def compare(situation: str, primal: float, sdpa: float) -> list[str]:
         slower = "softmax, or compile" if "eager" in situation else "softmax"
@@ -514,6 +543,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "classifier controls": control_table,
     "unseen classes": unseen_table,
     "bench generate": generate_table,
+    "objective effect": objective_table,
     "scaling": scaling_table,
     "link simulation": link_table,
     "distillation": distillation_table,

@@ -123,7 +123,7 @@ def test_only_the_cache_of_softmax_attention_grows_with_the_tokens_read(flags, t
     assert list(sizes)[:4] == [(name, 2) for name in ("sdpa", "primal-mean", "primal-decay", "primal-delta")]
     for (name, _), (short, long) in sizes.items():
         assert long - short == (24 * 2 * (2 * 16 * 4) if name == "sdpa" else 0)  # keys and values of two layers
-    assert sizes["primal-mean", 2][0] == 2 * (2 * 16 + 2) * 4 + 8  # two sums and a weight per head and layer, a position
+    assert sizes["primal-mean", 2][0] == 2 * (2 * 16 + 2) * 4 + 8  # two sums, a weight per head; a position
     assert "One more token after N tokens, causal, layers: 2" in format_report(report)
     pytest.importorskip("matplotlib")
     assert len(plot_report(report, tmp_path / "generate")) == 2

@@ -596,8 +596,11 @@ def language_columns(cells: Sequence[Cell]) -> list[Column]:
     def over_softmax(cell: Cell) -> float | None:
         if cell.base is None or seen(cell) != seen(cell.base):  # models that saw different amounts of text
             return None
-        mine, theirs = (c.score("last", "bits_per_byte") for c in (cell, cell.base))
-        return 100 * (mine.mean / theirs.mean - 1) if mine and theirs else None
+        for name in ("bits_per_byte", "validation_bits_per_byte"):
+            mine, theirs = (c.score("last", name) for c in (cell, cell.base))
+            if mine and theirs:
+                return 100 * (mine.mean / theirs.mean - 1)
+        return None
 
     def score(heading: str, name: str, digits: int) -> Column:
         return Column(heading, name, lambda cell: cell.score("last", name), digits)
@@ -622,8 +625,8 @@ def language_columns(cells: Sequence[Cell]) -> list[Column]:
 def language_notes(cells: Sequence[Cell]) -> list[str]:
     return [
         "Bits per byte: the loss of all tokens of the split, each predicted once in windows of one length, over the "
-        "bytes of its text, at the last step. Than softmax: test bits per byte relative to softmax attention after the "
-        "same amount of text; negative is better.",
+        "bytes of its text, at the last step. Than softmax: bits per byte relative to softmax attention after the same "
+        "amount of text, on test, or on validation in runs without test scores; negative is better.",
         f"Tokens/s: of training, median epoch. {PEAK_NOTE}",
         *([source("lm", "perplexity")] if any(cell.paper("perplexity") for cell in cells) else []),
     ]
