@@ -235,13 +235,13 @@ def test_variants_train(changes, toy_folder: Path, tmp_path: Path):
     assert loop.evaluate(tmp_path / "run")[""] == summary["test"]
 
 
-def test_a_loss_that_is_not_finite_names_the_step_and_what_to_try(
-    toy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    recipe = toy.recipe(toy_folder, optim__lr=1e30, optim__warmup=0.0, trainer__epochs=5)
+def test_a_loss_that_is_not_finite_ends_a_run(toy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    sizes = {"trainer__epochs": 5}, {"trainer__epochs": 1, "trainer__steps_per_epoch": 1}  # only its weights diverge
+    recipe, last = (toy.recipe(toy_folder, optim__lr=1e30, optim__warmup=0.0, **size) for size in sizes)
     message = r"by step \d+ \(epoch \d+\): try a smaller --optim\.lr"
-    with pytest.raises(DivergedError, match=message):
-        loop.train(recipe, tmp_path / "run")
+    for name, each in {"run": recipe, "last": last}.items():
+        with pytest.raises(DivergedError, match=message):
+            loop.train(each, tmp_path / name)
     # As on a GPU, where the loss is checked every so many steps: found before the epoch is evaluated.
     monkeypatch.setattr(TrainingModule, "count_step", lambda self: setattr(self, "_steps", self._steps + 1))
     with pytest.raises(DivergedError, match=message):

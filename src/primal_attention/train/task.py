@@ -304,7 +304,7 @@ class TrainingModule(nn.Module):
             self._check_loss(float(total))
 
     def _check_loss(self, total: float) -> None:
-        """Raise if a sum of losses is not finite: one loss that is not keeps it so for the rest of the epoch."""
+        """Raise if a sum of losses is not finite: one loss that is not keeps it so."""
         if not math.isfinite(total):
             when = f"step {self.global_step} (epoch {self.current_epoch + 1})"
             tries = "a smaller --optim.lr, --optim.clip 1, --trainer.precision 32-true, or a smaller --eta"
@@ -368,6 +368,7 @@ class TrainingModule(nn.Module):
         model.train(was_training)
         # Read at the end: the loop above does not wait for the device.
         totals = {key: sum(torch.stack(values).tolist()) for key, values in sums.items()}
+        self._check_loss(totals.get("loss", 0.0))  # the last step may have made the weights infinite
         samples = totals.pop("samples")
         return {key: total / samples for key, total in totals.items()}
 
