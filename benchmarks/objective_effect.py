@@ -168,7 +168,7 @@ def draw(folder: Path) -> None:
                 values = [mean_of(row["layers"], key) for row in curve["rows"]]
                 axis.plot(steps, values, label=f"η = {curve['eta']:g}")
             axis.set(xlabel="step", title=f"{stored['recipe']}\n{label}")
-            if max(map(abs, axis.get_ylim())) > 10:
+            if key == "J" and max(map(abs, axis.get_ylim())) > 10:
                 axis.set_yscale("symlog", linthresh=0.1)
         panels[0].legend()
     figure.tight_layout()
