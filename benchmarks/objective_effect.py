@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from primal_attention import PrimalAttention, record_objective, spectrum
+from primal_attention.cli.table import read_change
 from primal_attention.ksvd.spectrum import effective_rank
 from primal_attention.nn.objective import primal_layers
 from primal_attention.train import loop, registry
@@ -63,7 +64,7 @@ def main() -> int:
     if args.recipe is None:
         parser.error("name a recipe, or --plot")
     changes: dict[str, Any] = {"seed": args.seed, "test": False, "trainer.progress": False}
-    changes |= {field: json.loads(value) for field, value in (item.split("=", 1) for item in args.set)}
+    changes |= dict(map(read_change, args.set))
     if args.data is not None:
         changes["data.folder"] = args.data
     curves, facts = [], {}

@@ -14,7 +14,6 @@ import golden_files
 from closeness import assert_close
 from primal_attention import ksvd_loss, load_official
 from primal_attention.nn.objective import primal_layers
-from primal_attention.ops.reference import split_heads
 
 TIGHT = 1e-11  # float64 through two layers; the stored arrays are float64 or exact
 GOLDEN = ("full_uea_primalformer", "full_lra_primalformer_dual", "full_lra_primalplus")
@@ -114,7 +113,7 @@ class Plain:
     def causal_primal(self, prefix: str, q: Tensor, k: Tensor, heads: int) -> Tensor:
         """Running means, unit length, W_e and W_r, and the map of the scores."""
         count = torch.arange(1, q.shape[1] + 1)[:, None]
-        q, k = (F.normalize(split_heads(z, heads).cumsum(dim=2) / count, dim=-1) for z in (q, k))
+        q, k = (F.normalize(z.unflatten(-1, (heads, -1)).transpose(1, 2).cumsum(dim=2) / count, dim=-1) for z in (q, k))
         scores = torch.cat([q @ self.state[f"{prefix}We"], k @ self.state[f"{prefix}Wr"]], dim=-1)
         return self.linear(f"{prefix}concate_weight", scores).transpose(1, 2).flatten(2)
 
@@ -148,7 +147,7 @@ def test_a_language_model_gives_the_logits_of_a_pre_norm_relu_decoder_with_sinus
         q, k = (plain.linear(f"{layer}self_attn.{kind}_proj", h) for kind in "qk")
         if i == 0:
             v = plain.linear(f"{layer}self_attn.v_proj", h)
-            q, k, v = (split_heads(z, LM_HEADS) for z in (q, k, v))
+            q, k, v = (z.unflatten(-1, (LM_HEADS, -1)).transpose(1, 2) for z in (q, k, v))
             heads = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         else:
             heads = plain.causal_primal(f"{layer}self_attn.", q, k, LM_HEADS)

@@ -28,7 +28,7 @@ EXPLANATION = """
 The test set was measured once, after the last epoch. J is the KSVD objective of
 an epoch. It is zero where a layer solves the singular value decomposition of its
 kernel, and training reduces it. These series are too short to need a fast
-attention. At {longest:,} tokens a Primal layer is {factor:.2g} times as fast as a softmax
+attention. At {longest:,} tokens a Primal layer is {factor:.1f} times as fast as a softmax
 layer on this machine (left half of the figure)."""
 LENGTHS = tuple(2**k for k in range(7, 15))
 NETWORKS = {"sdpa": "softmax", "primal-cpu": "primal"}  # by the name in the benchmark

@@ -518,10 +518,10 @@ def take(A: Array, rows: Any) -> Array:
 
 def check_count(name: str, value: object, *, smallest: int) -> None:
     """Check that `value` is an integer of at least `smallest`."""
-    is_integer = isinstance(value, Integral) and not isinstance(value, bool)
-    if not is_integer or value < smallest:  # type: ignore[operator]
-        error = ValueError if is_integer else TypeError
-        raise error(f"{name} must be an integer of at least {smallest} ({name}={value!r})")
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an integer of at least {smallest} ({name}={value!r})")
+    if value < smallest:
+        raise ValueError(f"{name} must be an integer of at least {smallest} ({name}={value!r})")
 
 
 def check_parameters(estimator: Any) -> None:
@@ -552,9 +552,10 @@ def check_gamma(gamma: object) -> None:
     """Check that gamma is None or a positive, finite number."""
     if gamma is None:
         return
-    is_number = isinstance(gamma, Real) and not isinstance(gamma, bool)
-    if not is_number or not 0 < float(gamma) < np.inf:  # type: ignore[arg-type]
-        raise (ValueError if is_number else TypeError)(f"gamma must be a positive number or None (gamma={gamma!r})")
+    if not isinstance(gamma, Real) or isinstance(gamma, bool):
+        raise TypeError(f"gamma must be a positive number or None (gamma={gamma!r})")
+    if not 0 < float(gamma) < np.inf:
+        raise ValueError(f"gamma must be a positive number or None (gamma={gamma!r})")
 
 
 def check_size(n_components: int, shape: tuple[int, int]) -> None:
