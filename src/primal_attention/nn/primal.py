@@ -343,7 +343,8 @@ class PrimalAttention(nn.Module):
             extras.append(result.scores)
         if return_state:
             assert result.state is not None
-            extras.append(result.state._replace(layer=self._state_label()))
+            # Not `_replace`: torch 2.11 cannot return its result from a compiled graph.
+            extras.append(type(result.state)(*result.state[:-1], self._state_label()))  # type: ignore[call-arg]
         return (y, *extras) if extras else y
 
     def _weights(self) -> tuple[Weights, bool]:
