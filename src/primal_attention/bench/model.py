@@ -195,7 +195,7 @@ def measure_training(implementation: Implementation, spec: Spec, args: Namespace
     graphs = torch._dynamo.utils.counters["stats"]
     graphs.clear()
     # At its default limit of recompilations Dynamo stops compiling and counting.
-    with torch._dynamo.config.patch(recompile_limit=64):
+    with torch._dynamo.config.patch(cache_size_limit=64):
         step = implementation.build(spec)
         start = time.perf_counter()
         step()

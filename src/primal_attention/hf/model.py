@@ -188,7 +188,7 @@ class PrimalPreTrainedModel(PreTrainedModel):
         """Return the loss of transformers; in training plus the KSVD loss."""
         if num_items_in_batch is not None:
             kwargs["num_items_in_batch"] = num_items_in_batch
-        kwargs |= {"vocab_size": self.config.vocab_size, "config": self.config, "pooled_logits": logits}
+        kwargs = {**kwargs, "vocab_size": self.config.vocab_size, "config": self.config, "pooled_logits": logits}
         loss = self.loss_function(logits=logits, labels=labels, **kwargs)
         if not (self.training and self.config.eta and primal_layers(self)):
             return loss

@@ -139,16 +139,17 @@ class DeltaPrimalAttention(PrimalAttention):
         gate = None if self.gate_proj is None else self.gate_proj(x).unflatten(-1, (self.num_heads, -1))
         gated, energy = delta_rule.gated_scores(scores, self.score_norm, gate, self.gate, fused=fused)
         y = self.out_proj(self.score_proj(F.dropout(gated, self.dropout, self.training)).flatten(2))
-        result = Output(y if layout is None else layout.leave(y), energy)
+        trace, by_side, after = None, None, None
         if needs_objective:
-            result = result._replace(trace=reference.weight_trace(final[:, 0], final[:, 1]))
+            trace = reference.weight_trace(final[:, 0], final[:, 1])
         if return_scores:
             scores = scores if layout is None else layout.leave(scores)
-            result = result._replace(scores=Scores(*scores.permute(3, 0, 2, 1, 4)))
+            by_side = Scores(*scores.permute(3, 0, 2, 1, 4))
         if return_state:
             lengths = None if layout is None else layout.lengths
             conv = None if self.conv is None else self.conv.last_inputs(z, past, lengths)
-            result = result._replace(state=DeltaState(final[:, 0], final[:, 1], conv))
+            after = DeltaState(final[:, 0], final[:, 1], conv)
+        result = Output(y if layout is None else layout.leave(y), energy, trace, by_side, after)
         return self._finish(result, tokens if needs_objective else None, key, return_scores, return_state)
 
     def _projections(self, x: Tensor, fused: bool = False) -> Tensor:

@@ -313,15 +313,18 @@ class PrimalAttention(nn.Module):
             decay=decay, state=state, shift=shift, boundary=boundary, dropout=dropout, trace=self.objective_trace,
             backend=backend, need_scores=return_scores, need_state=return_state,
         )  # fmt: skip
+        y, energy, trace = result.y, result.energy, result.trace
         if applies_output:
             y = self._apply_output(result, dropout, cu_seqlens is not None)
-            result = result._replace(y=y if valid is None else y.masked_fill(~valid[..., None], 0.0))
-        if needs_objective and result.energy is None:  # one token of a stream: the kernel returns the scores only
+            y = y if valid is None else y.masked_fill(~valid[..., None], 0.0)
+        if needs_objective and energy is None:  # one token of a stream: the kernel returns the scores only
             assert result.scores is not None
             energy = torch.stack([reference.score_energy(s) for s in result.scores], dim=2)
-            result = result._replace(energy=energy, trace=reference.weight_trace(self.w_e, self.w_r))
+            trace = reference.weight_trace(self.w_e, self.w_r)
         if needs_objective and self.context is not None:
-            result = result._replace(energy=self.context.sum(result.energy))
+            energy = self.context.sum(energy)
+        # Not `_replace`, here and below: Dynamo of older torch versions does not trace it.
+        result = Output(y, energy, trace, result.scores, result.state, result.is_fused)
         return self._finish(result, tokens if needs_objective else None, key, return_scores, return_state)
 
     def _finish(
@@ -343,8 +346,7 @@ class PrimalAttention(nn.Module):
             extras.append(result.scores)
         if return_state:
             assert result.state is not None
-            # Not `_replace`: torch 2.11 cannot return its result from a compiled graph.
-            extras.append(type(result.state)(*result.state[:-1], self._state_label()))  # type: ignore[call-arg]
+            extras.append(type(result.state)(*[*result.state][:-1], self._state_label()))  # type: ignore[call-arg]
         return (y, *extras) if extras else y
 
     def _weights(self) -> tuple[Weights, bool]:
@@ -587,7 +589,9 @@ def is_same(t: Tensor, x: Tensor) -> bool:
 def has_hooks(module: nn.Module) -> bool:
     """Return True if calling the module runs hooks, its own or those of all modules."""
     own = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return bool(own or nn.modules.module._has_any_global_hook())
+    shared = nn.modules.module
+    of_all = shared._global_forward_hooks or shared._global_forward_pre_hooks
+    return bool(own or of_all or shared._global_backward_hooks or shared._global_backward_pre_hooks)
 
 
 def read_linear(module: nn.Module) -> tuple[Tensor, Tensor | None] | None:

@@ -90,10 +90,10 @@ def attend(
         from .cpu.attention import cpu_attention
 
         compute = cpu_attention
-        common |= {"need_scores": need_scores, "need_state": need_state}
+        common = {**common, "need_scores": need_scores, "need_state": need_state}
     else:
         compute = _compiled_attention() if chosen == "compiled" else reference.attention
-        common |= {"feature_map": feature_map, "boundary": boundary}
+        common = {**common, "feature_map": feature_map, "boundary": boundary}
     if cu_seqlens is None:
         return compute(x, weights, mode, valid=valid, state=state, **common)
     width = max(int(cu_seqlens.diff().max()), 1) if max_seqlen is None else max_seqlen
@@ -109,7 +109,7 @@ def attend(
     scores = result.scores
     packed = None if scores is None else Scores(*(s.transpose(1, 2)[sequence, place].transpose(0, 1) for s in scores))
     y = None if result.y is None else result.y[sequence, place]
-    return result._replace(y=y, scores=packed)  # scores: (H, total, s)
+    return Output(y, result.energy, result.trace, packed)  # scores: (H, total, s)
 
 
 def compute_objective(

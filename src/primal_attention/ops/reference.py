@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from .feature_maps import COSINE, FeatureMap, accumulation_dtype, disabled_autocast, normalise_features
 from .landmarks import landmark_indices, position_of_rank, ragged_landmark_indices
-from .types import Boundary, LandmarkState, Mode, Output, RunningState, Scores, State, Weights
+from .types import CHECKS_BOUNDS, Boundary, LandmarkState, Mode, Output, RunningState, Scores, State, Weights
 
 
 def attention(
@@ -245,7 +245,7 @@ def linear_recurrence(s: Tensor, a: Tensor, level: int = 1) -> tuple[Tensor, Ten
     if isinstance(n, int) and n == 1:  # not a symbol of torch.export, whose graph serves all lengths
         return s, a
     is_known = torch.fx.experimental.symbolic_shapes.statically_known_true if is_tracing else bool
-    is_single_chunk = is_known(n <= CHUNK)  # without a guard on n
+    is_single_chunk = (CHECKS_BOUNDS or not is_tracing) and is_known(n <= CHUNK)  # without a guard on n
     # Tracing specialises sizes of one: where their number is unknown, it has a chunk more than needed.
     chunks = (n + CHUNK - 1 + (CHUNK if is_tracing and not is_single_chunk else 0)) // CHUNK
     spare = (0, 0, 0, chunks * CHUNK - n)

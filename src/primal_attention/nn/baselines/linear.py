@@ -66,7 +66,7 @@ class KernelizedAttention(StreamingAttention):
         num, den, new_state = causal_linear(phi_q, phi_k, v, state, self.log_keys)
         read = length if tokens.present is None else tokens.present.sum(dim=1)
         kv = new_state.kv if nans is None else new_state.kv + nans[:, -1, None, None, None].to(new_state.kv.dtype)
-        return self.divide(num, den), LinearState(kv, *new_state[1:3], new_state.position + read)
+        return self.divide(num, den), LinearState(kv, new_state.k, new_state.log_scale, new_state.position + read)
 
     def _bidirectional(self, phi_q: Tensor, phi_k: Tensor, v: Tensor) -> Tensor:
         if self.log_keys:
