@@ -96,11 +96,10 @@ def test_auto_takes_the_cpu_backend_for_large_inputs_without_transforms() -> Non
     [
         ("is_interpreting", lambda: False, "x is on 'cpu', the kernels run on 'cuda'"),
         ("HAS_TRITON", False, "Triton is not installed"),
+        ("MIN_TRITON", (99, 0), "is older than 99.0"),
     ],
 )
-def test_fused_without_a_gpu_or_triton_is_refused(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: Any, why: str
-) -> None:
+def test_fused_needs_a_gpu_and_triton(monkeypatch: pytest.MonkeyPatch, name: str, value: Any, why: str) -> None:
     monkeypatch.setattr(primal, name, value)
     with pytest.raises(ValueError, match=why):
         choose_backend("fused", **call())

@@ -31,6 +31,7 @@ SMALL_INPUT = 2**17  # numbers in x: with fewer, calls of operations take longer
 MAX_HEAD_DIM = 256  # largest head width and rank of the fused kernels
 FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HAS_TRITON = find_spec("triton") is not None
+MIN_TRITON = (3, 6)  # the oldest version that the kernels were tested with
 
 
 def attend(
@@ -217,6 +218,8 @@ def device_problem(device: torch.device) -> str | None:
     """Return why the fused kernels cannot run on a device, or None."""
     if not HAS_TRITON:
         return "Triton is not installed"
+    if _triton_version() < MIN_TRITON:
+        return f"Triton is older than {'.'.join(map(str, MIN_TRITON))}"
     if device.type != "cuda":
         return None if is_interpreting() else f"x is on {device.type!r}, the kernels run on 'cuda'"
     if torch.version.hip is not None:
@@ -226,6 +229,13 @@ def device_problem(device: torch.device) -> str | None:
 
 # What torch.compiler.assume_constant_result does, without its import of torch._dynamo, which takes seconds.
 device_problem._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@lru_cache(maxsize=1)
+def _triton_version() -> tuple[int, ...]:
+    import triton
+
+    return tuple(map(int, triton.__version__.split(".")[:2]))
 
 
 @lru_cache(maxsize=16)
