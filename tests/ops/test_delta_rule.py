@@ -155,7 +155,7 @@ def all_results(layer: DeltaPrimalAttention, x: Tensor, *args: Any) -> dict[str,
     [
         (35, {"num_heads": 2}),
         (37, {"head_dim": 12, "rank": 9, "conv": 3, "gate": "sigmoid", "bias": False}),
-        (2, {"head_dim": 5, "rank": 7, "conv": 1}),
+        (1, {"head_dim": 5, "rank": 7, "conv": 1}),
         (35, {"conv": 0, "gate": False}),
     ],
     ids=str,

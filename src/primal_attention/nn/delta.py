@@ -123,7 +123,7 @@ class DeltaPrimalAttention(PrimalAttention):
             layout = Padding(mask, compact=True)
             x, tokens = layout.enter(x), layout.lengths
         needs_objective = self._begin_objective()
-        fused = x.shape[1] > 1 and delta_rule.uses_kernels(self.backend, x, self.head_dim, self.rank)
+        fused = delta_rule.uses_kernels(self.backend, x, self.head_dim, self.rank)
 
         z = self._projections(x, fused)
         past = None if state is None else state.conv
