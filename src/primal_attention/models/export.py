@@ -75,8 +75,7 @@ def export_streaming(
     step = StatefulStep(model, model.initial_state(len(tokens)))  # type: ignore[operator]
     token_shape = dict.fromkeys((0,) if single_token else (0, 1), torch.export.Dim.DYNAMIC)
     example = tokens[:, :1] if single_token else tokens
-    names = [f"state.{part}" for part in parts]
-    after = ["output", *(f"next.{part}" for part in parts)]
+    names, after = [f"state.{part}" for part in parts], ["output", *(f"next.{part}" for part in parts)]
     _write(Path(file), step, ((example, examples), {}), (token_shape, shapes), [name, *names], after)
     return names
 
@@ -170,8 +169,9 @@ def _write(
             model, args, kwargs=kwargs, dynamo=True, dynamic_shapes=shapes, input_names=inputs, output_names=outputs,
             custom_translation_table=table, verbose=False,
         )  # fmt: skip
-    assert program is not None
-    write_atomically(file, lambda target: target.write(program.model_proto.SerializeToString()))
+    proto = program.model_proto  # type: ignore[union-attr]
+    proto.graph.ClearField("value_info")  # torch 2.6 writes the sizes of the example there
+    write_atomically(file, lambda target: target.write(proto.SerializeToString()))
 
 
 def _searchsorted(sorted_sequence: Any, self: Any, **options: Any) -> Any:

@@ -131,16 +131,16 @@ def gather_full(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def split_like(target: Any, full: Tensor) -> Tensor:
-    """Return an unsharded tensor as `target` holds it: this process's rows if it is sharded."""
+    """Return an unsharded tensor as `target` holds it: this process's rows if sharded. All processes must call it."""
     if not hasattr(target, "device_mesh"):
         return full
     from torch.distributed.tensor import distribute_tensor
 
-    return distribute_tensor(full.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
+    return distribute_tensor(full.to(target.device), target.device_mesh, target.placements)
 
 
 def load_full(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Load unsharded tensors into a model that may be sharded."""
+    """Load unsharded tensors into a model that may be sharded; all processes must call it."""
     own = model.state_dict()
     model.load_state_dict({name: split_like(own[name], tensor) for name, tensor in state.items()})
 
