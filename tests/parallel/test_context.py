@@ -21,7 +21,8 @@ from once import once
 from primal_attention import PrimalAttention, context_parallel
 from primal_attention.models.lm import LanguageConfig, LanguageModel
 from primal_attention.models.uea import modern_classifier
-from primal_attention.parallel import Context, context, shard, unshard
+from primal_attention.parallel import Context, shard, unshard
+from primal_attention.utils import collectives
 from primal_cases import inputs, make
 
 # float64, and sums in another order; a gradient passes through some hundred additions of order one.
@@ -40,7 +41,7 @@ def differences(tmp_path_factory: pytest.TempPathFactory) -> Differences:
     def run_ranks(folder: Path) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
         worker = Path(__file__).with_name("worker.py")
-        command = [sys.executable, str(worker), str(folder / "differences.json")]
+        command = [sys.executable, "-W", "error:torch.distributed:FutureWarning", worker, folder / "differences.json"]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr[-4000:]
 
@@ -88,11 +89,10 @@ def device_mesh(group: None) -> DeviceMesh:
 def test_the_collectives_and_their_gradients_run_on_the_device(device_mesh):
     group, x = device_mesh.get_group(), torch.randn(5, 3, device=DEVICE, requires_grad=True)
     # Call the functions directly: a group of one rank is not reduced.
-    total, rows = (context._Collective.apply(x, group, name) for name in ("sum", "gather"))
-    y = total.sum() + rows.square().sum()
-    y.backward()
+    total, rows = (collectives._Collective.apply(x, group, name) for name in ("sum", "gather"))
+    (total.sum() + rows.square().sum()).backward()
     torch.testing.assert_close(x.grad, 1 + 2 * x.detach())
-    assert torch.equal(context.OPS.wait_tensor(context.OPS.all_reduce(x.detach(), "max", group.group_name)), x)
+    assert torch.equal(collectives.OPS.wait_tensor(collectives.OPS.all_reduce(x.detach(), "max", group.group_name)), x)
 
 
 @pytest.mark.supports("context parallelism", "cuda")

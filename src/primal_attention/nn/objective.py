@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..utils.collectives import sum_over
 from . import checks
 from .primal import PrimalAttention, RecordedCall
 
@@ -153,7 +154,4 @@ def _mean_over_ranks(means: list[Tensor], group: ProcessGroup | None) -> list[Te
     """The mean over the ranks of each number, in one differentiable reduction."""
     if group is None or group.size() == 1:
         return means
-    from torch.distributed.nn.functional import all_reduce
-
-    total: Tensor = all_reduce(torch.stack(means), group=group)  # type: ignore[no-untyped-call]
-    return list((total / group.size()).unbind())
+    return list((sum_over(torch.stack(means), group) / group.size()).unbind())

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .context import Context, gather, reduce
+from ..utils.collectives import gather, reduce
+from .context import Context
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -1,1 +1,1 @@
-"""Shared by several packages: errors, files, figures, progress, provenance and included weights."""
+"""Shared by several packages: collectives, errors, files, figures, progress, provenance and included weights."""
