@@ -134,7 +134,6 @@ class CausalConv(nn.Module):
 
 # Encoder
 
-
 Activation = Literal["gelu", "relu", "glu"]
 ACTIVATIONS: dict[str, type[nn.Module]] = {"gelu": nn.GELU, "relu": nn.ReLU, "glu": nn.GLU}
 

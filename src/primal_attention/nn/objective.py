@@ -94,9 +94,7 @@ def ksvd_loss(
     checks.one_of("layers", layers, ("mean", "sum"))
     by_name = primal_layers(model)
     if not by_name:
-        raise ValueError(
-            f"model has no PrimalAttention layer ({type(model).__name__}): there is no KSVD objective to add"
-        )
+        raise ValueError(f"model has no PrimalAttention layer ({type(model).__name__}), and so no KSVD objective")
     means = [_reduce(j, reduction) for name, layer in by_name.items() for j in _objectives(name, layer)]
     if not means:
         raise RuntimeError("no layer was called inside record_objective: call the model before ksvd_loss")

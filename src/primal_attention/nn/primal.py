@@ -162,9 +162,8 @@ class PrimalAttention(nn.Module):
             try:
                 rates = torch.as_tensor(decay, dtype=torch.float64, device="cpu")
             except (TypeError, ValueError):
-                raise TypeError(
-                    f"decay must be None, 'learned', a number or a number per head (got {decay!r})"
-                ) from None
+                kinds = "None, 'learned', a number or a number per head"
+                raise TypeError(f"decay must be {kinds} (got {decay!r})") from None
             if rates.ndim > 1 or rates.numel() not in (1, self.num_heads):
                 raise ValueError(f"decay must be one number or num_heads={self.num_heads} numbers (got {decay!r})")
             if not ((rates > 0) & (rates <= 1)).all():
@@ -493,8 +492,8 @@ class PrimalAttention(nn.Module):
         mask = self._check_input(x, key_padding_mask)
         valid = None if mask is None else ~mask
         x = x if mask is None else x.masked_fill(mask[..., None], 0.0)
-        feature_map = self._feature_map()
-        return reference.kernel_factors(x, self._project_qk(x), self.mode, feature_map, valid=valid, decay=self.decay)
+        qk, feature_map = self._project_qk(x), self._feature_map()
+        return reference.kernel_factors(x, qk, self.mode, feature_map, valid=valid, decay=self.decay)
 
     def kernel_matrix(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """Return K_ij = ⟨φ′_q(x_i), φ′_k(x_j)⟩ of Theorem 3.2, (B, H, N, N), for inspecting short sequences.

@@ -79,3 +79,16 @@ def normalise_features(phi_q: Tensor, phi_k: Tensor, key_sum: Tensor) -> tuple[T
     dtype = accumulation_dtype(phi_q.dtype)
     scale = (phi_q.to(dtype) * key_sum.to(dtype)).sum(-1, keepdim=True).clamp(min=EPS).rsqrt()  # (B, H, N, 1)
     return (phi_q.to(dtype) * scale).to(phi_q.dtype), (phi_k.to(dtype) * scale).to(phi_k.dtype)
+
+
+def gaussian(generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=generator, device=generator.device, dtype=torch.float32)  # QR needs it
+
+
+def orthogonal_gaussian(generator: torch.Generator, rows: int, columns: int) -> Tensor:
+    """(rows, columns): orthogonal in blocks of `columns` rows, each row distributed as a Gaussian vector."""
+    blocks = -(-rows // columns)
+    q, r = torch.linalg.qr(gaussian(generator, blocks, columns, columns))
+    q = q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)  # uniform over rotations: QR fixes the signs
+    directions = q.mT.flatten(0, 1)[:rows]
+    return directions * gaussian(generator, rows, columns).norm(dim=1, keepdim=True)

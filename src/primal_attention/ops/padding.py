@@ -109,3 +109,11 @@ def _gather(t: Tensor, rows: Tensor) -> Tensor:
 
 def _zero(t: Tensor, where: Tensor) -> Tensor:
     return t.masked_fill(where.view(*where.shape, *(1,) * (t.ndim - 2)), 0.0)
+
+
+def isolate_non_finite(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Zero the tokens that are not finite; return also (B, N) NaN from the first of them on, 0 before it."""
+    # The largest absolute value is NaN or inf if any element is.
+    is_bad = ~x.detach().abs().amax(dim=-1).isfinite()
+    nans = torch.where(is_bad.cumsum(dim=1) > 0, torch.nan, 0.0).to(x.dtype)
+    return x.masked_fill(is_bad[..., None], 0.0), nans

@@ -9,7 +9,8 @@ import torch
 
 from closeness import assert_close
 from primal_attention.nn.baselines import make_attention
-from primal_attention.nn.baselines.random_buffers import draw_counts, orthogonal_gaussian, restore_draw_counts
+from primal_attention.nn.baselines.random_buffers import draw_counts, restore_draw_counts
+from primal_attention.ops.feature_maps import orthogonal_gaussian
 
 BUFFERS = {"performer": "frequencies", "reformer": "coarse_rotations"}
 each_name = pytest.mark.parametrize("name", BUFFERS)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...ops.padding import Padding, Tokens
+from ...ops.padding import Padding, Tokens, isolate_non_finite
 from ...ops.reference import split_heads
 from .. import checks
 
@@ -97,7 +97,7 @@ class BaselineAttention(nn.Module):
             padding = Padding(checks.padding_mask(mask, x), compact=self.causal or self.order_matters)
             x, tokens = padding.enter(x), padding.tokens
         if self.causal and self.isolates_non_finite:
-            x, nans = _isolate_non_finite(x)
+            x, nans = isolate_non_finite(x)
         heads, new_state = self._resume(x, tokens, state, nans)
         y = self.project_out(heads)
         y = y if nans is None else y + nans[..., None].to(y.dtype)
@@ -156,11 +156,3 @@ class StreamingAttention(BaselineAttention):
         """
         y, state = self(x_t.unsqueeze(1), state=state, return_state=True)
         return y[:, 0], state
-
-
-def _isolate_non_finite(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Zero the tokens that are not finite; return also (B, N) NaN from the first of them on, 0 before it."""
-    # The largest absolute value is NaN or inf if any element is.
-    is_bad = ~x.detach().abs().amax(dim=-1).isfinite()
-    nans = torch.where(is_bad.cumsum(dim=1) > 0, torch.nan, 0.0).to(x.dtype)
-    return x.masked_fill(is_bad[..., None], 0.0), nans

@@ -130,20 +130,17 @@ def causal_linear(
     extra = -length % size
     q, v = (F.pad(t, (0, 0, 0, extra)).unflatten(2, (-1, size)) for t in (q, v))  # (B, H, n, C, ·)
     k = F.pad(k, (0, 0, 0, extra), value=-torch.inf if log_keys else 0.0).unflatten(2, (-1, size))
-
     scale = None
     if log_keys:
         peaks = k.detach().amax(dim=(-2, -1)).clamp(min=NO_KEY)
         scale = torch.cat([state.log_scale.unsqueeze(-1), peaks.to(state.log_scale.dtype)], dim=-1).cummax(-1).values
         k = (k - scale[..., 1:, None, None]).exp().to(q.dtype)
-
     sums_kv = _prefix_sums(state.kv, (k.mT @ v).to(state.kv.dtype), scale)  # (B, H, n + 1, f, p)
     sums_k = _prefix_sums(state.k.unsqueeze(-1), k.sum(-2, dtype=state.k.dtype).unsqueeze(-1), scale)
     before_kv, before_k = sums_kv[:, :, :-1], sums_k[:, :, :-1]
     if scale is not None:
         ratio = (scale[..., :-1] - scale[..., 1:]).exp()[..., None, None]
         before_kv, before_k = before_kv * ratio, before_k * ratio
-
     scores = (q @ k.mT).tril()  # (B, H, n, C, C)
     num = scores @ v + q @ before_kv.to(q.dtype)
     den = scores.sum(-1, dtype=state.k.dtype) + (q @ before_k.to(q.dtype)).squeeze(-1)

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops.feature_maps import accumulation_dtype
+from ...ops.feature_maps import accumulation_dtype, orthogonal_gaussian
 from .. import checks
 from .base import AttentionTraits
 from .linear import KernelizedAttention
-from .random_buffers import RandomBuffers, orthogonal_gaussian
+from .random_buffers import RandomBuffers
 
 
 class PerformerAttention(RandomBuffers, KernelizedAttention):

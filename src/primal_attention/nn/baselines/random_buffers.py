@@ -79,16 +79,3 @@ def restore_draw_counts(model: nn.Module, counts: Mapping[str, Sequence[int]]) -
 
 def _random_layers(model: nn.Module) -> dict[str, RandomBuffers]:
     return {path: layer for path, layer in model.named_modules() if isinstance(layer, RandomBuffers)}
-
-
-def gaussian(generator: torch.Generator, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=generator, device=generator.device, dtype=torch.float32)  # QR needs it
-
-
-def orthogonal_gaussian(generator: torch.Generator, rows: int, columns: int) -> Tensor:
-    """(rows, columns): orthogonal in blocks of `columns` rows, each row distributed as a Gaussian vector."""
-    blocks = -(-rows // columns)
-    q, r = torch.linalg.qr(gaussian(generator, blocks, columns, columns))
-    q = q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)  # uniform over rotations: QR fixes the signs
-    directions = q.mT.flatten(0, 1)[:rows]
-    return directions * gaussian(generator, rows, columns).norm(dim=1, keepdim=True)

@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...ops.feature_maps import accumulation_dtype
+from ...ops.feature_maps import accumulation_dtype, gaussian
 from ...ops.padding import Tokens
 from .. import checks
 from .base import AttentionTraits, BaselineAttention
-from .random_buffers import RandomBuffers, gaussian
+from .random_buffers import RandomBuffers
 
 # Scores of masked keys, and of the token itself, which counts only if there is no other key.
 HIDDEN, ITSELF = -1e9, -1e5
