@@ -93,7 +93,8 @@ def attend(
         compute = cpu_attention
         common = {**common, "need_scores": need_scores, "need_state": need_state}
     else:
-        compute = _compiled_attention() if chosen == "compiled" else reference.attention
+        is_compiled = chosen == "compiled" and not torch.compiler.is_compiling()  # else the caller compiles it
+        compute = _compiled_attention() if is_compiled else reference.attention
         common = {**common, "feature_map": feature_map, "boundary": boundary}
     if cu_seqlens is None:
         return compute(x, weights, mode, valid=valid, state=state, **common)
