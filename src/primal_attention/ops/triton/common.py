@@ -70,9 +70,9 @@ def has_launch_hooks() -> bool:
 
 
 def jit_kernel(function: Any) -> Any:
-    """Decorate a kernel: `Kernel` with the Triton version whose launcher was tested, else `triton.jit`."""
-    is_tested = triton.__version__.startswith("3.6.") and not INTERPRETED
-    return Kernel(function) if is_tested else triton.jit(function)
+    """Decorate a kernel: `Kernel` with the Triton versions whose launchers take its arguments, else `triton.jit`."""
+    is_known = (3, 6) <= tuple(map(int, triton.__version__.split(".")[:2])) <= (3, 9) and not INTERPRETED
+    return Kernel(function) if is_known else triton.jit(function)
 
 
 def cached(function: Callable[P, T]) -> Callable[P, T]:
