@@ -393,14 +393,8 @@ CIFAR: Damages = {
     "one-byte-more": lambda file: file.write_bytes(file.read_bytes() + b"\0"),
     "label-10": lambda file: file.write_bytes(b"\x0a" + file.read_bytes()[1:]),
 }
-METADATA: Damages = {
-    "label-2": line("imgs/0 sample_1.png 1 2"),
-    "missing-image": line("imgs/0 sample_99.png 1 1"),
-}
-PAIRS_DAMAGES: Damages = {
-    "label-2": line("2\ta\tb\tc\td"),
-    "open-quote": line('1\ta\tb\t"c\td'),
-}
+METADATA: Damages = {"label-2": line("imgs/0 sample_1.png 1 2"), "missing-image": line("imgs/0 sample_99.png 1 1")}
+PAIRS_DAMAGES: Damages = {"label-2": line("2\ta\tb\tc\td"), "open-quote": line('1\ta\tb\t"c\td')}
 D4RL_NPZ: Damages = {**D4RL, "pickled-rewards": columns(rewards=PICKLED)}
 make_words = partial(make_vocabulary, partial(lm.Vocabulary.from_words, "a b <unk>\n"))
 make_pairs = partial(make_vocabulary, partial(lm.Vocabulary.train_byte_pairs, ["some text to learn from"] * 3, 270))

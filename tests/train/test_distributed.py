@@ -52,11 +52,7 @@ def curves(place: Path) -> dict[str, list[float]]:
 @pytest.mark.supports("context parallelism", "cpu")
 @pytest.mark.parametrize(
     ("shared", "alone"),
-    [
-        *((way, "one") for way in many.WAYS),
-        ("ddp-batch", "one-batch"),
-        ("text-context", "text-one"),
-    ],
+    [*((way, "one") for way in many.WAYS), ("ddp-batch", "one-batch"), ("text-context", "text-one")],
 )
 def test_two_ranks_train_as_one(runs: Path, shared: str, alone: str):
     expected = curves(runs / alone)

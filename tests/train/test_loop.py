@@ -70,10 +70,7 @@ def test_watching_test_changes_neither_the_training_nor_what_is_chosen(both, toy
     assert [row.rsplit(",", 2)[0] for row in rows] == usual
 
 
-@pytest.mark.parametrize(
-    ("attention", "checkpoint_steps", "graph"),
-    [("performer", 2, "on"), ("reformer", 0, "off")],
-)
+@pytest.mark.parametrize(("attention", "checkpoint_steps", "graph"), [("performer", 2, "on"), ("reformer", 0, "off")])
 def test_random_features_and_hashes_of_a_resumed_run_are_those_of_an_uninterrupted_one(
     attention: str, checkpoint_steps: int, graph: str, toy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -34,11 +34,7 @@ def test_one_cycle_goes_up_to_the_peak_and_down_to_zero():
 
 @pytest.mark.parametrize(
     ("schedule", "factors"),
-    [
-        ("constant", [1, 1, 1, 1]),
-        ("warmup", [0.5, 1, 1, 1]),
-        ("inverse-sqrt", [0.5, 1, (2 / 3) ** 0.5, 0.5**0.5]),
-    ],
+    [("constant", [1, 1, 1, 1]), ("warmup", [0.5, 1, 1, 1]), ("inverse-sqrt", [0.5, 1, (2 / 3) ** 0.5, 0.5**0.5])],
 )
 def test_schedules_without_an_end_do_not_depend_on_later_steps(schedule, factors):
     config = OptimConfig(lr=0.1, schedule=schedule, warmup=0.5)

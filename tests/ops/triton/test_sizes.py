@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kernel_cases import MODES, assert_as_truth, make, tokens
+from primal_attention.ops.triton import bidirectional
 
 pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
 
@@ -34,6 +35,17 @@ def test_the_kernels_match_the_equations(
 ) -> None:
     layer = make(mode, head_dim, rank, heads, max_length=length + 2).to(device)
     assert_as_truth(layer, tokens(layer, batch, length))
+
+
+@pytest.mark.parametrize(("mode", "head_dim", "rank"), [("plain", 16, 96), ("data_dependent", 256, 40)])
+def test_the_tiles_for_little_shared_memory_match(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, mode: str, head_dim: int, rank: int
+) -> None:
+    monkeypatch.setattr(bidirectional, "is_shared_memory_small", lambda device: True)
+    bidirectional.score_constants.cache_clear()
+    layer = make(mode, head_dim, rank, heads=1).to(device)
+    assert_as_truth(layer, tokens(layer, 1, 17))
+    bidirectional.score_constants.cache_clear()
 
 
 @pytest.mark.parametrize("mode", ["data_dependent", "learned_decay", "causal_landmarks_decay"])

@@ -32,6 +32,7 @@ from .common import (
     dot,
     forbid_double_backward,
     inverse_norms,
+    is_shared_memory_small,
     jit_kernel,
     matmul_to,
     multiprocessors,
@@ -344,23 +345,9 @@ def _landmarks_backward_kernel(
         )  # fmt: skip
     else:
         _sum_weight_gradients(
-            program - row_programs,
-            x,
-            rows,
-            grad_wx,
-            grad_w,
-            n,
-            batch,
-            per_split,
-            HEADS,
-            P,
-            S,
-            BN,
-            BP,
-            BS,
-            NS,
-            PRECISION,
-        )
+            program - row_programs, x, rows, grad_wx, grad_w, n, batch, per_split,
+            HEADS, P, S, BN, BP, BS, NS, PRECISION,
+        )  # fmt: skip
 
 
 @jit_kernel
@@ -434,14 +421,17 @@ def finish_gradients(
 
 
 @cached
-def score_tiles(dtype: torch.dtype, head_dim: int, rank: int) -> Tiles:
-    """Tiles of the score kernels: operands stay in registers and shared memory."""
+def score_tiles(dtype: torch.dtype, head_dim: int, rank: int, is_small: bool) -> Tiles:
+    """Tiles of the score kernels: operands stay in registers and shared memory, which may be small."""
     width, full = power_of_two(head_dim), power_of_two(stored_rank(rank))
     block = min(full, 64 if width >= 256 or dtype == torch.float32 else 128)
+    block = min(block, 32) if is_small and width >= 256 and dtype == torch.float32 else block
     tokens = 128 if width * max(block, width) <= 64 * 64 else (64 if width <= 128 else 32)
     if dtype == torch.float32:
         tokens = min(tokens, 64 if width <= 64 else 32)
-    return Tiles(tokens, width, block, ceil_div(stored_rank(rank), block), 4 if tokens * width <= 128 * 64 else 8)
+    blocks = ceil_div(stored_rank(rank), block)
+    fills_memory = width * dtype.itemsize >= 512 or (is_small and (dtype == torch.float32 or blocks > 1))
+    return Tiles(tokens, width, block, blocks, 4 if tokens * width <= 128 * 64 else 8, 1 if fills_memory else 3)
 
 
 @cached
@@ -510,19 +500,18 @@ def landmarks_backward(
 
 @cached
 def score_constants(
-    z_dtype: torch.dtype, heads: int, p: int, rank: int, data_dependent: bool, precision: str
+    z_dtype: torch.dtype, heads: int, p: int, rank: int, data_dependent: bool, precision: str, device: torch.device
 ) -> tuple[dict[str, Any], Tiles]:
     """Return the constants and the tiles of the score kernels.
 
     The weights of both sides are one tensor (B, H, 2, p, S) if data-dependent, else W_e and W_r, (H, p, s) each.
     """
-    stored, tiles = stored_rank(rank), score_tiles(z_dtype, p, rank)
+    stored, tiles = stored_rank(rank), score_tiles(z_dtype, p, rank, is_shared_memory_small(device))
     columns, sides = (stored, 2) if data_dependent else (rank, 1)
     return {
         "HEADS": heads, "P": p, "S": stored, "RANK": rank, "COLUMNS": columns, "HEAD_STRIDE": sides * p * columns,
         "SIDE_STRIDE": (sides - 1) * p * columns, "BP": tiles.width, "BS": tiles.rank, "PRECISION": precision,
-        "num_warps": tiles.warps,
-        "num_stages": 1 if tiles.width * z_dtype.itemsize >= 512 else 3,  # wide blocks fill shared memory
+        "num_warps": tiles.warps, "num_stages": tiles.stages,
     }, tiles  # fmt: skip
 
 
@@ -531,7 +520,8 @@ def score_arguments(
 ) -> tuple[tuple[Tensor, Tensor, int], dict[str, Any], Tiles]:
     """Return the weights of both sides with their stride over sequences, the constants and the tiles of the kernels."""
     is_shared = isinstance(wx, tuple)
-    constants, tiles = score_constants(z.dtype, heads, z.shape[1] // (2 * heads), rank, not is_shared, precision(dtype))
+    kind, p = precision(dtype), z.shape[1] // (2 * heads)
+    constants, tiles = score_constants(z.dtype, heads, p, rank, not is_shared, kind, z.device)
     sides = (*wx, 0) if isinstance(wx, tuple) else (wx, wx, heads * constants["HEAD_STRIDE"])
     return sides, constants, tiles
 
