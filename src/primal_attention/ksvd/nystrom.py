@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.linalg import svd
 
 from primal_attention.ksvd.solvers import Triplets, choose_signs, complete_basis, dense
 
@@ -93,7 +92,7 @@ def _range(A: Array) -> tuple[Array, Array]:
 
     Directions below ε^¾ (1.8e-12 in float64) of the largest are rounding errors, by which T would divide.
     """
-    basis, values, right_t = svd(A, full_matrices=False, check_finite=False)
+    basis, values, right_t = np.linalg.svd(A, full_matrices=False)
     is_large = values > np.finfo(values.dtype).eps ** 0.75 * values[0]
     return basis[:, is_large], right_t[is_large].T / values[is_large]
 

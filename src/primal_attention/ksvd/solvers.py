@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.linalg import svd
 from scipy.sparse.linalg import LinearOperator, svds
 from threadpoolctl import threadpool_info, threadpool_limits
 
@@ -48,7 +47,7 @@ def choose_solver(shape: tuple[int, int], n_components: int, *, explicit: bool, 
 
 def dense(K: Array, n_components: int) -> Triplets:
     """Compute the full SVD by LAPACK and return its leading part."""
-    left, values, right_t = svd(K, full_matrices=False, check_finite=False)
+    left, values, right_t = np.linalg.svd(K, full_matrices=False)
     return left[:, :n_components], values[:n_components], right_t[:n_components].T
 
 
@@ -57,9 +56,10 @@ def lanczos(K: Array | LinearOperator, n_components: int, rng: np.random.RandomS
 
     It cannot return all singular values, nor start on a zero matrix; `dense` does both.
     """
-    start = rng.standard_normal(min(K.shape)).astype(K.dtype)
-    needs_all = n_components >= min(K.shape)
-    if needs_all or not np.any(K @ (start if K.shape[1] <= K.shape[0] else K.T @ start)):
+    # In the range of K: from another start, ARPACK of SciPy before 1.15 loses singular values below √ε of the largest.
+    start = rng.standard_normal(max(K.shape)).astype(K.dtype)
+    start = (K.T if K.shape[0] > K.shape[1] else K) @ start
+    if n_components >= min(K.shape) or not np.any(start):
         return dense(K if isinstance(K, np.ndarray) else K @ np.eye(K.shape[1], dtype=K.dtype), n_components)
     left, values, right_t = svds(K, k=n_components, v0=start, solver="arpack")
     order = np.argsort(values)[::-1]
@@ -80,7 +80,7 @@ def randomized(
         basis = K @ np.linalg.qr(K.T @ np.linalg.qr(basis)[0])[0]
     basis = np.linalg.qr(basis)[0]
     # SVD of Kᵀ·basis, tall and thin, is the Rayleigh–Ritz step: its values are never above the true ones.
-    right, values, small_t = svd(K.T @ basis, full_matrices=False, check_finite=False)
+    right, values, small_t = np.linalg.svd(K.T @ basis, full_matrices=False)
     left = basis @ small_t.T
     return left[:, :n_components], values[:n_components], right[:, :n_components]
 

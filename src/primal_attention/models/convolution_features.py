@@ -56,11 +56,12 @@ class ConvolutionFeatures:
     scales: dict[str, np.ndarray]
 
     def __init__(self, shape: tuple[int, int], kernels: int, seed: int) -> None:
-        from aeon.transformations.collection.convolution_based import HydraTransformer, MultiRocket
+        with preserve_settings():
+            from aeon.transformations.collection.convolution_based import HydraTransformer, MultiRocket
 
         self.shape, self.kernels, self.seed = shape, kernels, seed  # shape: (channels, time)
         threads = torch.get_num_threads()
-        self.hydra = HydraTransformer(random_state=seed, n_jobs=threads, output_type="numpy")
+        self.hydra = HydraTransformer(random_state=seed, n_jobs=threads)
         self.rocket = MultiRocket(n_kernels=kernels, random_state=seed, n_jobs=threads)
 
     @classmethod
