@@ -58,7 +58,8 @@ def lanczos(K: Array | LinearOperator, n_components: int, rng: np.random.RandomS
     """
     # In the range of K: from another start, ARPACK of SciPy before 1.15 loses singular values below √ε of the largest.
     start = rng.standard_normal(max(K.shape)).astype(K.dtype)
-    start = (K.T if K.shape[0] > K.shape[1] else K) @ start
+    start = (K.T if K.shape[0] >= K.shape[1] else K) @ start  # the side that svds iterates on
+    start /= np.abs(start).max() or 1  # ARPACK multiplies it by K twice more: no underflow
     if n_components >= min(K.shape) or not np.any(start):
         return dense(K if isinstance(K, np.ndarray) else K @ np.eye(K.shape[1], dtype=K.dtype), n_components)
     left, values, right_t = svds(K, k=n_components, v0=start, solver="arpack")
