@@ -86,8 +86,8 @@ def main() -> int:
     utilities, limit, rows = replace_device(args.capability), BYTES[args.capability], []
     for (width, rank), dtype, mode in itertools.product(WIDTHS, (torch.bfloat16, torch.float32), args.modes):
         utilities.shared.clear()
-        shared: dict[str, Any] = {"rank": rank, "dtype": dtype, "backend": "fused", **MODES[mode]}
-        layer = (DeltaPrimalAttention if mode == "delta" else PrimalAttention)(2 * width, 2, **shared)
+        settings: dict[str, Any] = {"rank": rank, "dtype": dtype, "backend": "fused", **MODES[mode]}
+        layer = (DeltaPrimalAttention if mode == "delta" else PrimalAttention)(2 * width, 2, **settings)
         x = torch.randn(2, 70, 2 * width, dtype=dtype, requires_grad=True)
         try:
             y = layer(x)

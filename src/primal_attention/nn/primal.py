@@ -162,8 +162,8 @@ class PrimalAttention(nn.Module):
             try:
                 rates = torch.as_tensor(decay, dtype=torch.float64, device="cpu")
             except (TypeError, ValueError):
-                kinds = "None, 'learned', a number or a number per head"
-                raise TypeError(f"decay must be {kinds} (got {decay!r})") from None
+                accepted = "None, 'learned', a number or a number per head"
+                raise TypeError(f"decay must be {accepted} (got {decay!r})") from None
             if rates.ndim > 1 or rates.numel() not in (1, self.num_heads):
                 raise ValueError(f"decay must be one number or num_heads={self.num_heads} numbers (got {decay!r})")
             if not ((rates > 0) & (rates <= 1)).all():
@@ -588,9 +588,9 @@ def is_same(t: Tensor, x: Tensor) -> bool:
 def has_hooks(module: nn.Module) -> bool:
     """Return True if calling the module runs hooks, its own or those of all modules."""
     own = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    shared = nn.modules.module
-    of_all = shared._global_forward_hooks or shared._global_forward_pre_hooks
-    return bool(own or of_all or shared._global_backward_hooks or shared._global_backward_pre_hooks)
+    torch_module = nn.modules.module
+    forward = torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
+    return bool(own or forward or torch_module._global_backward_hooks or torch_module._global_backward_pre_hooks)
 
 
 def read_linear(module: nn.Module) -> tuple[Tensor, Tensor | None] | None:

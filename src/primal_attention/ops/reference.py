@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from .feature_maps import COSINE, FeatureMap, accumulation_dtype, disabled_autocast, normalise_features
 from .landmarks import landmark_indices, position_of_rank, ragged_landmark_indices
-from .types import CHECKS_BOUNDS, Boundary, LandmarkState, Mode, Output, RunningState, Scores, State, Weights
+from .types import Boundary, LandmarkState, Mode, Output, RunningState, Scores, State, Weights
 
 
 def attention(
@@ -230,8 +230,8 @@ def two_sided_sum(
     return forward + backward - terms
 
 
-CHUNK = 64  # 2⁶: six rounds of doubling solve a chunk
-MAX_LEVELS = 4  # of chunks of chunks where the length is unknown, while tracing: 64⁴ is 16 million tokens
+CHUNK, MAX_LEVELS = 64, 4  # six rounds of doubling solve a chunk; traced graphs nest chunks: 64⁴ is 16 million tokens
+CHECKS_BOUNDS = torch.__version__ >= "2.8"  # traced code can ask for bounds of a symbolic size
 
 
 def linear_recurrence(s: Tensor, a: Tensor, level: int = 1) -> tuple[Tensor, Tensor]:

@@ -5,11 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
-
-# Compiled code can ask for bounds of symbolic sizes.
-CHECKS_BOUNDS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
 
 
 @dataclass(frozen=True)

@@ -520,8 +520,8 @@ def score_arguments(
 ) -> tuple[tuple[Tensor, Tensor, int], dict[str, Any], Tiles]:
     """Return the weights of both sides with their stride over sequences, the constants and the tiles of the kernels."""
     is_shared = isinstance(wx, tuple)
-    kind, p = precision(dtype), z.shape[1] // (2 * heads)
-    constants, tiles = score_constants(z.dtype, heads, p, rank, not is_shared, kind, z.device)
+    p = z.shape[1] // (2 * heads)
+    constants, tiles = score_constants(z.dtype, heads, p, rank, not is_shared, precision(dtype), z.device)
     sides = (*wx, 0) if isinstance(wx, tuple) else (wx, wx, heads * constants["HEAD_STRIDE"])
     return sides, constants, tiles
 
